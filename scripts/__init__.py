@@ -1,1 +1,1 @@
-"""Command-line programs. They read arguments and environment; the packages below never do."""
+"""Command-line programs. They read arguments and environment, which other packages never do."""

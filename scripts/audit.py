@@ -1,5 +1,7 @@
-"""Known vulnerabilities of the packages of an environment, by pip-audit. Exit code 0 for none, 1 for some, 77 if
-no advisory database answered: then nothing is known, which is not the same as nothing found."""
+"""Reports known vulnerabilities of the packages of an environment, by pip-audit.
+
+Exit codes: 0 none, 1 some, 77 if no advisory database answered, so that nothing was checked.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the audit; returns the exit code."""
     parser = argparse.ArgumentParser(prog="audit.py", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--with", dest="tools", required=True, metavar="DIR", help="environment of pip-audit, made if missing"
+        "--with", dest="tools", required=True, metavar="DIR", help="environment of pip-audit, created if missing"
     )
-    parser.add_argument("--of", required=True, metavar="FILE", help="the interpreter of the environment to look at")
+    parser.add_argument("--of", required=True, metavar="FILE", help="the interpreter of the environment to check")
     args = parser.parse_args(argv)
     tool = Path(args.tools) / "bin" / "pip-audit"
     try:
@@ -56,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _skipped(why: str) -> int:
-    print(f"audit.py: SKIPPED: {why}; nothing was looked at", file=sys.stderr)
+    print(f"audit.py: SKIPPED: {why}; nothing was checked", file=sys.stderr)
     return SKIPPED
 
 
 def judge(packages: Sequence[dict[str, Any]]) -> int:
-    """Prints pip-audit's JSON findings for `packages`; returns the exit code. pip-audit itself calls packages clean
-    that the index does not know."""
+    """Prints pip-audit's JSON findings for `packages`; returns the exit code. pip-audit itself reports packages that
+    the index does not know as clean."""
     unknown = [one["name"] for one in packages if "skip_reason" in one and one["name"] != OURS]
     known = [one for one in packages if "skip_reason" not in one]
     for one in known:
@@ -70,9 +72,9 @@ def judge(packages: Sequence[dict[str, Any]]) -> int:
             fixed = ", ".join(flaw["fix_versions"]) or "none yet"
             print(f"{one['name']} {one['version']}: {flaw['id']}, fixed in {fixed}")
     if unknown:
-        print(f"audit.py: nothing is known of {len(unknown)}: {', '.join(sorted(unknown))}", file=sys.stderr)
+        print(f"audit.py: the index does not know {len(unknown)}: {', '.join(sorted(unknown))}", file=sys.stderr)
     if not known:
-        print("audit.py: SKIPPED: the index knows none of the packages; nothing was looked at", file=sys.stderr)
+        print("audit.py: SKIPPED: the index knows none of the packages; nothing was checked", file=sys.stderr)
         return SKIPPED
     flawed = sum(bool(one["vulns"]) for one in known)
     print(f"audit.py: {flawed} of {len(known)} packages have known vulnerabilities")

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             continue  # others may need packages that are not installed here
         module = importlib.import_module(f"scripts.benchmarks.{name}")
         one.add_argument("--json", action="store_true", help="print raw figures as one JSON object on the last line")
-        one.add_argument("--quick", action="store_true", help="small sizes, under a minute: does it run at all")
+        one.add_argument("--quick", action="store_true", help="small sizes, under a minute, to see that it runs")
         module.add_arguments(one)
         one.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """Lint, and the tests nearest to a change: python scripts/check.py [PATH ...]
 
-PATHs are files or folders of the repository; without any, what differs from the last commit, or what the last commit
-changed if nothing does. Tests reach a file by imports, lazy ones too, and by the scripts and modules that they name in
-order to start them. The nearest run first and the rest is left out when the time is up (--seconds); `make test` runs
-all. Exit codes are pytest's, or those of the linter that failed.
+PATHs are files or folders of the repository; the default are files that differ from the last commit, or those that it
+changed. Tests reach a file by imports, including lazy ones, and by the scripts and modules that they start by name. The
+nearest run first, as many as fit into the time (--seconds); `make test` runs all. Exit codes are pytest's, or those of
+the linter that failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="check.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("paths", nargs="*", metavar="PATH", help="what changed")
     parser.add_argument("--seconds", type=float, default=160.0, metavar="S", help="of tests, in all workers together")
-    parser.add_argument("--list", action="store_true", help="only name the tests")
+    parser.add_argument("--list", action="store_true", help="only list the tests")
     args = parser.parse_args(argv)
     missing = [path for path in args.paths if not (ROOT / path).exists()]
     if missing:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     near = nearest_tests(changed)
     chosen = within(near, seconds, args.seconds)
     print(
-        f"{len(changed)} files changed; {len(near)} files of tests reach them, the nearest {len(chosen)} run",
+        f"{len(changed)} files changed; {len(near)} test files reach them, the nearest {len(chosen)} run",
         flush=True,
     )
     if args.list:
@@ -96,8 +96,8 @@ def nearest_tests(changed: Iterable[str]) -> dict[str, int]:
 
 
 def within(near: Mapping[str, int], seconds: Mapping[str, float], most_s: float) -> list[str]:
-    """As many of the nearest as take `most_s` together, and the nearest one in any case. A file that alone takes half
-    of that is left out unless it is the nearest or itself changed."""
+    """As many of the nearest as take `most_s` together, and at least the nearest one. A file that alone takes half of
+    that is left out unless it is the nearest or has changed itself."""
     chosen, left = [], most_s
     for path, steps in near.items():
         takes = seconds.get(path, _NEW_FILE_S)
@@ -109,7 +109,7 @@ def within(near: Mapping[str, int], seconds: Mapping[str, float], most_s: float)
 
 @functools.cache
 def imports() -> Mapping[str, frozenset[str]]:
-    """What each of our files imports or names, both as relative paths."""
+    """The files that each of our files imports or names, as relative paths."""
     files = {str(path.relative_to(ROOT)): path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     return {name: frozenset(_used(name, path.read_text("utf-8"), files) - {name}) for name, path in files.items()}
 

@@ -32,7 +32,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 ABOUT: Mapping[Kind, str] = {
     "single": "one passage holds the answer",
-    "pronoun": "the passage opens with a pronoun; the name stands in the passage before",
+    "pronoun": "the passage opens with a pronoun; the name is in the passage before",
     "alias": "one passage explains the nickname that another one uses",
 }
 

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of all parsers of untrusted input: `python scripts/fuzz.py --seconds 600`.
 
-Findings are written to the folder of --output, with the command that reproduces them; the exit code is 1 then.
+Writes findings to the folder of --output, with the commands that reproduce them; with any the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fuzzes the targets one after the other; returns the exit code."""
     parser = argparse.ArgumentParser(prog="fuzz.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seconds", type=float, default=600.0, metavar="S", help="for all targets (default 600)")
-    parser.add_argument("--target", action="append", metavar="NAME", help="only this one; may come several times")
-    text = "what targets learnt and what was found (default build/fuzz)"
+    parser.add_argument("--target", action="append", metavar="NAME", help="only this one; may be given several times")
+    text = "folder of corpora and findings (default build/fuzz)"
     parser.add_argument("--output", type=Path, default=Path("build/fuzz"), metavar="DIR", help=text)
     args = parser.parse_args(argv)
     from scripts.fuzzing.targets import TARGETS

@@ -23,8 +23,8 @@ from scripts.gpucheck.needs import missing_packages  # noqa: E402
 
 SUITES = ("attention_numerics", "rope_numerics", "decode_numerics", "engine_identities", "ceilings", "rope_timing")
 SUITES += ("decode_timing", "attention_timing")
-"""Modules of scripts/gpucheck in the order they run: a kernel's checks belong before the ceilings, its timings behind
-them. Each has `run(record)`, which adds rows, and `tables(record)`, which shows them."""
+"""Modules of scripts/gpucheck in the order they run: checks of kernels, ceilings, timings. Each has `run(record)`,
+which adds rows, and `tables(record)`, which shows them."""
 SKIPPED = 77
 LIMIT_S = {"full": 420.0, "quick": 50.0}
 
@@ -52,9 +52,9 @@ def device_kind() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs every suite; the exit status is in the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few sizes, under a minute: does everything run")
+    parser.add_argument("--quick", action="store_true", help="few sizes, under a minute, to see that everything runs")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no further measurement after so long")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no further measurement after this time")
     options = parser.parse_args(arguments)
     missing = missing_packages()
     if missing:

@@ -1,11 +1,10 @@
 """Compiles every kernel and step for chips that are not present: `python scripts/kernels_aot.py tpu|gpu [--quick]`.
 
 Needs no TPU and no GPU, only their compilers: `pip install -e .[aot-tpu]` or `.[aot-gpu]`, each in its own environment.
-Kernels and the engine's steps are compiled at serving shapes; a kernel over a chip's limits, a register spill on a GPU,
-or a figure more than 5 % above pallas_kernels/aot_table.json fails, and so does a control that should fail and does
-not. `--quick` takes the few cases that every push compiles, `--only step:` the steps alone. `--update` writes the
-table. Compiling proves neither correctness nor speed: tests/pallas_kernels test the former, and only the chip shows the
-latter.
+Kernels and the engine's steps are compiled at serving shapes. Failures are a kernel over a chip's limits, a register
+spill on a GPU, a figure more than 5 % above pallas_kernels/aot_table.json, and a control that passes. `--quick`
+compiles the few cases of every push, `--only step:` the steps alone. `--update` writes the table. Compiling proves
+neither correctness, which tests/pallas_kernels test, nor speed, which only the chip shows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SLACK = 1.05
 
 
 def violations(chip: str, name: str, figures: dict[str, int], limits: Any, known: dict[str, int] | None) -> list[str]:
-    """Problems with a kernel's figures, in words; `known` are the committed ones."""
+    """Problems with a kernel's figures, in words; `known` are the committed figures."""
     wrong = [
         f"{chip}, {name}: {figure} is {figures[figure]:,}, the limit is {by_chip[chip]:,}"
         for figure, by_chip in limits.items()
@@ -50,7 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("tpu", "gpu"))
     parser.add_argument("--only", metavar="PART", default="", help="cases with this part in their name")
-    parser.add_argument("--quick", action="store_true", help="a case of every kernel and step, of the rest none")
+    parser.add_argument("--quick", action="store_true", help="only a few cases of kernels and steps")
     parser.add_argument("--update", action="store_true", help="write the figures to the committed table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     arguments = parser.parse_args()
@@ -67,7 +66,7 @@ def main() -> int:
         known = None if arguments.update else table["figures"]
         found, wrong = _compile_all(target, dump, arguments.only, arguments.quick, known)
     if not any(found.values()):
-        parser.error(f"--only: wanted a part of a case's name, got {arguments.only!r}, which is in none")
+        parser.error(f"--only: wanted a part of a case's name, got {arguments.only!r}, which matches none")
     if arguments.json:
         arguments.json.write_text(json.dumps({"versions": versions, "figures": found}, indent=1) + "\n")
     if arguments.update and not wrong:
@@ -86,7 +85,7 @@ def _compile_all(
 ) -> tuple[dict[str, Any], list[str]]:
     """Figures by chip and case, and problems; prints a row for each.
 
-    `only`, `is_quick`: which cases; each control runs with the case that it is a broken form of.
+    `only`, `is_quick`: which cases; each control runs with the case that it breaks.
     `known`: committed figures by chip and case; None checks only the limits.
     """
     # Here and not above: jax reads the environment when it is first imported.

@@ -62,7 +62,7 @@ class Mutant:
         first, last = _span(source, self.within) if self.within else (0, len(source))
         count = source.count(self.old, first, last)
         if count != 1:
-            raise ValueError(f"{self.file}: {self.old!r} stands {count} times in {self.within or 'the file'}, not once")
+            raise ValueError(f"{self.file}: {self.old!r} occurs {count} times in {self.within or 'the file'}, not once")
         begin = source.index(self.old, first, last)
         changed = source[:begin] + self.new + source[begin + len(self.old) :]
         if changed == source:
@@ -77,8 +77,8 @@ class Mutant:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="mutants.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="only mutants of paths that begin so")
-    parser.add_argument("--check", action="store_true", help="only see whether every mutant applies; run nothing")
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="only mutants of paths with this prefix")
+    parser.add_argument("--check", action="store_true", help="only check that every mutant applies; run nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="copies at once")
     args = parser.parse_args(argv)
     if args.jobs < 1:
@@ -135,7 +135,7 @@ def run(mutants: Sequence[Mutant], num_jobs: int) -> int:
         shares = [tests[number::num_jobs] for number in range(num_jobs)]
         for status, said in pool.map(lambda share: outcome(None, share), [share for share in shares if share]):
             if status != _SURVIVED:
-                print(f"these tests do not pass as they are, or some are skipped:\n{said}")
+                print(f"these tests fail without a mutant, or some are skipped:\n{said}")
                 return 2
         # Adjacent mutants in the list share tests, and so their compiled steps.
         results: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -202,9 +202,7 @@ def _outcome(copy: Path, mutant: Mutant | None, tests: Sequence[str], compiled: 
     try:
         if mutant:
             path.write_text(mutant.applied(source), "utf-8")
-            os.utime(
-                path, (tick, tick)
-            )  # a time that no other version has: Python's compiled files are checked by time and size
+            os.utime(path, (tick, tick))  # a unique time: Python checks compiled files by time and size
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
         # Debian's interpreters and editable installs put other copies on the path: the copy goes first.
         environment = os.environ | {"PYTHONPATH": str(copy), "JAX_COMPILATION_CACHE_DIR": compiled}

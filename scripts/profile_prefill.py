@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _within(values: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Those that leave half of the longest prompt, the other number's, and room for an answer."""
+    """The sizes that leave half of the longest prompt to the other number, and space for an answer."""
     found = tuple(value for value in values if value <= (longest - ANSWER_TOKENS) // 2)
     if len(found) < 2:
         raise ValueError(f"--max-model-len: wanted at least {2 * values[1] + ANSWER_TOKENS}, got {longest}")

@@ -2,7 +2,7 @@
 
 Runs the engine's own planner, scheduler, index, eviction and routing over a cost model instead of a device: computes
 the TTFT, throughput and hit rates of a corpus, a load and a budget on hardware that is not present. --size-for searches
-budgets and replicas; --validate measures the real engine on this CPU beside it. What is modelled: docs/simulation.md.
+budgets and replicas; --validate compares with the real engine on this CPU. What is modelled: docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _paper(args: argparse.Namespace) -> dict:
             progress.advance(task)
     if args.plot is not None:
         paper_page.draw(found, args.plot)
-    about = f"{size.measured} requests of each case behind {size.warmup} that fill the caches"
+    about = f"{size.measured} requests of each case after {size.warmup} that fill the caches"
     paper_page.write(found, args.paper, args.plot, time.perf_counter() - started_s, about)
     Console(stderr=True).print(f"written to {args.paper}")
     return found

@@ -1,7 +1,7 @@
 """Trains the demo model, writes the demo corpus, measures the shipped weights; needs `pip install -e ".[train]"`.
 
-python scripts/train_demo.py --out runs/demo               train; the model lands in runs/demo/model
-python scripts/train_demo.py --out runs/demo --resume      go on after an interruption
+python scripts/train_demo.py --out runs/demo               train; the model is written to runs/demo/model
+python scripts/train_demo.py --out runs/demo --resume      continue after an interruption
 python scripts/train_demo.py --out runs/demo --install     put the newest checkpoint into ccjax/assets/demo_model
 python scripts/train_demo.py --corpus-only                 rewrite corpus, questions and tokenizer
 python scripts/train_demo.py --evaluate                    accuracy per kind of question of the shipped weights;
@@ -37,7 +37,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="directory for checkpoints and the trained model")
     parser.add_argument("--steps", type=int, help=f"training steps in all (default {DEFAULT_STEPS})")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint under --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint under --out")
     parser.add_argument("--quick", action="store_true", help="a few seconds of training, or a tenth of the questions")
     parser.add_argument("--install", action="store_true", help="put --out's newest checkpoint into the assets")
     parser.add_argument("--corpus-only", action="store_true", help="rewrite corpus, questions and tokenizer")

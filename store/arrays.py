@@ -46,7 +46,7 @@ class ArrayDriver:
         self._cipher = cipher
         self._digest = digest
         self._longest_wait_s = longest_wait_s
-        # No cache: it would keep decoded layers beside the buffers, outside every budget, and serve deleted data.
+        # No cache: it would keep decoded layers besides the buffers, outside every budget, and serve deleted data.
         # Rereading the shard index for every layer costs nothing measurable on a file (1.2 ms per 2 MiB layer).
         self._context = ts.Context(_NO_CACHE, parent=context)
 
@@ -210,7 +210,7 @@ class ShardReader:
         checksum mismatch, to the exception to raise.
       longest_wait_s: timeout of a layer; None waits forever.
       failure: raised by every `wait`; nothing is read then.
-      decrypt: fills a layer of `stored` from what was read, if it is encrypted; raises SealError.
+      decrypt: fills a layer of `stored` from the encrypted bytes that were read; raises SealError.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class ShardReader:
 
     @property
     def is_lossy(self) -> bool:
-        """True when what is read may differ from what was written."""
+        """True if the KV read may differ from the KV written."""
         return self._layout.storage.is_lossy
 
     def watch(self, on_read: OnRead) -> None:

@@ -63,9 +63,9 @@ class BucketRoot:
     becomes a miss, never wrong data.
 
     Raises (constructor):
-      ValueError: a malformed URL, or options that its scheme does not know.
+      ValueError: a malformed URL, or options unknown for its scheme.
       StoreUnavailableError: no such bucket, no credentials, missing rights, no answer, or a server that lets a second
-        writer overwrite what the first one created. None of that is checked with `read_only`.
+        writer overwrite an object that the first one created. None of that is checked with `read_only`.
     """
 
     num_parallel = 16
@@ -84,7 +84,7 @@ class BucketRoot:
         try:
             self._kv = ts.KvStore.open(self._spec, context=self.context).result(timeout=START_S)
         except ValueError as error:
-            raise ValueError(f"store: cannot make sense of {url!r}: {_reason(error)}") from error
+            raise ValueError(f"store: cannot parse {url!r}: {_reason(error)}") from error
         self._absent = b""
         if read_only:
             return
@@ -95,7 +95,7 @@ class BucketRoot:
         if not is_safe:
             raise StoreUnavailableError(
                 f"store: cannot use {url}: the server ignores the condition of a write, so that a second writer "
-                "overwrites what the first one committed. Wanted conditional writes, as S3, Google and Ceph have them"
+                "overwrites the first one's commit. Wanted conditional writes, as in S3, Google's and Ceph's storage"
             )
 
     def _try_out(self) -> tuple[bytes, bool]:
@@ -111,11 +111,11 @@ class BucketRoot:
         reason = _reason(error)
         bucket = self._spec["bucket"]
         if reason.startswith("NOT_FOUND"):
-            return f"there is no bucket {bucket!r}. Make it first; this program makes none"
+            return f"there is no bucket {bucket!r}. Create it first; this program does not create buckets"
         if reason.startswith(_NO_ACCESS):
             return (
                 f"access to bucket {bucket!r} was refused ({reason}). Set {_CREDENTIALS[self._spec['driver']]}; "
-                "wanted one who may list, read, write and delete"
+                "wanted credentials that may list, read, write and delete"
             )
         return f"{reason}. Wanted a bucket that this process can list, read, write and delete in"
 
@@ -138,7 +138,7 @@ class BucketRoot:
         with self._lock:
             if self._down is None:
                 return None
-            error = StoreUnavailableError(f"store: {self.url} did not answer lately: {self._down}")
+            error = StoreUnavailableError(f"store: {self.url} did not answer recently: {self._down}")
             if time.monotonic() < self._next_probe_s:
                 return error
             self._next_probe_s = time.monotonic() + PROBE_INTERVAL_S

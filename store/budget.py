@@ -7,7 +7,7 @@ from ccjax.store.spec import positive_int
 
 
 class ByteBudget:
-    """Bytes used out of `limit_bytes` (None = no limit). Not thread-safe: the owning tier's lock guards it."""
+    """Bytes used out of `limit_bytes` (None for no limit). Not thread-safe: the owning tier's lock guards it."""
 
     def __init__(self, tier: str, limit_bytes: int | None):
         self.tier = tier

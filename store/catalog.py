@@ -82,11 +82,11 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
     except CatalogError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CatalogError(f"cannot make sense of it: {error}") from error
+        raise CatalogError(f"cannot be parsed: {error}") from error
 
 
 def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard], list[str]]:
-    """All shards of all usable parts, and what is wrong with the other parts. A variant may occur twice.
+    """All shards of all usable parts, and the problems of the other parts. A variant may occur twice.
 
     Raises:
       OSError: the root refused.

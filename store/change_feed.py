@@ -1,5 +1,5 @@
-"""Change feed between the processes on one store: a background thread publishes what this process commits and deletes
-to the shared index, and receives what others did."""
+"""Change feed between the processes on one store: a background thread publishes this process's commits and deletions to
+the shared index, and receives those of others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChangeFeed:
         self._changed = threading.Condition()
         self._unsent: dict[str, tuple[str, bytes | None]] = {}
         self._unsent_removals: dict[str, str | None] = {}
-        self._is_complete = True  # whether what is unsent is all that happened
+        self._is_complete = True  # whether the unsent changes are all that happened
         self._is_sending = False
         self._added: dict[str, None] = {}
         self._removed: dict[str, None] = {}
@@ -136,7 +136,7 @@ class ChangeFeed:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what is queued, if the index answers, and ends the thread. May be called twice."""
+        """Sends queued changes, if the index answers, and ends the thread. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -232,7 +232,7 @@ class ChangeFeed:
     def _log_outage(self, error: OSError | None) -> None:
         """Logs the start and the end of an outage."""
         if error is not None and self._is_up:
-            _log.warning("store: %s; what other processes do is seen by listing the store until it answers", error)
+            _log.warning("store: %s; until it answers, changes of other processes are found by listings", error)
         elif error is None and not self._is_up:
             _log.warning("store: the shared index answers again")
         with self._changed:

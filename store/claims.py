@@ -46,13 +46,13 @@ class Claims:
         return variant_id in self._held
 
     def taken(self, variant_ids: Collection[str]) -> frozenset[str]:
-        """Those that other processes have claimed; none while the disk is unavailable."""
+        """The variants that other processes have claimed; none while the disk is unavailable."""
         found = self._try(lambda: self._leases.held(variant_ids)) or frozenset()
         with self._lock:
             return found - self._held.keys()
 
     def committed(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Those that are on disk now, written by any process; they are known from now on."""
+        """The variants that are on disk now, written by any process; they are known from now on."""
         return self._tier.find_committed(variant_ids)
 
     def release(self, variant_ids: Collection[str]) -> None:

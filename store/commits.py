@@ -41,7 +41,7 @@ class CommittedShards:
       lock: guards this object and `budget`, in which every known variant is charged.
       foreign: records in formats unknown to this version.
       num_corrupt: failed checks, counted where they are detected.
-      num_forged: those of them that were records not sealed with our keys.
+      num_forged: failed checks of records not sealed with our keys.
       num_unread: listed records that could not be read so far.
     """
 
@@ -116,7 +116,7 @@ class CommittedShards:
     # -- following the records ---------------------------------------------------------------------------------
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Applies what other processes committed and evicted since the last listing: `(added, removed)` variant ids.
+        """Applies commits and evictions of other processes since the last listing: `(added, removed)` variant ids.
 
         Raises:
           OSError: the directory or bucket cannot be listed.
@@ -183,7 +183,7 @@ class CommittedShards:
         return shard is not None
 
     def read(self, variant_id: str) -> KnownShard | None:
-        """What the record on disk commits now; None if there is no record.
+        """The variant that the record on disk commits now; None if there is no record.
 
         Raises:
           ShardCorruptError: the record fails its check.
@@ -346,8 +346,8 @@ class CommittedShards:
         return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)
 
     def _read_sound(self, variant_id: str) -> KnownShard | None:
-        """What the record on disk commits; None if there is none, if another release wrote it, or if it is damaged (it
-        is then moved to quarantine). Raises OSError."""
+        """The variant that the record on disk commits; None if there is none, if another release wrote it, or if it is
+        damaged (it is then moved to quarantine). Raises OSError."""
         try:
             return self.read(variant_id)
         except UnknownFormatError as error:

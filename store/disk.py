@@ -47,8 +47,8 @@ class TensorStoreTier:
       url: `file:///absolute/path`, created if missing, or an existing bucket, see `store.buckets.BucketRoot`.
       kv_spec: shape and dtype of every variant.
       identity: owner of the variants; those of others under the same URL are neither seen nor touched.
-      budget_bytes: bytes of objects and records that `write` may fill, None = no limit. What other processes wrote
-        counts once `refresh` has seen it.
+      budget_bytes: bytes of objects and records that `write` may fill, None for no limit. Objects of other processes
+        count once `refresh` has seen them.
       exclusive: refuse a store that holds another model's variants and none of ours.
       head_groups: inner chunks per layer along K, so that a reader of some heads need not read the others.
       storage: format of new variants; existing ones are read in whatever format they have.
@@ -139,7 +139,7 @@ class TensorStoreTier:
         return foreign_fingerprints(self._root, self.identity)
 
     def is_lossy(self, variant_id: str) -> bool:
-        """True when the variant's copy may differ from what was written."""
+        """True if the variant's copy may differ from the KV written."""
         known = self._commits.get(variant_id)
         return known is not None and known.is_lossy
 
@@ -280,15 +280,15 @@ class TensorStoreTier:
         return variant_id
 
     def erase_foreign(self) -> tuple[str, ...]:
-        """Deletes what other releases stored in formats of their own, as far as `refresh` saw it. For callers that must
-        be sure that nothing of a text is left but cannot decode these formats. Returns the keys that could not be
+        """Deletes variants that other releases stored in their own formats, as far as `refresh` saw them, for callers
+        that must erase a text completely but cannot decode these formats. Returns the keys that could not be
         deleted."""
         return self._commits.foreign.erase(
             self._root, self._namespace, self._delete_quietly, self._commits.record_deletion
         )
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Applies what other processes committed and evicted since the last listing: `(added, removed)` variant ids.
+        """Applies commits and evictions of other processes since the last listing: `(added, removed)` variant ids.
 
         Raises:
           OSError: the directory or bucket cannot be listed.
@@ -376,8 +376,8 @@ class TensorStoreTier:
         return encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id=object_id, layout=layout)
 
     def _explain(self, variant_id: str, object_id: str, error: ValueError | TimeoutError | None) -> Exception:
-        """The exception for a failed read of a variant's object; `error` is tensorstore's, None if the bytes are not
-        what the record says."""
+        """The exception for a failed read of a variant's object; `error` is tensorstore's, None if the bytes do not
+        match the record."""
         if error is not None and not str(error).startswith(_BAD_DATA):
             self._root.record_failure(error)
             return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")

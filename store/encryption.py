@@ -1,9 +1,9 @@
 """Encryption of the contents of a store, with keys derived from those of its key file.
 
 Encrypted data are `ccjaxAE1`, the id of the key (8 bytes), a nonce (12, random), and the output of AES-256-GCM (NIST SP
-800-38D), with its tag (16) at the end. What the bytes are (kind, namespace and name, as JSON) is associated data, so
-that nothing can be passed off as something else. Each name has a key of its own, derived from that of the file (HKDF,
-RFC 5869), so that the limit of 2^32 nonces per key applies to one name.
+800-38D), with its tag (16) at the end. The identity of the data (kind, namespace and name, as JSON) is associated data,
+so that nothing can be passed off as something else. Each name has a key of its own, derived from that of the file
+(HKDF, RFC 5869), so that the limit of 2^32 nonces per key applies to one name.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class StoreCipher:
         head = bytes(raw[:_HEAD_BYTES])
         name, nonce = head[len(_MAGIC) : -_NONCE_BYTES], head[-_NONCE_BYTES:]
         if not head.startswith(_MAGIC) or len(raw) != out.nbytes + OVERHEAD_BYTES:
-            raise SealError(f"{' '.join(what)}: it is not encrypted, or not whole")
+            raise SealError(f"{' '.join(what)}: it is not encrypted, or incomplete")
         if name not in self._secrets:
             raise SealError(f"{' '.join(what)}: none of this store's keys encrypted it")
         cipher, said = self._cipher(name, what)
         try:
             cipher.decrypt_into(nonce, raw[_HEAD_BYTES:], said, out.reshape(-1).view(np.uint8).data)
         except self._library.invalid_tag:
-            raise SealError(f"{' '.join(what)}: it is not what this store's key encrypted as that") from None
+            raise SealError(f"{' '.join(what)}: it does not match this store's key and that name") from None
 
     def _cipher(self, name: bytes, what: tuple[str, ...]) -> tuple[Any, bytes]:
         """AES-GCM with the key for the name in `what`, and `what` as associated data."""
@@ -135,5 +135,5 @@ class _Library:
         return self._hkdf(self._hash(), num_bytes, None, info).derive(key)
 
     def expand(self, secret: bytes, info: bytes) -> bytes:
-        """A key of 32 bytes from one that HKDF made."""
+        """A key of 32 bytes from one derived by HKDF."""
         return self._hkdf_expand(self._hash(), 32, info).derive(secret)

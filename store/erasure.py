@@ -12,16 +12,16 @@ from ccjax.store.spec import Condemns
 def erase_from_disk(
     disk: TensorStoreTier, condemned: Collection[str], *, uncommitted: bool, condemns: Condemns | None = None
 ) -> tuple[str, ...]:
-    """Deletes variants, including what an earlier attempt left or another process wrote meanwhile, and every copy of a
-    record.
+    """Deletes variants, including remains of an earlier attempt and writes of other processes meanwhile, and every copy
+    of a record.
 
     Args:
-      uncommitted: also delete whatever has no sound record, however young, and what other releases stored in unknown
+      uncommitted: also delete objects of any age without a sound record, and those of other releases in unknown
         formats.
       condemns: selects records to delete, since another process may have rewritten a variant; None selects all.
 
     Returns:
-      Keys and variant ids of what could not be deleted.
+      Keys and variant ids that could not be deleted.
 
     Raises:
       OSError: the disk cannot be listed.

@@ -31,7 +31,7 @@ class UnknownFormatError(ShardCorruptError):
 
 
 class ShardForgedError(ShardCorruptError):
-    """The bytes were not sealed with one of this store's keys as what they are read as."""
+    """The bytes were not sealed, with one of this store's keys, under the name that they are read by."""
 
 
 class StoreIdentityError(StoreError, ValueError):

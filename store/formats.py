@@ -48,7 +48,7 @@ class StorageFormat:
 
     @property
     def is_lossy(self) -> bool:
-        """True when what is read may differ from what was written."""
+        """True if the KV read may differ from the KV written."""
         return self.kv_dtype != "auto"
 
     @property

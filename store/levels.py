@@ -1,5 +1,5 @@
-"""The tiers of a store, fastest first: which of them hold a variant, their contents and counters, and the hints beside
-them."""
+"""The tiers of a store, fastest first: which of them hold a variant, their contents and counters, and the store's
+hints."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class Levels:
 
     def tiers_of(self, variant_id: str) -> tuple[str, ...]:
         """Every tier that holds the variant, the fastest first; includes "disk" as soon as its write is queued."""
-        queued = self._writer is not None and variant_id in self._writer  # first: what leaves the queue is on disk
+        queued = self._writer is not None and variant_id in self._writer  # first: a variant that leaves it is on disk
         return tuple(name for name, tier in self._levels.items() if variant_id in tier or (queued and name == DISK))
 
     def is_lossy(self, variant_id: str) -> bool:
-        """True if the copy that a load would read now may differ from what was stored; see `LoadTicket.lossy`."""
+        """True if the copy that a load would read now may differ from the KV stored; see `LoadTicket.lossy`."""
         with self._lock:
             for tier in self._memory.values():
                 if variant_id in tier:
@@ -138,7 +138,7 @@ class Levels:
         return {} if self._disk is None else self._disk.hints.read()
 
     def write_hints(self, hints: Mapping[str, Any]) -> None:
-        """Stores JSON values beside the disk tier, if there is one (`store.hints.Hints`)."""
+        """Stores JSON values in the disk tier's namespace, if there is one (`store.hints.Hints`)."""
         if self._disk is not None:
             self._disk.hints.write(hints)
 

@@ -101,7 +101,7 @@ class LocalObject:
 
 
 def _read_all(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
-    if offset > os.fstat(descriptor).st_size:  # a damaged index may name more than the system takes
+    if offset > os.fstat(descriptor).st_size:  # a damaged index may have offsets that the system rejects
         raise ValueError(f"OUT_OF_RANGE: {path} ends before {offset}")
     while target:
         count = os.preadv(descriptor, [target], offset)

@@ -36,8 +36,8 @@ class MemoryTier(abc.ABC, Generic[Held]):
 
     @abc.abstractmethod
     def _hold(self, kv: np.ndarray) -> Held:
-        """Converts `kv` `[L, 2, T, K, H]` to what the tier holds; raises TierFullError if it does not fit despite the
-        budget."""
+        """Converts `kv` `[L, 2, T, K, H]` to the tier's representation; raises TierFullError if it does not fit despite
+        the budget."""
 
     def __contains__(self, variant_id: str) -> bool:
         return variant_id in self._shards
@@ -65,7 +65,7 @@ class MemoryTier(abc.ABC, Generic[Held]):
         return None if shard is None else self.charge_bytes(shard[0].num_tokens)
 
     def is_lossy(self, variant_id: str) -> bool:
-        """True when the variant's copy may differ from what was stored."""
+        """True if the variant's copy may differ from the KV stored."""
         return variant_id in self._lossy
 
     def put(self, record: ShardRecord, kv: np.ndarray, *, is_lossy: bool = False) -> None:
@@ -92,7 +92,7 @@ class MemoryTier(abc.ABC, Generic[Held]):
             self._lossy.add(variant_id)
 
     def get(self, variant_id: str) -> Held:
-        """What is held of the variant.
+        """The variant in the tier's representation.
 
         Raises:
           ShardNotFoundError: the tier does not hold it.

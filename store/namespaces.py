@@ -1,13 +1,13 @@
-"""The layout of a store root, and whose part of it is whose.
+"""The layout of a store root, and the owners of its namespaces.
 
 ROOT/store.json                         format version of everything below
-ROOT/NAMESPACE/identity.json            whose namespace it is, and its KV shape
-ROOT/NAMESPACE/hints.json               what the owner notes between runs, replaced as a whole
+ROOT/NAMESPACE/identity.json            owner of the namespace, and its KV shape
+ROOT/NAMESPACE/hints.json               values that the owner keeps between runs, replaced as a whole
 ROOT/NAMESPACE/records/VARIANT.json     written last, create-if-absent: this commits
 ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant under an id that is never used again
-ROOT/NAMESPACE/notes/NAME.json          small facts that the owner keeps beside the variants, never changed
+ROOT/NAMESPACE/notes/NAME.json          small facts of the owner, never changed
 ROOT/NAMESPACE/catalog/K-of-P.bin       copies of many records in one object (`store.catalog`); may be lost at any time
-ROOT/NAMESPACE/leases/VARIANT.EPOCH     who computes what just now (`store.leases`)
+ROOT/NAMESPACE/leases/VARIANT.EPOCH     which process computes a variant now (`store.leases`)
 ROOT/NAMESPACE/quarantine/              records that failed their check; nothing reads them
 """
 

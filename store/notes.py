@@ -1,6 +1,6 @@
-"""Small JSON objects by name, stored beside the variants of one identity and shared by its processes.
+"""Small JSON objects by name, stored with the variants of one identity and shared by its processes.
 
-A note is written once and never changed, so that processes add and remove facts without overwriting others'.
+A note is written once and never changed, so that processes add and remove facts without overwriting those of others.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Notes:
         return True
 
     def refresh(self) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
-        """Applies what other processes added and deleted: (added, names of removed). Retries failed writes.
+        """Applies additions and deletions of other processes: (added, names of removed). Retries failed writes.
 
         Raises:
           OSError: the directory or bucket cannot be listed or read.
@@ -136,7 +136,7 @@ class Notes:
         try:
             self._write(name)
         except OSError as error:
-            _log.warning("store: cannot write the note %s: %s; it is tried again", name, error)
+            _log.warning("store: cannot write the note %s: %s; it will be retried", name, error)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}.json"
@@ -147,7 +147,7 @@ class Notes:
             if raw is not None and self._identity is not None:
                 self._identity.unseal(_KIND, name, raw)
         except SealError as error:
-            _log.warning("store: %s; the note is not believed", error)
+            _log.warning("store: %s; the note is ignored", error)
             return True
         return False
 

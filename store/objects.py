@@ -41,7 +41,7 @@ class Root(Protocol):
         ...
 
     def outage(self) -> StoreUnavailableError | None:
-        """Why calls would fail just now; None if the root is available. Returns at once."""
+        """The reason why calls would fail now; None if the root is available. Returns at once."""
         ...
 
     def record_failure(self, error: Exception) -> None:

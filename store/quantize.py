@@ -1,9 +1,10 @@
 """KV in 8 bits: one code per value, one float32 scale per channel and layer, in one array.
 
 A scale belongs to one channel, that is one of K or V, one head and one of its H dimensions, over all tokens of the
-variant. Keys rest without RoPE, and then some of their channels are large for every token (KIVI, arXiv:2402.02750, sec.
-3): under a scale that they share with others, the small channels lose their bits. Values take the same granularity: on
-the demo model it lost less than a scale per token, which KIVI gives them at 2 bits, and it needs 4/T bytes per value.
+variant. Keys are stored without RoPE, and then some of their channels are large for every token (KIVI,
+arXiv:2402.02750, sec. 3): with a common scale the small channels would lose their bits. Values have the same
+granularity: on the demo model it lost less than a scale per token, which KIVI uses for them at 2 bits, and it needs 4/T
+bytes per value.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 SCALE_ROWS = 4
-"""Token rows behind the codes, which hold the bytes of the scales: the least significant one first."""
+"""Token rows behind the codes for the bytes of the scales, the least significant first."""
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
@@ -31,7 +32,7 @@ def quantize(kv: np.ndarray, kind: str) -> np.ndarray | None:
     """Codes and scales of `kv` `[L, 2, T, K, H]` as bytes `[L, 2, T + SCALE_ROWS, K, H]`, uint8; None where a value is
     NaN, infinite or above 1.7e38, for which there is no code.
 
-    What `dequantize` gives differs from x by at most (s the channel's scale, up to rounding in float32)
+    The result of `dequantize` differs from x by at most (s the channel's scale, up to rounding in float32)
 
         int8   s / 2                      with s = max |x| / 127
         fp8    max(|x| / 16, s / 1024)    with s = max |x| / 448 (float8_e4m3fn: 3 bits of mantissa, least code 2^-9)
@@ -59,7 +60,7 @@ def dequantize(stored: np.ndarray, kind: str, out: np.ndarray) -> None:
     num_tokens = out.shape[1]
     scales = np.ascontiguousarray(np.moveaxis(stored[:, num_tokens:], 1, -1)).view("<f4")[:, None, :, :, 0]
     codes: Any = stored[:, :num_tokens]
-    # "wrap" only spares the check of 256 values' bounds, half of the time.
+    # "wrap" only avoids the bounds check, which takes half of the time: all 256 values are valid.
     codes = codes.view(np.int8) if kind == "int8" else np.take(_FP8_VALUES, codes, mode="wrap")
     # Every element is written once and with its final value: two readers may do this at the same time.
     if out.dtype == np.float32:

@@ -15,8 +15,8 @@ from ccjax.store.signing import DIGESTS, SealError
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
 
 CODED_VERSION = 2
-"""`format_version` of records whose KV is encoded. Versions that know only 1 ignore these instead of taking the codes
-for KV; all other records stay at 1, which every version reads.
+"""`format_version` of records whose KV is encoded. Releases that know only 1 ignore these instead of reading the codes
+as KV; all other records stay at 1, which every release reads.
 
 Any later format keeps canonical JSON with `checksum`, `format_version`, `namespace`, `variant_id` and `object_id`:
 these show that an unreadable record is sound, and which data object belongs to it.
@@ -98,8 +98,7 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     """Decodes the record `raw`, found under the name `variant_id`.
 
     Raises:
-      ShardCorruptError: a byte differs from what was written, it is the record of another variant, model or shape, or
-        it cannot be parsed.
+      ShardCorruptError: a byte changed, it is the record of another variant, model or shape, or it cannot be parsed.
       UnknownFormatError: it is sound, and in a format of another release.
       ShardForgedError: `identity` has keys, and none of them sealed it as the record of this variant.
     """
@@ -181,7 +180,7 @@ def _shard(
         raise ShardCorruptError(f"record of variant {variant_id}: object_id is {body['object_id']!r:.80}, wanted an id")
     layout = _layout(body, kv_spec, identity)
     if layout.storage.is_encrypted != (identity.cipher is not None):
-        raise ShardCorruptError(f"record of variant {variant_id}: is_encrypted is not as this store has it")
+        raise ShardCorruptError(f"record of variant {variant_id}: is_encrypted differs from this store's setting")
     return StoredShard(record, body["object_id"], layout, record_bytes + layout.num_bytes)
 
 

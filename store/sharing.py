@@ -1,4 +1,4 @@
-"""One reader for all concurrent loads of a variant: what one of them read is available to the others."""
+"""One reader for all concurrent loads of a variant: layers read by one of them are available to the others."""
 
 from __future__ import annotations
 

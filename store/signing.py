@@ -1,8 +1,8 @@
-"""Keys by which processes that share a store tell what they wrote from what others put there.
+"""Keys with which the processes on a store recognise each other's data.
 
-A seal is `-hmac-sha256-` and the HMAC-SHA256 (RFC 2104), in hex, of what the bytes are (kind, namespace and name, as
-JSON) and of the bytes. So sealed data can neither be changed nor passed off as something else, under another name or in
-another model's or tenant's part of a store. It can be replayed after a deletion: a seal contains no time.
+A seal is `-hmac-sha256-` and the HMAC-SHA256 (RFC 2104), in hex, of the identity of the data (kind, namespace and name,
+as JSON) and of the bytes. So sealed data can neither be changed nor passed off as something else, under another name or
+in another model's or tenant's part of a store. It can be replayed after a deletion: a seal contains no time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 _log = logging.getLogger(__name__)
 
 LEAST_KEY_BYTES = 32
-"""Shorter keys are refused; `openssl rand -hex 32` makes one of 64 characters."""
+"""Shorter keys are refused; `openssl rand -hex 32` creates one of 64 characters."""
 
 _MARK = b"-hmac-sha256-"
 SEAL_BYTES = len(_MARK) + 2 * hashlib.sha256().digest_size
@@ -34,7 +34,7 @@ DIGESTS = {"xxh3": 16, "sha256": 64}
 
 
 class SealError(ValueError):
-    """Bytes without a seal, or with one that none of the keys made for them."""
+    """The bytes have no seal, or none of the keys sealed them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StoreKeys:
         data, found = without_seal(sealed), sealed[-SEAL_BYTES:]
         # Checks all keys, whichever matches, so that timing reveals nothing.
         if sum(hmac.compare_digest(found, _seal(key, what, data)) for key in self.keys) != 1:
-            raise SealError(f"{' '.join(what)}: the seal is missing, or none of this store's keys made it")
+            raise SealError(f"{' '.join(what)}: the seal is missing, or not from one of this store's keys")
         return data
 
 

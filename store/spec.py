@@ -76,9 +76,9 @@ class StoreIdentity:
     Attributes:
       model_fingerprint: digest of everything that determines KV values: weights, tokenizer, RoPE, dtype.
       tenant_salt: separates tenants of one model. It is hashed into the namespace and never stored.
-      keys: seal what is written; data without such a seal is rejected. None accepts all sound data. Which keys are used
+      keys: seal written data; data without such a seal is rejected. None accepts all sound data. Which keys are used
         does not change the identity, but having keys does: processes without keys never see these variants.
-      cipher: encrypts what is written instead of sealing it, with the same keys; the same holds for it.
+      cipher: encrypts written data instead of sealing it, with the same keys; having one changes the identity, too.
     """
 
     model_fingerprint: str
@@ -119,7 +119,7 @@ class StoreIdentity:
         """Inverse of `seal`.
 
         Raises:
-          SealError: there are keys, and none of them sealed this as that.
+          SealError: there are keys, and none of them sealed this under that name.
         """
         what = (kind, self.namespace, name)
         if self.cipher:

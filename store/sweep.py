@@ -1,4 +1,4 @@
-"""Deletes what will never be read: data without a record, left-overs of killed processes, quarantine."""
+"""Deletes unreadable objects: data without a record, left-overs of killed processes, quarantine."""
 
 from __future__ import annotations
 

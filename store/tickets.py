@@ -35,7 +35,7 @@ class LoadTicket:
     Attributes:
       tiers: variant id -> the tier it is read from, "device", "host" or "disk".
       missing: the wanted ids that no tier has.
-      lossy: the ids whose KV, as read here, may differ from what was stored.
+      lossy: the ids whose KV, as read here, may differ from the KV stored.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LoadTicket:
     @property
     def bytes_read(self) -> dict[str, int]:
         """Tier -> KV bytes delivered (device, host) or read and checked (disk) so far."""
-        # What this ticket only prefetched counts for the ticket that reads it.
+        # Layers that this ticket only prefetched count for the ticket that reads them.
         read = (source for key, source in self._sources.items() if key in self._read)
         disk_bytes = sum(source.bytes_read for source in read if isinstance(source, ShardReader))
         return {**self._bytes_read, DISK: disk_bytes}
@@ -151,7 +151,7 @@ class LoadTicket:
         return found
 
     def close(self) -> None:
-        """Ends the ticket and releases what it reads from.
+        """Ends the ticket and releases its readers.
 
         Raises:
           ValueError: it was completed before.
@@ -173,9 +173,9 @@ class StoreTicket:
     """Space announced for one new variant, until `TieredStore.complete_store`.
 
     Attributes:
-      record: what is to be stored.
+      record: of the new variant.
       exists: the variant is stored, being written or announced already; the ticket only has to be completed.
-      tiers: the tiers whose whole budget could hold it; others are skipped whatever is evicted.
+      tiers: the tiers whose whole budget could hold it; the others are always skipped.
       charge_bytes: tier of `tiers` -> bytes it takes there.
     """
 

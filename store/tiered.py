@@ -37,9 +37,9 @@ class TieredStore(Levels):
     manager or `close` it.
 
     A variant is stored in every tier with enough free budget; one that was read completely is promoted to the faster
-    tiers. `notes` are small JSON objects beside the variants, shared with other processes; `claims` records which
-    variants this and other processes are computing (None without a disk); `change_feed` announces changes through a
-    shared index (None without one).
+    tiers. `notes` are small JSON objects shared with other processes; `claims` records which variants this and other
+    processes are computing (None without a disk); `change_feed` announces changes through a shared index (None without
+    one).
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class TieredStore(Levels):
         self.close()
 
     def shortfall_bytes(self, tier: str, num_bytes: int) -> int | None:
-        """Bytes to evict from `tier` before `num_bytes` more fit, in addition to what is announced; None if they exceed
-        its whole budget."""
+        """Bytes to evict from `tier` before `num_bytes` more fit, in addition to announced variants; None if they
+        exceed its whole budget."""
         with self._lock:
             budget = self._tier(tier).budget
             return self._short(tier, num_bytes) if budget.can_ever_hold(num_bytes) else None
@@ -136,8 +136,8 @@ class TieredStore(Levels):
             return sum(self._memory[tier].charge_bytes(one.num_tokens) for one in free)
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Applies what other processes did to the disk tier: `(added, removed)` variant ids, both empty while the disk
-        cannot be listed. Logs the start and the end of such an outage as warnings."""
+        """Applies changes of other processes to the disk tier: `(added, removed)` variant ids, both empty while the
+        disk cannot be listed. Logs the start and the end of such an outage as warnings."""
         return ((), ()) if self._watcher is None else self._watcher.list_all()
 
     # -- load --------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class TieredStore(Levels):
         try:
             whole |= ticket.copies([] if promote is None else promote.get(HOST, ()))
         except RuntimeError as error:  # lost with the device; a kept traceback would hold its pages
-            _log.warning("what is on the device could not be copied to host memory: %s", str(error))
+            _log.warning("KV on the device could not be copied to host memory: %s", str(error))
         ticket.close()
         promoted: dict[str, tuple[str, ...]] = {}
         with self._lock:
@@ -214,8 +214,8 @@ class TieredStore(Levels):
     # -- store -------------------------------------------------------------------------------------------------
 
     def prepare_store(self, record: ShardRecord) -> StoreTicket:
-        """Announces a variant, so that the caller can evict what `ticket.shortfall_bytes` asks for. If a load would
-        read a lossy copy of the variant, it may be stored again and replaces that copy.
+        """Announces a variant, so that the caller can evict `ticket.shortfall_bytes` first. If a load would read a
+        lossy copy of the variant, it may be stored again and replaces that copy.
 
         Raises:
           ValueError: `record.num_bytes` does not match its number of tokens.
@@ -318,7 +318,7 @@ class TieredStore(Levels):
         """Discards variants and verifies, after the queued writes, that they are gone; returns the keys and variant ids
         that could not be deleted.
 
-        Refreshes first, so `records` may know more afterwards. With `uncommitted` it also deletes whatever lies on disk
+        Refreshes first, so `records` may have more afterwards. With `uncommitted` it also deletes everything on disk
         without a sound record, regardless of age: parts of interrupted writes, damaged records, temporary files. A
         concurrent write of another process may be lost.
 
@@ -335,7 +335,7 @@ class TieredStore(Levels):
             # On the writing thread, when none of our own writes is in progress.
             return self._writer.call(erase).result()
         finally:
-            self.request_relisting()  # what was erased was not only on disk
+            self.request_relisting()  # copies of erased variants may also be in other processes' memory
 
     def request_relisting(self) -> None:
         """Asks other processes, through the index if there is one, to list the store: more happened than was

@@ -14,9 +14,9 @@ class TierUsage:
     """Contents of a tier and its counters since open.
 
     Attributes:
-      used_bytes: bytes held, on disk including writes in progress; exceeds `budget_bytes` only by what existed at open
-        or what other processes wrote.
-      budget_bytes: None = no limit.
+      used_bytes: bytes held, on disk including writes in progress; exceeds `budget_bytes` only by variants that existed
+        at open or that other processes wrote.
+      budget_bytes: None for no limit.
       hits, misses: look-ups of `prepare_load` that this tier could or could not answer; the fastest tier is asked
         first.
       writes: variants stored or promoted. failed_writes: refused by the disk. skipped_writes: over the budget or the

@@ -1,4 +1,4 @@
-"""Applies what other processes do to a disk tier, from listings and from the change feed of a shared index."""
+"""Applies changes of other processes to a disk tier, from listings and from the change feed of a shared index."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StoreWatcher:
 
     Args:
       change_feed: applied from now on.
-      pinned: variants with an open load, guarded by `lock`. They are kept until the load completes, whatever the feed
-        says, because the request that computes on top of them needs their records at the end.
+      pinned: variants with an open load, guarded by `lock`. They are kept until the load completes, even if the feed
+        removes them, because the request that computes on top of them needs their records at the end.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class StoreWatcher:
             change_feed.start(self._apply)
 
     def list_all(self) -> Found:
-        """Returns what `TensorStoreTier.refresh` finds; nothing while the disk cannot be listed. Logs the start and the
-        end of such an outage as warnings."""
+        """Returns the changes found by `TensorStoreTier.refresh`; none while the disk cannot be listed. Logs the start
+        and the end of such an outage as warnings."""
         found: Found = (), ()
         failure = None
         if self._change_feed is not None:

@@ -108,7 +108,7 @@ class WriteBehind:
             )
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread; `submit` returns False from now on."""
+        """Finishes queued writes and ends the thread; `submit` returns False from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     from ccjax.policy.calibration import Calibration
 
     if args.worlds and args.questions != "demo":
-        raise ValueError(f"--worlds: wanted the demo's questions, which there are any number of, got {args.questions}")
+        raise ValueError(f"--worlds: wanted only with the demo's questions, got {args.questions}")
     questions = questions_of(args)
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=args.tokenizer)
     calibration = Calibration(
@@ -166,7 +166,7 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
     full = scored(outcomes[0])
     answered = [index for index, value in enumerate(full) if value >= ANSWERED]
     if not answered:
-        raise ValueError(f"--questions: wanted some that full prefill answers, by {score}, got {len(full)} it does not")
+        raise ValueError(f"--questions: wanted some that full prefill answers ({score}), got {len(full)} that it fails")
     found = []
     for outcome in outcomes[1:]:
         if outcome.way.strategy == strategy:
@@ -226,7 +226,7 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
         shares = worlds.get(name)
         if shares:
             missed = sum(share < calibration.target for share in shares)
-            console.print(f"{name}: of {len(shares)} fresh towns {missed} kept less; the least {min(shares):.1%}")
+            console.print(f"{name}: {missed} of {len(shares)} new towns kept less, at least {min(shares):.1%}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -243,14 +243,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--focus-windows", type=int, nargs="*", default=[3], metavar="LAYERS", help=text)
     parser.add_argument("--focus-rule", choices=("entropy", "largest_gap"), default="entropy", help="of alg. 1")
     parser.add_argument("--target", type=float, default=0.95, help="share of full prefill's answers to keep (0.95)")
-    parser.add_argument("--confidence", type=float, default=0.95, help="with which that has to be (0.95)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="confidence of that share (0.95)")
     parser.add_argument(
         "--score",
         choices=("exact_match", "contains", "f1", "jaccard", "rouge_l", "agreement"),
         default="exact_match",
-        help="by which an answer is kept; agreement needs no right answers (default exact_match)",
+        help="score that decides whether an answer is kept; agreement needs no right answers (default exact_match)",
     )
-    parser.add_argument("--worlds", type=int, default=0, help="fresh towns of the demo to check the choice on (0)")
+    parser.add_argument("--worlds", type=int, default=0, help="new towns of the demo to verify the choice on (0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")
     parser.add_argument("--json", action="store_true", help="print the calibration as one JSON object on the last line")
     return parser

@@ -54,10 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="as --model of ccjax serve")
-    add("directory", type=Path, metavar="DIR", help="where to write; a checkpoint there stays whole until this one is")
+    add("directory", type=Path, metavar="DIR", help="output; a checkpoint there stays until the new one is complete")
     add("--to", default="orbax", choices=["orbax", "huggingface"], help="form to write (default orbax)")
     add("--quantization", choices=QUANTIZATIONS, help="weights of products in 8 bits (default: none)")
-    text = "of the rest (default: the one that keeps every digit)"
+    text = "of the other weights (default: without loss)"
     add("--dtype", choices=DTYPES, help=text)
     add("--tokenizer", type=Path, metavar="DIR", help="take the tokenizer files of this directory")
     return parser

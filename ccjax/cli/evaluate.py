@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=DEFAULT_RATIOS, help="shares to recompute, for ways without one"
     )
-    text = "keep results there as they come; with a file of an earlier run that was interrupted, go on where it ended"
+    text = "keep results there as they come; if the file is from an interrupted run, continue it"
     parser.add_argument("--resume", type=Path, metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print all figures as one JSON object on the last line")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as a page")

@@ -154,7 +154,7 @@ def config_lines(options: SettingsModel) -> list[str]:
         elif option.is_secret:
             lines.append(f"# {key}: set, not shown")
         elif isinstance(value, str) and _CREDENTIALS.search(value):
-            lines.append(f"# {key}: {_CREDENTIALS.sub('...@', value)} (what is secret is not shown)")
+            lines.append(f"# {key}: {_CREDENTIALS.sub('...@', value)} (without its secrets)")
         else:
             lines.append(yaml.safe_dump({key: value}, allow_unicode=True, width=1 << 16).rstrip("\n"))
     return lines
@@ -227,7 +227,7 @@ def _file(options: Mapping[str, _Option], path: Path) -> dict[str, tuple[str, An
             raise ValueError(f"{shown}: no such option" + (f", it belongs to {elsewhere}" if elsewhere else hint))
         earlier, _ = found.setdefault(known[name].name, (shown, value))
         if earlier != shown:
-            raise ValueError(f"{shown}: comes twice, first as {earlier}")
+            raise ValueError(f"{shown}: given twice, first as {earlier}")
 
     try:
         for key, value in read_yaml(path).items():

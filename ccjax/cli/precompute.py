@@ -1,8 +1,8 @@
 """Computes the KV of documents in advance: ccjax precompute --model DIR --documents DIR --store URL
 
 Documents are read, split and indexed as by `ccjax serve --docs` with the same options; every passage is computed behind
-the system prompt and stored; a server over that store then computes no passage in first position, and repairs the
-others. What is stored already is skipped, so an interrupted run, or changed documents, cost only what is missing.
+the system prompt and stored. A server over that store then computes no passage in first position, and repairs the
+others. Stored passages are skipped, so that after an interruption or changes only the missing ones are computed.
 Several processes (--workers), and runs on several hosts with one store, share the work.
 
 Exit codes: 0 everything is stored; 1 done, but something failed; 2 refused; 130, 143 ended by SIGINT, SIGTERM.
@@ -211,10 +211,10 @@ def _run(args: PrecomputeOptions, signals: _Signals, bars: _Bars) -> int:
         report_file.write_text(json.dumps(report.to_json(), indent=1) + "\n", "utf-8")
     _print(report)
     if signals.number is not None and report.interrupted is not None:
-        print("ccjax precompute: ended early; run the same command again to go on", file=sys.stderr)
+        print("ccjax precompute: ended early; run the same command again to continue", file=sys.stderr)
         return 128 + signals.number
     if report.error is not None:
-        print(f"ccjax precompute: error: {report.error}; run the same command again to go on", file=sys.stderr)
+        print(f"ccjax precompute: error: {report.error}; run the same command again to continue", file=sys.stderr)
         return 1
     return 0 if report.is_dry_run or (report.is_complete and not report.counts.failed) else 1
 

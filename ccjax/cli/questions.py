@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> None:
-    """Options that choose questions; of the demo's towns those of a seed."""
+    """Options that select questions; `seed` is the default seed of the demo's towns."""
     data = os.environ.get("CCJAX_TEST_DATA")
     parser.add_argument(
         "--questions",
@@ -43,8 +43,8 @@ def add_question_arguments(parser: argparse.ArgumentParser, *, seed: str = "test
         "--passages",
         type=int,
         nargs="+",
-        help="of a question: of the file's at most so many (default all); of the demo's as many questions with each of "
-        "these numbers (default 4 5 6 7 8)",
+        help="passages of a question: of a file at most this many (default all); of the demo these numbers, each for "
+        "as many questions (default 4 5 6 7 8)",
     )
     text = f"of the demo's towns; training uses neither test nor validation (default {seed})"
     parser.add_argument("--seed", default=seed, help=text)

@@ -109,7 +109,7 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
 
 
 class _BackgroundLoader(threading.Thread):
-    """Loads model and documents beside the running server and hands them to the service."""
+    """Loads model and documents while the server runs, and hands them to the service."""
 
     def __init__(self, args: ServeOptions, service: Service, server: uvicorn.Server, url: str) -> None:
         super().__init__(name="ccjax-load", daemon=True)

@@ -270,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     added = command("save", save)
     of_store(added)
     added.add_argument("--to", required=True, metavar="PLACE", help=f"absent or empty: {place}")
-    added.add_argument("--overwrite", action="store_true", help="take the place of a snapshot that is there")
+    added.add_argument("--overwrite", action="store_true", help="replace an existing snapshot")
     text = "float32, bfloat16, or auto: the one that the store holds (default auto)"
     added.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help=text)
 
@@ -279,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--from", dest="source", required=True, metavar="PLACE", help=place)
     text = "only the hottest variants, up to this size, such as 2GiB (default all)"
     added.add_argument("--max-bytes", type=num_bytes, metavar="SIZE", help=text)
-    added.add_argument("--disk-cache-bytes", type=num_bytes, metavar="SIZE", help="room in the store (no limit)")
+    added.add_argument("--disk-cache-bytes", type=num_bytes, metavar="SIZE", help="space in the store (no limit)")
 
     added = command("inspect", inspect)
     added.add_argument("source", metavar="PLACE", help=place)

@@ -186,7 +186,7 @@ class Front:
             return
         if not whole or (len(whole) < len(answers) and call.path != LIVE):
             lost = f"{len(answers) - len(whole)} of {len(answers)} replicas"
-            await _refuse(send, _lost(f"{lost} could not be told or asked; try again"))
+            await _refuse(send, _lost(f"{lost} could not be reached; try again"))
             return
         worst = min(whole, key=lambda answer: _rank(answer.head.status))
         if is_merged and told and (worst.head.status == 200 or call.path == LIVE):
@@ -242,7 +242,7 @@ class Front:
             except NoLiveReplicaError:
                 if await patience.wait_for_replica():
                     continue
-                return _no_replica(f"no replica runs, and none came within {patience.waited_s:.0f} s")
+                return _no_replica(f"no replica runs, and none started within {patience.waited_s:.0f} s")
             except NoReplicaError as error:
                 return _no_replica(str(error))
             except ReplicaLostError:
@@ -250,7 +250,7 @@ class Front:
                 logger.warning("a replica was lost with a request, attempt %d", num_lost)
                 if reply.has_begun:
                     self.metrics.count_lost("answer begun")
-                    return _lost("the replica was lost in the middle of the answer; ask again")
+                    return _lost("the replica was lost during the answer; try again")
             self.metrics.count_lost("tried again" if num_lost <= MAX_RETRIES else "given up")
             if num_lost > MAX_RETRIES:
                 return _lost("the replica was lost, and so were those tried after it; try again")

@@ -16,7 +16,7 @@ class FrontMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        text = "Requests whose replica was lost, by what became of them"
+        text = "Requests whose replica was lost, by outcome"
         self._lost = Counter("ccjax_cluster_lost_replicas", text, ["outcome"], registry=self._registry)
         for outcome in LOST:
             self._lost.labels(outcome)

@@ -29,7 +29,7 @@ _NO_LIMIT = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a request before it reaches a replica.
+    """Summary of a request before it reaches a replica.
 
     Attributes:
       prompt: for the router.

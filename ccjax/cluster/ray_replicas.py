@@ -163,7 +163,7 @@ def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, fl
         ray_actor_options=actor_options(resources),
         **placed,
         max_ongoing_requests=_NO_LIMIT,
-        max_queued_requests=-1,  # it would count all that arrive at the same moment
+        max_queued_requests=-1,  # a limit would count all that arrive at the same moment
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,

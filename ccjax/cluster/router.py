@@ -13,12 +13,12 @@ from ccjax.cluster.replica import NUMBER, STATS
 from ccjax.policy.routing import OLDEST_SUMMARY_S, PromptSummary, ReplicaState, Summary, missing_tokens, rank
 
 _UNDER_WAY_S = 0.25
-"""What was sent this shortly before a summary arrived may not be included in it."""
+"""Calls sent this shortly before a summary arrived may be missing from it."""
 
 
 @dataclasses.dataclass
 class _ReplicaLedger:
-    """What this process knows of one replica; timed by its own clock, so that clocks of hosts do not matter."""
+    """This process's view of one replica; timed by its own clock, so that clocks of hosts do not matter."""
 
     number: int | None = None
     summary: Summary | None = None

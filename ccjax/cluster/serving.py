@@ -121,7 +121,7 @@ def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
         made_of = found.made_of()
         if scale is None or (made_of and all(one == (options.replica, scale) for one in made_of)):
             return found
-        logger.warning("the replicas that run are replaced, one by one, for they were made with other options")
+        logger.warning("the running replicas are replaced one by one, since their options differ")
     resources = options.resources
     if resources is None:
         each = options.replica.engine.get("tensor_parallel_size", 1) / options.replica.num_processes

@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 NO_REPLICA_S = 30.0
-"""Longest such wait of a request without a `timeout_s` of its own. A killed replica of a small model is back within it
-(6 to 17 s, docs/cluster.md), and the client gets our answer, with Retry-After, before a proxy between gives up: nginx
-and the load balancers of the large clouds do so after 60 s. A large model takes minutes to load, too long to hold a
-connection."""
+"""Longest such wait of a request without a `timeout_s` of its own. It is enough to replace a killed replica of a small
+model (6 to 17 s, docs/cluster.md), and ends, with Retry-After, before proxies give up: nginx and the load balancers of
+the large clouds do so after 60 s. A large model takes minutes to load, too long to hold a connection."""
 
 CHECK_EVERY_S = 0.25
 _NUM_CHECKS = 2

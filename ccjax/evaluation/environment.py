@@ -15,7 +15,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """Date, commit, machine and versions of a run; read after jax is up, so that the device is known."""
+    """Date, commit, machine and versions of a run; call it once jax is initialised, so that the device is known."""
     import jax
 
     versions = {}
@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the checkout; an installed package may be inside another project's repository."""
+    """The commit of the checkout; an installed package may be inside another project's repository."""
     if not (_ROOT / ".git").exists():
         return "unknown"
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]

@@ -33,7 +33,7 @@ class Forced:
     Attributes:
       kl, agreement: mean KL divergence in nats from full prefill, and share of tokens with the same likeliest one, over
         full prefill's answer and its end.
-      nll: of the first right answer, nats a token; None where there is none.
+      nll: of the first right answer, nats a token; None if there is none.
     """
 
     kl: float
@@ -87,9 +87,9 @@ def measure(
     settings: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[WayResults]:
-    """Answers with full prefill first, whether or not it is among `ways`, then in each state in each of these.
+    """Answers with full prefill first, whether or not it is among `ways`, then in each state in each way.
 
-    In state "empty" only the first way is run: with nothing to reuse all are the same.
+    In state "empty" only the first way is run, since all are the same without reuse.
 
     Args:
       directory: for the stores of reused passages, those of one state at a time; empty or absent.
@@ -132,7 +132,7 @@ def measure(
 
 
 def num_steps(questions: Sequence[QAQuestion], ways: Sequence[Way], states: Sequence[State]) -> int:
-    """How many requests `measure` runs, full prefill's and those that fill stores included."""
+    """Number of requests that `measure` runs, including full prefill's and those that fill stores."""
     prompts = [question.documents for question in questions]
     ways_in = _ways_in(ways, states)
     filling = [len(steps(state, prompts)) for state in states for _ in {_population(way) for way in ways_in[state]}]
@@ -170,7 +170,7 @@ def measure_store(
 
 
 class _Asked:
-    """Questions, and full prefill's answers to them, once these are there."""
+    """Questions, and full prefill's answers to them once they are known."""
 
     def __init__(
         self, model: LoadedModel, questions: Sequence[QAQuestion], max_new_tokens: int, with_forced: bool
@@ -183,7 +183,7 @@ class _Asked:
         self._full_logits: list[np.ndarray] = []
 
     def outcome(self, way: Way, config: EngineConfig, state: State | None, tick: Callable[[], None]) -> WayResults:
-        """All questions answered by one engine, the first of which must be full prefill."""
+        """All questions answered by one engine; the first engine must be full prefill."""
         answers = []
         with Engine(self._model, config) as engine:
             for index, question in enumerate(self._questions):
@@ -215,7 +215,7 @@ class _Asked:
         return Forced(forced.mean_kl(full, logits), forced.agreement(full, logits), nll)
 
     def _right_tokens(self, index: int) -> list[int]:
-        """Of the first right answer, after the white space with which full prefill's answer begins, since that differs
+        """NLL of the first right answer, after the white space that begins full prefill's answer, since that differs
         between models."""
         assert self._model.tokenizer is not None
         text = self._full[index].text
@@ -272,8 +272,8 @@ def _logits(response: Response) -> np.ndarray:
 
 
 def computed_tokens(reuse: ReuseReport) -> float:
-    """Tokens of the documents that were computed, as many as if each had run through all layers; the question and the
-    system prompt left out."""
+    """Computed tokens of the documents, without question and system prompt, as the equivalent number of tokens through
+    all layers."""
     parts = reuse.per_document
     question = reuse.prompt_tokens - sum(part.num_tokens for part in parts)
     system = sum(part.num_tokens - part.reused_tokens for part in parts if part.role != "document")

@@ -1,4 +1,4 @@
-"""How figures are shown: tables in a terminal or in a Markdown page, and plots in files."""
+"""Output of figures: tables in a terminal or in a Markdown page, and plots in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rows = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def rich_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    """A table for a terminal; without a head it has none."""
+    """A table for a terminal; the head is optional."""
     from rich.table import Table
 
     table = Table(*head, title=title, show_header=any(head))
@@ -28,7 +28,7 @@ def rich_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str | 
 def show(
     head: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, says: Iterable[str] = ()
 ) -> None:
-    """Prints a table and lines below it; 160 columns at most where it is no terminal."""
+    """Prints a table and lines below it; at most 160 columns if the output is not a terminal."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -49,7 +49,7 @@ def plot_file(path: Path, num_rows: int, num_columns: int, size: tuple[float, fl
 
     Args:
       size: of the whole in inches.
-      how: more for `pyplot.subplots`.
+      how: further arguments of `pyplot.subplots`.
     """
     import matplotlib
 
@@ -64,12 +64,12 @@ def plot_file(path: Path, num_rows: int, num_columns: int, size: tuple[float, fl
 
 
 def text(value: float | None, form: str = ".0f") -> str:
-    """A number as a cell; an empty one where there is none."""
+    """A number as a cell, empty for None."""
     return "" if value is None else format(value, form)
 
 
 def interval(found: Mapping[str, float] | None, form: str, scale: float = 1.0) -> str:
-    """A mean with its interval as a cell; an empty one where there is none."""
+    """A mean with its interval as a cell, empty for None."""
     if found is None:
         return ""
     mean, low, high = (format(scale * found[name], form) for name in ("mean", "low", "high"))

@@ -28,10 +28,10 @@ def measure_in_parts(
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
     **options: Any,
 ) -> list[WayResults]:
-    """What `measure` returns, for `QUESTIONS_PER_PART` questions at a time.
+    """The results of `measure`, for `QUESTIONS_PER_PART` questions at a time.
 
     Args:
-      resume: parts that it has are not measured again, and each new one is added.
+      resume: its parts are not measured again, and each new one is added.
       options: further arguments of `measure`.
     """
     parts = [questions[first : first + QUESTIONS_PER_PART] for first in range(0, len(questions), QUESTIONS_PER_PART)]
@@ -60,14 +60,14 @@ def measure_in_parts(
 
 
 class ResultsFile:
-    """Results of some questions at a time: a JSONL file whose first line says what is measured.
+    """Results of some questions at a time: a JSONL file whose first line describes the measurement.
 
     Args:
-      path: created if absent; a last line that was cut off is dropped.
+      path: created if absent; an incomplete last line is dropped.
       measured: all that results depend on, as JSON types.
 
     Raises:
-      ValueError: the file has results of another measurement, or is none of ours; names what differs.
+      ValueError: the file has results of another measurement, or another format; names what differs.
       OSError: the file cannot be read or written.
     """
 
@@ -95,7 +95,7 @@ class ResultsFile:
             )
 
     def part(self, index: int, questions: Sequence[QAQuestion]) -> list[WayResults] | None:
-        """The results of these questions, of full prefill first; None if they have yet to be measured."""
+        """The results of these questions, full prefill's first; None if they are not measured yet."""
         if index >= len(self._kept):
             return None
         return [

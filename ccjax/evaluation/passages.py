@@ -1,6 +1,6 @@
 """Baselines that ask passage by passage and so need no reuse across passages (CacheBlend sec. 7).
 
-No passage stands behind another one, so each is reused exactly; but no prompt combines what two passages say.
+No passage is behind another one, so each is reused exactly; but no prompt combines facts of two passages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAP_PROMPT = (
 
 @dataclasses.dataclass(frozen=True)
 class Combined:
-    """An answer that several calls went into.
+    """An answer from several calls.
 
     Attributes:
       last: the call whose answer it is.
-      calls: all of them, `last` included.
+      calls: all of them, including `last`.
       ttft_s: seconds to its first token; calls run one after the other.
     """
 
@@ -36,10 +36,10 @@ class Combined:
 
 
 def map_rerank(ask: Ask, question: str, documents: Sequence[Document]) -> Combined:
-    """The question put to each passage alone; the answer of the highest confidence wins, of equal ones the first.
+    """Asks the question of each passage alone; the answer with the highest confidence wins, among equal ones the first.
 
-    LangChain has the model write a score. Reading: the mean log-probability of the answer's tokens, which every model
-    has; an answer without any token has none of it.
+    In LangChain the model writes a score. Reading: the mean log-probability of the answer's tokens, which every model
+    has; an answer without tokens has the lowest confidence.
     """
     calls = tuple(ask(question, [document]) for document in documents)
     best = max(calls, key=_confidence)
@@ -47,7 +47,7 @@ def map_rerank(ask: Ask, question: str, documents: Sequence[Document]) -> Combin
 
 
 def map_reduce(ask: Ask, question: str, documents: Sequence[Document]) -> Combined:
-    """What each passage says about the question, told by the model, stands in the last prompt in its place."""
+    """Asks for the relevant text of each passage, which replaces the passage in the last prompt."""
     prompt = _MAP_PROMPT.format(question=question)
     told = tuple(ask(prompt, [document]) for document in documents)
     said = [

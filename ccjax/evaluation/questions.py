@@ -95,8 +95,8 @@ def _question(
 def demo_questions(
     num_per_kind: int, num_passages: Sequence[int] = (4,), *, kinds: Sequence[Kind] = KINDS, seed: str = TEST_SEED
 ) -> tuple[QAQuestion, ...]:
-    """Questions over towns that the demo model was not trained on, kind after kind, each kind in equal parts over each
-    of these numbers of passages."""
+    """Questions over towns that the demo model was not trained on, kind after kind, each kind divided equally among
+    these numbers of passages."""
     return tuple(
         QAQuestion(
             question_id=f"{seed}/{kind}/{number}",

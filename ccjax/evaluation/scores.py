@@ -27,7 +27,7 @@ def exact_match(answer: str, reference: str) -> float:
 
 
 def contains(answer: str, reference: str) -> float:
-    """1 if the answer has the reference's words, one behind the other, else 0; for models that answer in sentences."""
+    """1 if the answer has the reference's words in a row, else 0; for models that answer in sentences."""
     own, wanted = words(answer), words(reference)
     if not wanted:
         return float(not own)
@@ -35,7 +35,7 @@ def contains(answer: str, reference: str) -> float:
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over words, each counted as often as it occurs; of two empty ones 1."""
+    """Harmonic mean of precision and recall over words, each counted as often as it occurs; 1 if both are empty."""
     own, wanted = collections.Counter(words(answer)), collections.Counter(words(reference))
     common = (own & wanted).total()
     if not own or not wanted:
@@ -44,7 +44,7 @@ def token_f1(answer: str, reference: str) -> float:
 
 
 def jaccard(answer: str, reference: str) -> float:
-    """Words in common over words in either, each counted once (CacheCraft sec. 5.1.2); of two empty ones 1."""
+    """Words in common over words in either, each counted once (CacheCraft sec. 5.1.2); 1 if both are empty."""
     own, wanted = set(words(answer)), set(words(reference))
     return len(own & wanted) / len(own | wanted) if own or wanted else 1.0
 
@@ -86,11 +86,11 @@ class Interval:
 def mean_interval(
     values: Sequence[float], *, may_be_share: bool = True, num_resamples: int = 2000, seed: int = 0
 ) -> Interval:
-    """Mean over questions. The interval of a share, where each value is 0 or 1, is Wilson's, which has a width even
-    where all are equal; that of other means is the percentile bootstrap's.
+    """Mean over questions. The interval of a share, whose values are 0 or 1, is Wilson's, which has a width even if all
+    are equal; that of other means is the percentile bootstrap's.
 
     Args:
-      may_be_share: False for values that are no shares even where all are 0, such as differences.
+      may_be_share: False for values that are no shares even if all are 0, such as differences.
 
     Raises:
       ValueError: fewer than two values.
@@ -106,8 +106,8 @@ def ratio_interval(
 ) -> Interval | None:
     """Mean of a way over mean of full prefill on the same questions, which are drawn in pairs; None if full's is 0.
 
-    Where answers are right or wrong, and the way is right only where full prefill is, this is the share it keeps of the
-    right ones, with an interval as `mean_interval` has it.
+    If answers are right or wrong, and the way is right only where full prefill is, this is the share of right answers
+    that it keeps, with an interval as in `mean_interval`.
     """
     _check_several(values)
     if not np.mean(full) > 0.0:
@@ -117,7 +117,7 @@ def ratio_interval(
     all_questions = float(np.mean(values) / np.mean(full))
 
     def ratio(own: np.ndarray, whole: np.ndarray, axis: int = -1) -> np.ndarray:
-        # A draw without a single question that full prefill gets right says nothing: it stays with what all say.
+        # A draw without a question that full prefill answers right has no ratio: it gets that of all questions.
         own, whole = np.mean(own, axis=axis), np.mean(whole, axis=axis)
         return np.divide(own, whole, out=np.full_like(own, all_questions), where=whole > 0.0)
 

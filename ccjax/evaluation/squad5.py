@@ -1,9 +1,9 @@
 """Questions of SQuAD over five passages each: python -m ccjax.evaluation.squad5 SOURCE OUTPUT
 
-SOURCE has a question with its right paragraph a line, as `qa/squad_xquad_en.jsonl` in the data folder. Each is asked
-over that paragraph, up to two others of the same article and some of other articles, in a drawn order; those whose
-passages are long are left out. The questions of an article stand together in SOURCE, so they are shuffled: the first so
-many are about all articles. ccjax evaluate --questions squad5 asks the same without a file.
+SOURCE has a question with its right paragraph per line, as `qa/squad_xquad_en.jsonl` in the data folder. Each is asked
+over that paragraph, up to two others of the same article and some of other articles, in random order; those with long
+passages are left out. SOURCE is sorted by article, so questions are shuffled: the first ones cover all articles. ccjax
+evaluate --questions squad5 asks the same questions without a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SOURCE = "qa/squad_xquad_en.jsonl"
 NUM_PASSAGES, NUM_OF_ARTICLE = 5, 2
 MAX_CHARACTERS = 4500
-"""Of the passages together: some 1,100 tokens."""
+"""Length limit of the passages together: some 1,100 tokens."""
 
 
 def squad5(questions: Sequence[QAQuestion]) -> tuple[QAQuestion, ...]:

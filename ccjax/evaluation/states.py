@@ -1,4 +1,4 @@
-"""Cache states for measurements: whether passages were computed before, and behind what."""
+"""Cache states for measurements: whether passages were computed before, and behind which text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATES: tuple[State, ...] = ("empty", "alone", "prepared", "seen")
 
 
 def steps(state: State, prompts: Sequence[Sequence[Document]]) -> list[Sequence[Document]]:
-    """What is computed, in order, before these prompts are asked: passages by themselves, or prompts."""
+    """Passages or prompts to compute, in order, before these prompts are asked."""
     if state == "empty":
         return []
     if state == "seen":

@@ -13,12 +13,12 @@ from ccjax.evaluation.scores import TEXT_SCORES, best, mean_interval, ratio_inte
 
 
 def figures(outcomes: Sequence[WayResults]) -> list[dict[str, Any]]:
-    """For each way its scores; the first outcome is full prefill's.
+    """The scores of each way; the first outcome is full prefill's.
 
     `against_full`: the same scores with full prefill's text in place of the right answers. `of_full`: right answers in
-    the text (F1 where full prefill has none) over those of full prefill, the questions drawn in pairs. `kinds`: exact
+    the text (F1 if full prefill has none) over those of full prefill, with questions drawn in pairs. `kinds`: exact
     match by kind. Means of the scores against right answers are over the questions that have any. `forced`: scores of
-    given answers; `nll_difference` is the mean over questions of what the way has more than full prefill.
+    given answers; `nll_difference` is the mean difference from full prefill over questions.
     """
     full = outcomes[0]
     return [_way(outcome, full) for outcome in outcomes]

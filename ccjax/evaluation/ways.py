@@ -1,4 +1,4 @@
-"""The ways to answer that are compared: a strategy with a share to recompute, or a way to ask passage by passage."""
+"""Ways to answer, for comparison: a strategy with a share to recompute, or a way to ask passage by passage."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Way:
     """One way to answer.
 
     Attributes:
-      strategy: a name of `ccjax.policy.strategies` or of `PASSAGE_BY_PASSAGE`; "default" for an engine's default
-        options, whatever they are.
-      recompute_ratio: share of the reused passages that is recomputed; None leaves it to CacheCraft eq. 12.
+      strategy: a name of `ccjax.policy.strategies` or of `PASSAGE_BY_PASSAGE`; "default" for the engine's default
+        options.
+      recompute_ratio: recomputed share of the reused passages; None for CacheCraft eq. 12.
       ranking_layers: of `EngineConfig`, when the passages were computed.
       fixes_positions: of `EngineConfig`; False is CacheCraft table 3's reuse without it.
       alpha: CacheCraft eq. 12.
@@ -53,7 +53,7 @@ class Way:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Fields of `EngineConfig` that answer so."""
+        """Fields of `EngineConfig` for this way."""
         if self.strategy == "default":
             return {}
         return {
@@ -74,7 +74,7 @@ class Way:
         return self.strategy + layers + ("" if self.fixes_positions else "/old") + focus
 
     def __str__(self) -> str:
-        """As `parse_way` reads it, unless alpha differs."""
+        """The text that `parse_way` accepts, unless alpha differs."""
         ratio = "" if self.recompute_ratio is None else f":{self.recompute_ratio:g}"
         ratio += "" if self.max_deviation is None else f"~{self.max_deviation:g}"
         return self.series + ratio + ("" if self.alpha == 1.0 else f" (alpha {self.alpha:g})")
@@ -87,7 +87,7 @@ DEFAULT = Way("default")
 def parse_way(text: str) -> Way:
     """`strategy[@layer,layer][/old][/rule window][:ratio]`, as in `cachecraft@0,1/entropy3:0.15`: the layers whose
     attention ranked tokens, `/old` for keys that stay at their old positions, rule and window of the focus cut, the
-    share to recompute; or `auto~deviation` for what deviates more. `default` stands for the default options.
+    share to recompute; or `auto~deviation` for tokens that deviate more. `default` stands for the default options.
 
     Raises:
       ValueError: no such strategy or rule, a share outside 0 to 1, or one of these for a strategy that recomputes
@@ -102,7 +102,7 @@ def parse_way(text: str) -> Way:
     if strategy not in known:
         raise ValueError(f"way: wanted one of {', '.join(known)}, got {strategy!r}")
     if strategy == "default" and text != strategy:
-        raise ValueError(f"way: the default options are taken as they are, got {text!r}")
+        raise ValueError(f"way: default takes no settings, got {text!r}")
     if strategy in _WITHOUT_SHARE and (text_of_number or layers or match["window"]):
         raise ValueError(f"way: {strategy} recomputes nothing of what it reuses, got {text!r}")
     if strategy in ("full", *PASSAGE_BY_PASSAGE) and match["old"]:
@@ -119,7 +119,7 @@ def parse_way(text: str) -> Way:
         way = dataclasses.replace(way, focus_window=int(match["window"]), focus_rule=match["rule"])
     if match["sign"] == "~":
         if strategy != "auto":
-            raise ValueError(f"way: only auto goes by a deviation, got {text!r}")
+            raise ValueError(f"way: only auto supports a deviation, got {text!r}")
         return dataclasses.replace(way, max_deviation=number)
     if number is not None and not 0.0 <= number <= 1.0:
         raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}")
@@ -127,7 +127,7 @@ def parse_way(text: str) -> Way:
 
 
 def expand(texts: Iterable[str], ratios: Sequence[float]) -> tuple[Way, ...]:
-    """Each way (`parse_way`), with each share where it names none and could have one."""
+    """Each way (`parse_way`), with each share if it can have one and names none."""
     ways: list[Way] = []
     for way in map(parse_way, texts):
         is_whole = way.strategy in _WITHOUT_SHARE or way.max_deviation is not None

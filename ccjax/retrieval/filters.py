@@ -1,4 +1,4 @@
-"""Filters over the metadata of documents, in the form that OpenAI's file search has them.
+"""Filters over the metadata of documents, in the format of OpenAI's file search.
 
 A comparison is `{"type": "eq", "key": "year", "value": 2020}` with type eq, ne, gt, gte, lt, lte, in or nin (a list of
 values); `{"type": "and", "filters": [...]}` and `"or"` join several. The key `document_id` means the document's own id.
@@ -23,8 +23,8 @@ _MOST_VALUES = 500
 class Filter:
     """A filter as an SQL condition on the table `documents`. Equal filters compare equal.
 
-    As in SQL, a comparison of different types is never an error: text is never equal to a number, `ne` and `nin` let
-    through documents that do not have the key, all others do not.
+    As in SQL, a comparison of different types is never an error: text is never equal to a number. Documents without the
+    key match `ne` and `nin` only.
     """
 
     sql: str
@@ -32,10 +32,10 @@ class Filter:
 
 
 def parse_filter(value: Any) -> Filter:
-    """The filter that a JSON value stands for.
+    """Parses a filter from a JSON value.
 
     Raises:
-      ValueError: it is none; the message says where and what was wanted.
+      ValueError: it is invalid; the message says where and what was wanted.
     """
     sql, parameters = _parse(value, "filters", 1)
     if len(parameters) > _MOST_VALUES:

@@ -232,7 +232,7 @@ class PassageIndex:
 
         Args:
           vectors: float32 [passages, dim], in the order of the documents' passages.
-          removed: document ids; unknown ones are passed over.
+          removed: document ids; unknown ones are ignored.
           digests: notes to keep about sources, None to forget one.
         """
         ids = [document.document_id for document in documents]
@@ -262,8 +262,8 @@ class PassageIndex:
             self._show(dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive)))
 
     def improve(self, progress: Progress = lambda stage, done, total: None) -> Trained | None:
-        """Trains the index that `kind` asks for, if it is missing or too much has changed; None if nothing was to be
-        done. Takes minutes for a million passages; searches and writes continue meanwhile.
+        """Trains the index of `kind` if it is missing or too much has changed; None if nothing was done. Takes minutes
+        for a million passages; searches and writes continue meanwhile.
 
         Args:
           progress: called as (`train` or `add`, done, total).
@@ -388,5 +388,5 @@ class PassageIndex:
         try:
             return _View((load(trained, self._directory),), trained, trained.last_row)
         except IndexUnusableError as error:
-            _log.warning("all vectors are searched until the index is made again: %s", error)
+            _log.warning("all vectors are searched until the index is rebuilt: %s", error)
             return _View()

@@ -1,4 +1,4 @@
-"""Finds where Markdown can be split so that each part reads as it did in the whole."""
+"""Finds where Markdown can be split so that each part reads as in the whole."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class RefreshReport:
 class Retriever:
     """Ranked passages from a directory of documents; created by `Retriever.open`.
 
-    `search` may run in several threads and during `refresh`: it sees every document before or after.
+    `search` may run in several threads and during `refresh`: it sees every document as it is before or after.
     """
 
     def __init__(
@@ -223,13 +223,13 @@ class Retriever:
         }
 
     def search(self, query: str, top_k: int, *, filters: Mapping[str, Any] | None = None) -> list[Passage]:
-        """The `top_k` passages most similar to `query`, best first; fewer where fewer exist or match.
+        """The `top_k` passages most similar to `query`, best first; fewer if fewer exist or match.
 
         Args:
-          filters: what the documents' metadata must be (`ccjax.retrieval.filters`).
+          filters: for the documents' metadata (`ccjax.retrieval.filters`).
 
         Raises:
-          ValueError: `query` is blank, `top_k` is under 1, `filters` is none, or the retriever is closed.
+          ValueError: `query` is blank, `top_k` is under 1, `filters` are invalid, or the retriever is closed.
         """
         ((passages, _),) = self.stages(query, top_k, 1, filters=filters)
         return passages
@@ -269,8 +269,8 @@ class Retriever:
         """Updates the index from the directory.
 
         Every file is read and hashed; only new and changed ones are parsed and embedded, other vectors are kept. A
-        changed file that cannot be used any more is dropped rather than served stale. If much has changed among many
-        passages, the trained index is rebuilt while searches continue.
+        changed file that cannot be used any more is dropped, not served stale. If many passages have changed, the
+        trained index is rebuilt while searches continue.
         """
         return self._update(strict=False, rebuilt=None)
 

@@ -43,7 +43,7 @@ def find_files(docs_dir: Path, *, skip: Path | None = None) -> tuple[dict[str, P
             except UnicodeEncodeError:
                 failed.append((os.fsencode(path).decode("utf-8", "replace"), "the name is not UTF-8"))
                 continue
-            if os.path.isdir(path):  # False, not an error, where the entry cannot be examined
+            if os.path.isdir(path):  # False, not an error, if the entry cannot be examined
                 (links if entry.is_symlink() else waiting).append(path)
             else:
                 files[path.relative_to(docs_dir).as_posix()] = path

@@ -27,7 +27,7 @@ class Chosen:
     """Rows of a segment that may be found.
 
     Attributes:
-      bits: uint8, a bit a row, lowest first; None where all may.
+      bits: uint8, a bit a row, lowest first; None for all rows.
     """
 
     num_rows: int
@@ -109,8 +109,8 @@ class IndexSegment:
             yield found.scores, self.rows[found.rows]
 
     def nearest(self, vectors: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-        """(scores float32, rows int64), both [n, top_k], best first, of many vectors [n, dim] at once, as wide as
-        single searches; row -1 where fewer were met."""
+        """(scores float32, rows int64), both [n, top_k], best first, of many vectors [n, dim] at once, with the width
+        of single searches; row -1 if fewer were found."""
         index, bits = self.index, self.living.bits
         selector = None if bits is None else _faiss.IDSelectorBitmap(bits)
         if isinstance(index, faiss.IndexIVF):
@@ -157,8 +157,8 @@ def search(
 
 
 def appended(segments: Sequence[IndexSegment], new: IndexSegment) -> tuple[IndexSegment, ...]:
-    """The segments plus one. Flat ones at most twice as large as those after them are merged, which keeps their number
-    logarithmic and copies every vector that often; deleted rows are dropped."""
+    """The segments plus one. Flat ones at most twice as large as those after them are merged, so that their number, and
+    how often a vector is copied, is logarithmic; deleted rows are dropped."""
     kept = list(segments)
     while kept and kept[-1].is_flat and len(kept[-1].rows) <= 2 * len(new.rows):
         rows, vectors = zip(*map(_living, (kept.pop(), new)), strict=True)

@@ -24,7 +24,7 @@ class Found:
     """The best rows so far.
 
     Attributes:
-      rows: int64, best first; fewer than asked for where fewer were met.
+      rows: int64, best first; fewer than requested if fewer were found.
       scores: float32, the inner products.
       is_final: nothing is left to search.
     """
@@ -43,9 +43,9 @@ def staged_search(
     selector: faiss.IDSelector | None = None,
     num_probes: int | None = None,
 ) -> Iterator[Found]:
-    """The best rows after each of at most `num_stages` stages; fewer where there is less to divide.
+    """The best rows after each of at most `num_stages` stages; fewer if there is less to divide.
 
-    The last result is that of `index.search`: the same scores and, but for which of several equal ones it takes, rows.
+    The last result equals that of `index.search`, except for the choice among rows of equal score.
 
     Args:
       index: flat, IVF or HNSW with inner products; searched with its own `nprobe` or `efSearch`.
@@ -121,7 +121,7 @@ def _hnsw(
 
 
 def _ends(total: int, num_parts: int) -> list[int]:
-    """Where parts of equal size end, of which there is at least one."""
+    """Ends of at least one part of equal size."""
     num_parts = max(1, min(num_parts, total))
     return [total * (part + 1) // num_parts for part in range(num_parts)]
 
@@ -131,7 +131,7 @@ def _nothing() -> Found:
 
 
 def _merged(best: Found, met: tuple[np.ndarray, np.ndarray], top_k: int, *, is_final: bool) -> Found:
-    """The best of both, of equal ones those that were found before; faiss fills up with row -1 where it met too few."""
+    """The best of both, among equal ones the earlier; faiss pads with row -1 if it found too few."""
     scores, rows = np.concatenate([best.scores, met[0][0]]), np.concatenate([best.rows, met[1][0]])
     order = np.argsort(-scores, kind="stable")
     order = order[rows[order] >= 0][:top_k]

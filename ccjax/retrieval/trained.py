@@ -47,7 +47,7 @@ class Trained:
       last_row: it holds rows up to this one.
       num_trained: number of rows when it was trained; later ones were assigned to the same clusters.
       recall: share of the true 10 nearest rows that a search finds, mean over artificial queries half-way between two
-        of its rows: as far from what answers them as questions are, unlike the rows themselves.
+        of its rows: like questions, these are farther from their results than rows are from each other.
       width: `nprobe` or `efSearch`, the least power of two that reaches the requested recall.
     """
 
@@ -76,8 +76,8 @@ def build(
     """Writes a trained index of all rows of `batches` to a new file in `directory`.
 
     Args:
-      recall: see `Trained.recall`; below 1. What the widest search misses stays missed.
-      like: an IVF segment whose clusters are taken over instead of trained, and `num_trained` its own.
+      recall: see `Trained.recall`; below 1. Rows that the widest search misses stay missed.
+      like: an IVF segment whose clusters and `num_trained` are kept instead of training.
       progress: called as (`train` or `add`, done, total).
     """
     rng = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def load(trained: Trained, directory: Path) -> IndexSegment:
     try:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != trained.sha256:
-                raise IndexUnusableError(f"damaged: {path.name} does not have the sha256 that was noted for it")
+                raise IndexUnusableError(f"damaged: {path.name} does not have its recorded sha256")
         flag = faiss.IO_FLAG_MMAP if trained.kind == "ivf" else faiss.IO_FLAG_MMAP_IFC
         mapped = _faiss.read_index(str(path), flag)
     except (OSError, RuntimeError) as error:
@@ -157,7 +157,7 @@ def _width(index: Any, truth: _Truth, recall: float) -> tuple[int, float]:
 
 
 def _save(mapped: faiss.IndexIDMap, directory: Path) -> tuple[str, str]:
-    """Writes under a temporary name, flushes to disk, then renames: no reader meets half a file."""
+    """Writes under a temporary name, flushes to disk, then renames, so that no reader sees half a file."""
     temporary = directory / f".writing-{os.getpid()}.faiss"
     try:
         faiss.write_index(mapped, str(temporary))
@@ -183,7 +183,7 @@ def _chosen(batches: Batches, *which: np.ndarray) -> list[np.ndarray]:
 
 
 class _Truth:
-    """How near the nearest rows of some queries are, found batch by batch."""
+    """Similarities of the nearest rows of some queries, found batch by batch."""
 
     def __init__(self, queries: np.ndarray) -> None:
         """`queries` is float32 [n, dim]."""

@@ -31,12 +31,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "an argument is wrong; the error names it"},
     401: {"description": "no admin key, or a wrong one"},
     403: {"description": "the key of a client, or a server without an admin key"},
-    404: {"description": "nothing is cached of this document or version, or there is no such job"},
+    404: {"description": "nothing of this document or version is cached, or there is no such job"},
     409: {"description": "more than may be pinned, a read-only engine, or a job that is over"},
     429: {"description": "the queue is full; try again later"},
-    503: {"description": "not ready, or something could not be deleted yet: it is tried again"},
+    503: {"description": "not ready, or something could not be deleted yet and will be retried"},
 }
-Version = Annotated[str | None, Query(description="one version; all of them where it is left out")]
+Version = Annotated[str | None, Query(description="one version; all of them if omitted")]
 
 
 def admin_routes(service: Service) -> APIRouter:
@@ -108,7 +108,7 @@ def admin_routes(service: Service) -> APIRouter:
         )
         return {"object": "cache.pin", "id": document_id, "version": version, "until": made.until, "host": made.host}
 
-    @router.delete("/pins/{document_id:path}", summary="Take back a pin of exactly this document and version")
+    @router.delete("/pins/{document_id:path}", summary="Remove a pin of exactly this document and version")
     async def unpin(request: Request, document_id: str, version: Version = None) -> dict[str, Any]:
         _check_query(request, "version")
 
@@ -126,11 +126,11 @@ def admin_routes(service: Service) -> APIRouter:
         job: WarmJob = await counted("warm")(service.warm(body))
         return JSONResponse(job.as_json(), 202, {"Location": f"/v1/cache/warm/{job.id}"})
 
-    @router.get("/warm/{job_id}", summary="How far a warm job is")
+    @router.get("/warm/{job_id}", summary="Progress of a warm job")
     async def warm_job(job_id: str) -> dict[str, Any]:
         return service.warm_job(job_id).as_json()
 
-    @router.delete("/warm/{job_id}", summary="End a warm job; what it computed stays")
+    @router.delete("/warm/{job_id}", summary="Cancel a warm job; what it computed stays")
     async def end_warm_job(job_id: str) -> dict[str, Any]:
         job = service.warm_job(job_id)
         if not service.backend.warm_jobs.cancel(job):
@@ -150,7 +150,7 @@ def _admin_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
         if not keys.admin.is_asked_for:
             # Required even from this machine: behind a proxy every client seems to be local.
-            message = "this server takes no orders about its cache; start it with an admin key (--admin-key-file)"
+            message = "this server's cache cannot be administered; start it with an admin key (--admin-key-file)"
             raise ApiError(403, message, code="admin_disabled")
         token = bearer_token(request)
         if keys.find_admin(token) is not None:

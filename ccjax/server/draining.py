@@ -36,10 +36,10 @@ _REFUSAL_S = 2
 
 class DrainingServer(uvicorn.Server):
     """A uvicorn server that, on a signal, first answers all accepted requests and meanwhile refuses others with 503. It
-    keeps listening, because a refused connection would tell a client less, and one that waits in the backlog nothing.
+    keeps listening, because a refused or waiting connection would tell a client less.
 
     A second signal aborts running requests, with 503 or an error in the stream. A signal while caches are being written
-    out, or a third one, kills the process, which a store survives at any time.
+    out, or a third one, kills the process, which never damages a store.
     """
 
     def __init__(self, config: uvicorn.Config, service: Drainable) -> None:

@@ -32,7 +32,7 @@ class Key:
 
     Attributes:
       tenant: its tenant; "" if the file or setting names none.
-      name: what to count it by: the first digits of its digest, which reveal nothing about the key.
+      name: identifies it in counts: the first digits of its digest, which reveal nothing about the key.
     """
 
     tenant: str
@@ -112,7 +112,7 @@ class KeyRing:
                     self._is_failing = False
                 except ConfigError as error:
                     if not self._is_failing:
-                        logger.warning("%s; the keys stay as they were", error)
+                        logger.warning("%s; the previous keys stay valid", error)
                     self._is_failing = True
             return self._keys
 

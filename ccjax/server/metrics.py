@@ -22,25 +22,25 @@ _STORE_GAUGES = ("used_bytes", "budget_bytes", "num_variants")
 
 _SHADOW_COUNTERS = {
     "checks": "Answers over approximate reuse that were compared with a full prefill",
-    "greedy": "Those of them that were drawn greedily",
-    "same": "Greedy ones that are full prefill's, token by token",
-    "tokens": "Tokens of the greedy ones",
-    "agreed_tokens": "Tokens that full prefill would have drawn at their place",
+    "greedy": "Compared answers that were sampled greedily",
+    "same": "Greedy answers that equal full prefill's, token by token",
+    "tokens": "Tokens of the greedy answers",
+    "agreed_tokens": "Tokens that full prefill would have chosen in their place",
     "first_kl": "Sum of KL(full prefill, answer) in nats, of the first token's distribution",
-    "dropped": "Answers that were not compared for want of idle time",
+    "dropped": "Answers that were not compared for lack of idle time",
 }
 _ORDER_COUNTERS = {
-    "placed": "Orders for what waiting requests will have to compute",
-    "taken": "Orders that were carried out here",
-    "failed": "Those of them that could not be",
-    "computed_tokens": "Tokens that ran through the model for them",
+    "placed": "Orders for KV that waiting requests will need",
+    "taken": "Orders that this process took",
+    "failed": "Orders taken that failed",
+    "computed_tokens": "Tokens that ran through the model for orders",
 }
 _MAINTENANCE_COUNTERS = {
     "repaired": "Approximate variants replaced by exact ones in idle time",
-    "repair_failed": "Approximate variants that could not be computed anew",
-    "prepared": "Passages computed behind the frame in idle time, for want of KV from behind other text",
+    "repair_failed": "Approximate variants that could not be repaired",
+    "prepared": "Passages computed behind the frame in idle time, for lack of KV computed behind other text",
     "adopted": "Variants that another process stored in the same store",
-    "vanished": "Variants that another process took out of the same store",
+    "vanished": "Variants that another process removed from the same store",
 }
 
 
@@ -59,41 +59,41 @@ class ServerMetrics:
             return Histogram(f"ccjax_{name}", text, registry=registry, buckets=_SECONDS)
 
         self._success = counter("request_success", "Requests answered", "finished_reason")
-        self._errors = counter("request_errors", "Requests refused, failed or given up by the client", "reason")
+        self._errors = counter("request_errors", "Requests refused, failed or abandoned by the client", "reason")
         self._reuse_mode = counter("request_reuse", "Requests answered, by reuse mode and exactness", "mode", "exact")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of the prompts")
         self._generation_tokens = counter("generation_tokens", "Tokens of the answers")
         self._tokens_by_role = {
             name: counter(f"{name}_tokens", f"Prompt tokens {text}", "role")
             for name, text in (
-                ("reused", "whose stored KV was used as it was"),
+                ("reused", "whose stored KV was used unchanged"),
                 ("recomputed", "of reused chunks that were computed again"),
                 ("computed", "that had no stored KV"),
             )
         }
-        # vLLM's names, in tokens: what a prefix-only cache was asked for, and what it would have had.
-        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens that a stored prefix was looked up for")
-        self._prefix_hits = counter("prefix_cache_hits", "Those of them that one had")
+        # vLLM's names, in tokens: queries and hits of a prefix-only cache.
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens for which a stored prefix was looked up")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens in a stored prefix")
         labels = ("cache_source", "match", "strategy")
-        text = "stored KV, by tier, and by whether it stood behind the same tokens (prefix) or others (chunk)"
+        text = "stored KV, by tier, and by whether it was computed behind the same tokens (prefix) or others (chunk)"
         self._cached_tokens = counter("cached_tokens", f"Prompt tokens with {text}", *labels)
         self._cached_bytes = counter("cached_bytes", f"Bytes of {text}", *labels)
         self._bytes_per_token = 0
         self._admin = counter("cache_admin", "Calls of the admin API", "operation", "outcome")
-        self._warmed = counter("warmed_documents", "Documents of warm jobs that are done", "status")
-        text = "Passages of the server's own documents that idle time is through with"
+        self._warmed = counter("warmed_documents", "Finished documents of warm jobs", "status")
+        text = "Passages of the server's own documents processed in idle time"
         self._prepared = counter("prepared_passages", text, "status")
         self._speculations = counter("speculations", "Answers that began while passages were searched for", "outcome")
         self._loaded_bytes = counter("loaded_bytes", "KV bytes loaded for reuse")
-        self._preloaded_bytes = counter("preloaded_bytes", "KV bytes of disk variants that were read in time")
+        self._preloaded_bytes = counter("preloaded_bytes", "KV bytes of disk variants read before they were needed")
         self._load_s = counter("load_seconds", "Time that loading took or would have taken by itself, hidden or not")
-        self._given_up_loads = counter("given_up_loads", "Stored variants that were quicker to compute than to load")
+        self._given_up_loads = counter("given_up_loads", "Loads abandoned because computing was quicker")
         self._failed_loads = counter("failed_loads", "Stored variants that could not be loaded and were computed")
         self._load_wait_s = counter("load_wait_seconds", "Time that prefills waited for stored KV")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token, queue included")
         self._queue_time = histogram("request_queue_time_seconds", "Time in the queue, of requests that were started")
         self._prefill_time = histogram("request_prefill_time_seconds", "Prefill alone")
-        text = "Between two tokens of an answer, on average; of several at once the longest's"
+        text = "Mean time between two tokens of an answer; of the longest answer if there are several"
         self._token_time = histogram("request_time_per_output_token_seconds", text)
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token")
         self.retrieval_time = histogram("retrieval_seconds", "Search for passages")
@@ -115,9 +115,9 @@ class ServerMetrics:
             "num_variants": ("Chunk variants that can be reused", lambda: engine.cache.num_variants),
             "cached_documents": ("Versions of documents in the cache", lambda: engine.documents.counts.documents),
             "sizes_to_compile": ("Sizes of steps that idle time still has to compile", lambda: engine.num_sizes_left),
-            "pins": ("Pins that have not run out", lambda: engine.documents.counts.pins),
+            "pins": ("Pins that have not expired", lambda: engine.documents.counts.pins),
             "unfinished_erasures": (
-                "Erasures of which something could not be deleted yet",
+                "Erasures that could not delete everything yet",
                 lambda: engine.documents.counts.unfinished_erasures,
             ),
         }
@@ -125,7 +125,7 @@ class ServerMetrics:
             readers["num_documents"] = ("Documents in the index", lambda: retriever.num_documents)
             readers["num_passages"] = ("Passages in the index", lambda: retriever.num_passages)
         if preparation is not None:
-            text = "Documents of which idle time still has to prepare passages"
+            text = "Documents with passages that idle time still has to prepare"
             readers["documents_to_prepare"] = (text, lambda: preparation.num_documents_left)
         for name, (text, read) in readers.items():
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
@@ -228,19 +228,19 @@ class _BatchCollector:
         counts = self._engine.batch_counts
         yield GaugeMetricFamily("ccjax_num_requests_running", "Requests that run", value=counts.running)
         yield GaugeMetricFamily("ccjax_num_requests_waiting", "Requests waiting", value=counts.waiting)
-        text = "Requests that gave their pages back to more important ones and ran again"
+        text = "Requests that lost their pages to more important ones and ran again"
         yield CounterMetricFamily("ccjax_num_preemptions", text, value=counts.preemptions)
-        text = "Answers that were tried again because a step of the model failed"
+        text = "Answers that were retried because a step of the model failed"
         yield CounterMetricFamily("ccjax_num_retries", text, value=counts.retries)
         used = counts.num_pages - counts.free_pages
         pages = GaugeMetricFamily(
-            "ccjax_kv_cache_pages", "Pages of device memory, cached chunks' as used", labels=["state"]
+            "ccjax_kv_cache_pages", "Pages of device memory; those of cached chunks are used", labels=["state"]
         )
         pages.add_metric(["free"], counts.free_pages)
         pages.add_metric(["used"], used)
         yield pages
         yield GaugeMetricFamily(
-            "ccjax_kv_cache_usage_perc", "Share of them in use, 0 to 1", value=used / counts.num_pages
+            "ccjax_kv_cache_usage_perc", "Share of pages in use, 0 to 1", value=used / counts.num_pages
         )
 
 
@@ -272,7 +272,7 @@ class _ChangeFeedCollector:
         counts = self._engine.cache.change_feed_counts
         if counts is not None:
             yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
-            text = "Variants that other processes stored or deleted, as the shared index told"
+            text = "Variants that other processes stored or deleted, received through the shared index"
             yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_applied)
 
 
@@ -284,9 +284,9 @@ class _CompilationsCollector:
         self._counter = compilations()
 
     def collect(self) -> Iterator[Metric]:
-        text = "Steps compiled for a new size, those found in the compilation cache included"
+        text = "Steps compiled for a new size, including those found in the compilation cache"
         yield CounterMetricFamily("ccjax_compilations", text, value=self._counter.count)
-        text = "Steps compiled in idle time, that no request waited for"
+        text = "Steps compiled in idle time, for which no request waited"
         yield CounterMetricFamily("ccjax_background_compilations", text, value=self._counter.background_count)
 
 
@@ -315,7 +315,7 @@ class _OrderCollector:
 
 
 class _ShadowCollector:
-    """How answers with approximate reuse compare with a full prefill, read at every scrape."""
+    """Comparison of answers with approximate reuse with a full prefill, read at every scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -326,7 +326,7 @@ class _ShadowCollector:
             metric = CounterMetricFamily(f"ccjax_shadow_{name}", text, labels=["strategy"])
             metric.add_metric([strategy], getattr(counts, name))
             yield metric
-        text = "By how much more is recomputed than asked for, because answers differed"
+        text = "Factor by which more is recomputed than configured, because answers differed"
         factor = GaugeMetricFamily("ccjax_shadow_factor", text, labels=["strategy"])
         factor.add_metric([strategy], counts.factor)
         yield factor

@@ -1,7 +1,7 @@
 """Prepares the server's own documents in idle time, so that the first question about them finds their KV.
 
 Passages are warmed one at a time, as by `POST /v1/cache/warm`, until all are cached or the last tier is nearly full.
-Nothing more is evicted for them: what requests cached is worth more than what has not been asked for yet.
+Nothing is evicted for them: KV cached by requests is worth more than KV not yet requested.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DocumentPreparation:
         try:
             is_through = self._engine.documents.warm_one(self._warming, is_cancelled=is_wanted)
         except Exception:
-            logger.exception("documents: a passage could not be prepared; questions compute it")
+            logger.exception("documents: a passage could not be prepared; questions will compute it")
             self._warming = None
             return True
         for passage in self._warming.done[num_done:]:
@@ -83,7 +83,7 @@ class DocumentPreparation:
     def _next(self) -> Warming | None:
         while True:
             if self._engine.cache.capacity_used > _MOST_USED and self.num_documents_left:
-                self._report(f"{self.num_documents_left} documents stay unprepared, for the cache is nearly full")
+                self._report(f"{self.num_documents_left} documents stay unprepared, since the cache is nearly full")
                 with self._lock:
                     self._documents.clear()
                     self._passages.clear()

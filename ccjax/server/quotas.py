@@ -75,7 +75,7 @@ class Quotas:
 
         Args:
           tenant: its tenant, "" for none.
-          name: what to count it by if it has no tenant; the default quota applies.
+          name: identifies it if it has no tenant; the default quota applies.
 
         Raises:
           QuotaError: the quota is used up.

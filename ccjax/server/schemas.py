@@ -82,7 +82,7 @@ class RetrievalIn(Body):
 
     top_k: int | None = Field(None, ge=1, le=LARGEST_TOP_K, description="passages to retrieve")
     filters: Annotated[dict[str, Any] | None, AfterValidator(_filters)] = Field(
-        None, description="what the documents' metadata must be, in the form of OpenAI's file search"
+        None, description="filter for the documents' metadata, in the format of OpenAI's file search"
     )
 
 
@@ -117,19 +117,19 @@ class Generation(Body):
     retrieval: Annotated[
         RetrievalIn | Literal[False] | None,
         BeforeValidator(_retrieval, json_schema_input_type=RetrievalIn | bool | None),
-    ] = Field(None, description="search the server's documents; on by default where it has some")
+    ] = Field(None, description="search the server's documents; on by default if it has some")
     reuse: str | None = Field(None, description="off, exact, bounded or fast")
     quality_target: float | None = Field(None, description="share of full prefill's answers that reuse is to keep")
     truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
     cache_salt: str | None = Field(
-        None, max_length=LONGEST_SALT, description="what is cached under another salt is not reused"
+        None, max_length=LONGEST_SALT, description="KV cached under another salt is not reused"
     )
-    priority: int | None = Field(None, description="the lower, the sooner; 0 is the default")
-    user: str | None = Field(None, description="who asks: those who ask at once are served fairly")
-    safety_identifier: str | None = Field(None, description="the same, where there is no user")
-    timeout_s: float | None = Field(None, description="seconds after which the answer is of no use, and ends with 504")
-    trace: bool | None = Field(None, description="tell token by token what was reused, and where the time went")
-    ignore_eos: bool | None = Field(None, description="go on behind an end-of-text token, to the length asked for")
+    priority: int | None = Field(None, description="lower is sooner; 0 is the default")
+    user: str | None = Field(None, description="the user: concurrent users are served fairly")
+    safety_identifier: str | None = Field(None, description="the same, if there is no user")
+    timeout_s: float | None = Field(None, description="seconds after which the request ends with 504")
+    trace: bool | None = Field(None, description="report token by token what was reused, and where the time went")
+    ignore_eos: bool | None = Field(None, description="continue after an end-of-text token, to the requested length")
 
     def query(self) -> str | None:
         """The text to search passages by; None if the request has none."""
@@ -248,7 +248,7 @@ class ChatBody(Generation):
         return {"messages": self.messages}
 
     def num_logprobs(self) -> int | None:
-        """`top_logprobs` where `logprobs` is on."""
+        """`top_logprobs` if `logprobs` is on."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs", "wanted only together with logprobs=true")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -307,7 +307,7 @@ class PinBody(Body):
     """Body of PUT /v1/cache/pins/ID."""
 
     ttl_s: float = Field(3600.0, description="seconds that the pin lasts")
-    host: bool = Field(False, description="keep it in host memory, too, where it is there")
+    host: bool = Field(False, description="also keep it in host memory, if it is there")
 
 
 class WarmBody(Body):
@@ -315,10 +315,10 @@ class WarmBody(Body):
 
     documents: list[DocumentIn] | None = Field(None, description="passages in the wording that requests will have")
     document_ids: list[str] | Literal["all"] | None = Field(None, description="documents of the server's own")
-    system_prompt: str | None = Field(None, description="that of the requests to come, where they bring one")
+    system_prompt: str | None = Field(None, description="of later requests, if they have their own")
     at_once: bool = Field(False, description="one document between two requests, instead of in idle time only")
-    tenant: str | None = Field(None, description="whose requests are to find it: a tenant of the API key file")
-    cache_salt: str | None = Field(None, max_length=LONGEST_SALT, description="that of the requests to come")
+    tenant: str | None = Field(None, description="tenant of the later requests, from the API key file")
+    cache_salt: str | None = Field(None, max_length=LONGEST_SALT, description="of later requests")
 
     def own_documents(self) -> tuple[Document, ...]:
         """The passages in the body."""

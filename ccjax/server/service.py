@@ -293,7 +293,7 @@ class Service:
         if (body.documents is None) == (body.document_ids is None):
             raise ApiError(400, "documents: wanted exactly one of documents and document_ids", param="documents")
         if body.tenant is not None and not self.keys.api.has_tenant(body.tenant):
-            raise RequestError("tenant", f"wanted one that a key of the API key file names, got {body.tenant!r}")
+            raise RequestError("tenant", f"wanted a tenant of the API key file, got {body.tenant!r}")
         salt = self._salt(body.cache_salt, None if body.tenant is None else Key(body.tenant, ""))
         if body.document_ids is None:
             documents = body.own_documents()
@@ -306,7 +306,7 @@ class Service:
         with _taking():
             job = backend.warm_jobs.add(warming, backend.worker, at_once=body.at_once)
         if job is None:
-            message = f"wanted at most {MOST_JOBS} warm jobs at a time, and so many run already; try again later"
+            message = f"wanted at most {MOST_JOBS} warm jobs at a time, as many as already exist; try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "10"})
         return job
 
@@ -355,7 +355,7 @@ class Service:
                 await asyncio.to_thread(look, self._backend)
             except Exception:
                 if not self._closed:
-                    logger.exception("the look for changes failed, everything stays as it was")
+                    logger.exception("looking for changes failed; nothing was changed")
 
     def _end(self, job: Job) -> None:
         self.metrics.end(job)
@@ -366,7 +366,7 @@ class Service:
         """The salt of the request's chunk-caches."""
         self.check_model(body.model)
         if body.trace and not self.settings.page:
-            raise RequestError("trace", "wanted false or none: this server was started without it (--no-page)")
+            raise RequestError("trace", "wanted false or null: this server was started without it (--no-page)")
         return self._salt(body.cache_salt, key)
 
     def _salt(self, cache_salt: str | None, key: Key | None) -> str:
@@ -442,7 +442,7 @@ def _taking() -> Iterator[None]:
     try:
         yield
     except QueueFullError:
-        message = "too many orders for the cache wait already; try again later"
+        message = "too many cache operations are queued already; try again later"
         raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
     except WorkerClosedError:
         raise _shutting_down() from None

@@ -41,9 +41,9 @@ class ServerSettings(SettingsModel):
     admin_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
     """Bearer token for /v1/cache/...; without any such key these endpoints are disabled."""
     api_key_file: FilePath | None = None
-    """File of such tokens, KEY or TENANT:KEY per line, reread when it changes; each tenant has caches of its own."""
+    """File of API keys, KEY or TENANT:KEY per line, reread when it changes; each tenant has caches of its own."""
     admin_key_file: FilePath | None = None
-    """File of such tokens for /v1/cache/..., KEY per line, reread when it changes."""
+    """File of keys for /v1/cache/..., KEY per line, reread when it changes."""
     quota_file: FilePath | None = None
     """TOML file of each tenant's quota, per replica: concurrent requests, tokens per minute."""
     reuse: ReuseMode = "bounded"
@@ -51,10 +51,10 @@ class ServerSettings(SettingsModel):
     top_k: int = Field(default=5, ge=1, le=LARGEST_TOP_K)
     """Passages to retrieve for requests that do not say how many."""
     retrieval_stages: int = Field(default=1, ge=1)
-    """Stages of a search; after each, an answer may begin from the passages found so far (RAGCache sec. 5.3). 1 begins
-    after the search."""
+    """Stages of a search; after each, an answer may begin from the passages found so far (RAGCache sec. 5.3). With 1 it
+    begins after the search."""
     max_prefill_bs: int = Field(default=4, ge=0)
-    """No such answer begins while this many requests wait."""
+    """Begin no answer during its search while this many requests wait."""
     request_timeout_s: Seconds | None = None
     """Requests without a timeout_s of their own end with 504 after this time; without it never."""
     max_body_bytes: NumBytes = Field(default=10_000_000, ge=1)
@@ -66,8 +66,8 @@ class ServerSettings(SettingsModel):
     repair_when_idle: bool = Field(default=True, validation_alias=AliasChoices("repair", "repair_when_idle"))
     """Recompute approximate chunk variants while no request waits."""
     prepare_when_idle: bool = Field(default=True, validation_alias=AliasChoices("prepare", "prepare_when_idle"))
-    """Compute the server's own documents then, until the store (or host memory, if there is no store) is 80 % full; in
-    a bucket only with disk_cache_bytes."""
+    """Compute the server's own documents in idle time, until the store (or host memory, if there is no store) is 80 %
+    full; in a bucket only with disk_cache_bytes."""
     page: bool = True
     """Serve the page at /, and what it needs: `trace` in requests, which shows the text of passages, and the live
     view."""

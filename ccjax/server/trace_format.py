@@ -18,8 +18,8 @@ def trace_json(
     """The trace of a request for the API; all times in seconds since `arrived_s`.
 
     `phases` follow each other without gaps, from the arrival to the last token. `loads` and `layers` are the concurrent
-    activities of the prefill. `full_prefill_ttft_s` estimates the time to the first token of a prefill that computes
-    everything, at the rate measured so far; null while there is none.
+    activities of the prefill. `full_prefill_ttft_s` estimates the time to first token of a full prefill, at the rate
+    measured so far; null while there is none.
 
     Args:
       tokenizer: None gives tokens without text.
@@ -62,7 +62,7 @@ def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[s
     """What each token adds to the text of a segment; joined they are that text.
 
     A token that ends in the middle of a character adds nothing, nor does one without text, such as a border between
-    turns; the one that completes the character has all of it.
+    turns; the token that completes a character adds all of it.
     """
     if tokenizer is None:
         return [""] * len(token_ids)

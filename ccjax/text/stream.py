@@ -12,10 +12,10 @@ _MAX_CHARACTER_TOKENS = 4
 class IncrementalDecoder:
     """Text that can no longer change, token by token; the pieces joined are the text of all ids decoded at once.
 
-    A token may hold a part of a character, and some tokenizers drop or add a space depending on what stands before. So
-    each step decodes the ids since an earlier border twice, without and with the new tokens, and emits the difference
-    once it ends in a whole character. Work per token does not grow with the answer. (Only bytes that are not UTF-8 can
-    break the rule: some tokenizers then also give up the whole characters just before them.)
+    A token may be a part of a character, and some tokenizers drop or add a space depending on the text before. So each
+    step decodes the ids since an earlier border twice, without and with the new tokens, and emits the difference once
+    it ends in a whole character. Work per token does not grow with the answer. (Only with bytes that are not UTF-8 may
+    text differ: some tokenizers then also replace the whole characters just before them.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, context_tokens: int = 6):
@@ -31,7 +31,7 @@ class IncrementalDecoder:
         before, after = self._texts()
         border = len(self._ids)
         if after.endswith("\ufffd"):
-            # A character has at most 4 bytes, so what 4 more tokens left unchanged is final: bytes that are no text.
+            # A character has at most 4 bytes, so bytes that 4 more tokens left unchanged are not text.
             border -= _MAX_CHARACTER_TOKENS
             if border - self._emitted < _MAX_CHARACTER_TOKENS:
                 return ""

@@ -52,9 +52,9 @@ class ChatTemplate:
     """A Jinja chat template with the variables of its model.
 
     Attributes:
-      variables: given to every rendering, for instance `bos_token`, or `date_string` to hold a Llama 3.1 prompt (and
-        with it the cached system prompt) still over midnight.
-      clock: what the templates' `strftime_now` reads.
+      variables: given to every rendering, for instance `bos_token`, or `date_string` to keep a Llama 3.1 prompt (and
+        with it the cached system prompt) unchanged over midnight.
+      clock: for the templates' `strftime_now`.
     """
 
     source: str
@@ -106,7 +106,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text; `variables` count where the template's own have no such name.
+        """The prompt text; the template's own variables override `variables`.
 
         Raises:
           TemplateRejectedError: the template raised an exception on these messages.

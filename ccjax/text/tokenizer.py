@@ -256,12 +256,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
-    """The tokenizer of a model directory, or None where it has neither `tokenizer.json` nor `tokenizer.model`.
+    """The tokenizer of a model directory, or None if it has neither `tokenizer.json` nor `tokenizer.model`.
 
     The ids that end an answer come from generation_config.json, config.json and tokenizer_config.json together.
 
     Raises:
-      ValueError: a file is there and cannot be used; the message names it.
+      ValueError: a file cannot be used; the message names it.
     """
     directory = Path(directory)
     json_path, model_path = directory / "tokenizer.json", directory / "tokenizer.model"
@@ -307,7 +307,7 @@ def tokenizer_of(
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """`tokenizer_config.json` with every `*_token` as a plain string or None; empty where the file is absent."""
+    """`tokenizer_config.json` with every `*_token` as a plain string or None; empty if the file is absent."""
     settings = read_json(directory / "tokenizer_config.json")
     for key, value in settings.items():
         if key.endswith("_token") and isinstance(value, dict):
@@ -316,10 +316,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty where there is no such file.
+    """The JSON object in `path`; empty if there is no such file.
 
     Raises:
-      ValueError: the file holds something else.
+      ValueError: the file has other content.
     """
     if not path.exists():
         return {}

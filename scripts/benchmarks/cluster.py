@@ -1,9 +1,9 @@
 """Shared RAG-DCache: replicas without sharing, on one store, and with a generator for waiting requests (figs. 10, 11,
-table V); and the overhead of the engine below them per request.
+table V); and the overhead of front and Ray per request.
 
-Real SQuAD questions go to a cluster of `scripts/serve.py --cluster ray` that retrieves, faster than it can answer, the
-same ones in every pass in another order. As in the paper only the first token is requested and memory keeps no KV, so
-that all reuse comes from the store.
+Real SQuAD questions arrive at a retrieving cluster of `scripts/serve.py --cluster ray` faster than it can answer them;
+each pass has the same questions in another order. As in the paper only the first token is requested and memory keeps no
+KV, so all reuse comes from the store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scripts.benchmarks.serve_workload import arrival_times, poisson_gaps
 SYSTEMS = ("none", "shared", "generator")
 TIMEOUT_S = 1800.0
 _PASSAGE_TOKENS = 480
-"""Longer than every paragraph but a few: a paragraph is a document, as in the paper."""
+"""Longer than almost every paragraph: a paragraph is a document, as in the paper."""
 _OVERHEAD_REQUESTS = 100
 _USUAL = {"layers": 8, "width": 1024, "requests": 100, "passes": 3, "documents": [1, 2]}
 _QUICK = {"layers": 1, "width": 64, "requests": 8, "passes": 1, "documents": [2]}
@@ -39,7 +39,7 @@ _SHOWN = ("layers", "width", "replicas", "requests", "passes", "load", "order_af
 
 @dataclasses.dataclass(frozen=True)
 class ClusterWorkload:
-    """Questions and a file of the paragraphs that they are asked of."""
+    """Questions, and a file of the paragraphs that answer them."""
 
     questions: Sequence[str]
     paragraphs: Path
@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--passes", type=int, help="(default 3)")
     add("--documents", type=int, nargs="+", help="retrieved for a question (default: 1 2, as in the paper)")
     add("--load", type=float, default=1.67, help="arrivals, in multiples of what the baseline can answer (1.67)")
-    add("--order-after-s", type=float, default=0.5, help="a request that waits longer is computed ahead (default 0.5)")
+    add("--order-after-s", type=float, default=0.5, help="requests that wait longer are ordered (default 0.5)")
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(default: all)")
-    add("--no-overhead", action="store_true", help="leave out what the engine takes of each request")
+    add("--no-overhead", action="store_true", help="do not measure the overhead of front and Ray")
     add("--seed", type=int, default=0, help="of order and arrivals (default 0)")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there")
     add("--plot", type=Path, metavar="FILE", help="draw the passes there, as SVG")
@@ -109,7 +109,7 @@ def _workload(data: Path, count: int, folder: Path) -> ClusterWorkload:
         for number, (text, title) in enumerate(paragraphs.items())
     )
     collection.write_text("\n".join(lines), encoding="utf-8")
-    # Every few: the rows are in order of their articles, and a pass is to meet all of these.
+    # Rows at regular distances: they are sorted by article, and a pass should contain all articles.
     step = len(rows) / count
     return ClusterWorkload([rows[int(number * step)]["question"] for number in range(count)], collection.parent)
 
@@ -176,7 +176,7 @@ def _passes(
 
 
 def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None:
-    """Requests over made-up passages, so that every path was taken once before anything is timed."""
+    """Requests over artificial passages, so that every path has run once before anything is timed."""
     words = random.Random(0).choices(("river", "stone", "engine", "paper", "winter", "market", "signal"), k=4000)
     for round in range(3):
         bodies = []
@@ -198,7 +198,7 @@ def _capacity(url: str, workload: ClusterWorkload, num_documents: int, concurren
 
 
 def _figures(records: Sequence[RequestRecord], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """Of one pass. Latency is from arrival to the end of the answer, which is its first token."""
+    """The figures of one pass. Latency is from arrival to the end of the answer, which is its first token."""
     _check(records)
     span_s = max(record.end_s for record in records) - min(record.scheduled_s for record in records)
     grown = {

@@ -1,5 +1,4 @@
-"""Shows the figures of the cluster benchmark: tables for the terminal and for a page, and the plot. Computes nothing
-but ratios of what is shown."""
+"""Report of the cluster benchmark: tables for the terminal and for a page, and the plot."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ Figures = Mapping[str, Any]
 
 HEAD = ("documents", "system", "pass", "answers/s", "gain", "mean latency, s", "less", "p99, s", "computed", "orders")
 PAPERS = {1: (1.168, 0.368), 2: (1.252, 0.298)}
-"""k -> throughput and latency of configuration B beside the baseline (table V)."""
+"""k -> throughput and latency of configuration B relative to the baseline (table V)."""
 THROUGHPUT_TARGET, LATENCY_TARGET = 1.28, 0.29
-"""Of configuration B at k = 2 by the third pass."""
+"""For configuration B at k = 2 by the third pass."""
 _LABELS = {"none": "no sharing", "shared": "shared store", "generator": "shared store, generator"}
 _COLOURS = {"none": "black", "shared": "tab:orange", "generator": "tab:blue"}
 
@@ -44,7 +43,7 @@ def rows(figures: Figures) -> list[list[str]]:
 
 
 def gains(figures: Figures, case: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Throughput over, and the share of latency less than, the baseline's same pass; None without one."""
+    """Throughput over the baseline's same pass, and the share by which latency is lower; None without a baseline."""
     same = ("documents", "pass")
     base = [
         one
@@ -58,7 +57,7 @@ def gains(figures: Figures, case: Mapping[str, Any]) -> tuple[float | None, floa
 
 
 def says(figures: Figures) -> list[str]:
-    """What the figures come to beside the paper and the targets."""
+    """Summaries of the figures compared with the paper and the targets."""
     lines = []
     for number in dict.fromkeys(case["documents"] for case in figures["cases"]):
         for system in ("shared", "generator"):
@@ -77,28 +76,28 @@ def says(figures: Figures) -> list[str]:
                 is_reached = both[-1][0] >= THROUGHPUT_TARGET and both[-1][1] >= LATENCY_TARGET
                 verdict = "reached" if is_reached else "NOT reached"
                 lines.append(
-                    f"At k = 2 at least {THROUGHPUT_TARGET} times and {LATENCY_TARGET:.0%} less were wanted by the "
-                    f"last pass: {verdict}; no worse than the baseline in the first: "
+                    f"Target at k = 2, at least {THROUGHPUT_TARGET} times and {LATENCY_TARGET:.0%} less by the last "
+                    f"pass: {verdict}; no worse than the baseline in the first: "
                     f"{'reached' if both[0][0] >= 1.0 and both[0][1] >= 0.0 else 'NOT reached'}."
                 )
     overhead = figures["overhead"]
     if overhead is not None:
         single, cluster = overhead["single"], overhead["cluster"]
         lines.append(
-            f"The front and Ray take {overhead['median_ms']:.1f} ms of a request: {cluster['p50']:.1f} ms of one "
-            f"replica behind the front, {single['p50']:.1f} ms of a single server (medians of {overhead['requests']}, "
-            f"one at a time; p99 {cluster['p99']:.1f} and {single['p99']:.1f} ms)."
+            f"The front and Ray take {overhead['median_ms']:.1f} ms of a request: {cluster['p50']:.1f} ms with one "
+            f"replica behind the front, {single['p50']:.1f} ms with a single server (medians of "
+            f"{overhead['requests']}, one at a time; p99 {cluster['p99']:.1f} and {single['p99']:.1f} ms)."
         )
     return lines
 
 
 def show(figures: Figures) -> None:
-    """Prints the table and what it says."""
+    """Prints the table and its summaries."""
     show_table(HEAD, rows(figures), says=says(figures))
 
 
 def write(figures: Figures, path: Path, picture: Path | None) -> None:
-    """Writes the same as a page, with how it was measured and the picture."""
+    """Writes the same as a page, with the method and the picture."""
     options, machine = figures["options"], figures["environment"]
     rates = {case["documents"]: case["rate"] for case in figures["cases"]}
     shown = ", ".join(f"k = {number}: {rate:.1f}/s" for number, rate in rates.items())
@@ -107,14 +106,14 @@ def write(figures: Figures, path: Path, picture: Path | None) -> None:
         "",
         f"`python scripts/bench.py cluster`, {machine['machine']} ({machine['device']}), jax "
         f"{machine['versions']['jax']}, {machine['date']}. The paper's figures are of other models and machines (two "
-        "GPUs and a CPU beside them; here replicas and generator share one CPU); only ratios compare.",
+        "GPUs and a CPU; here replicas and generator share one CPU), so only ratios are comparable.",
         "",
         f"Model: random weights, {options['layers']} layers of width {options['width']}, float32, with the Llama-3 "
-        f"tokenizer. {options['requests']} SQuAD questions, the same in every pass in another order, over SQuAD's "
-        f"paragraphs; k of these are retrieved for each. {options['replicas']} replicas; Poisson arrivals at "
-        f"{options['load']} times what they answer without any cache ({shown}). One token is asked for, and memory "
-        "keeps no KV. Answers are those of a full prefill: passages are reused behind their own prefix only. The "
-        f"generator computes ahead for requests that have waited for {options['order_after_s']} s.",
+        f"tokenizer. {options['requests']} SQuAD questions, the same in every pass in another order, each over k "
+        f"retrieved SQuAD paragraphs. {options['replicas']} replicas; Poisson arrivals at {options['load']} times the "
+        f"rate that they answer without any cache ({shown}). One token is requested, and memory keeps no KV. Answers "
+        "are those of a full prefill: passages are reused only behind their own prefix. The generator computes for "
+        f"requests that have waited for {options['order_after_s']} s.",
         "",
         markdown_table(HEAD, rows(figures)),
         "",

@@ -1,4 +1,4 @@
-"""What benchmarks share: machine and versions of a run, options, the model with random weights, figures of times."""
+"""Shared by benchmarks: machine and versions of a run, options, the model with random weights, statistics of times."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def data_folder(given: Path | None) -> Path:
 
 
 def existing(path: Path) -> Path:
-    """A file of the data folder, if it is there.
+    """A file of the data folder.
 
     Raises:
-      BenchmarkError: it is not.
+      BenchmarkError: it does not exist.
     """
     if not path.exists():
-        raise BenchmarkError(f"wanted {path}, which is not there; set --data or CCJAX_TEST_DATA")
+        raise BenchmarkError(f"wanted {path}, which does not exist; set --data or CCJAX_TEST_DATA")
     return path
 
 
@@ -44,7 +44,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def filled_in(options: argparse.Namespace, usual: Mapping[str, Any], quick: Mapping[str, Any]) -> argparse.Namespace:
-    """The options, with these values where none were given: `quick` ones with --quick."""
+    """The options with defaults for those not given: the `quick` ones with --quick."""
     found = copy.copy(options)
     for name, value in (quick if options.quick else usual).items():
         if getattr(found, name) is None:
@@ -53,13 +53,13 @@ def filled_in(options: argparse.Namespace, usual: Mapping[str, Any], quick: Mapp
 
 
 def check(name: str, is_right: bool, wanted: str, got: object) -> None:
-    """Raises BenchmarkError unless the option of that name is right."""
+    """Raises BenchmarkError unless the option of that name is valid."""
     if not is_right:
         raise BenchmarkError(f"--{name.replace('_', '-')}: wanted {wanted}, got {got}")
 
 
 def random_config(*, is_quick: bool) -> LlamaConfig:
-    """The shapes of a model whose weights are random: 16 layers of width 1024, few and small ones where it is quick."""
+    """The shapes of the model with random weights: 16 layers of width 1024, or few and small ones with --quick."""
     from ccjax.models.llama3 import LlamaConfig
 
     layers, width = (2, 256) if is_quick else (16, 1024)
@@ -67,19 +67,19 @@ def random_config(*, is_quick: bool) -> LlamaConfig:
 
 
 def shapes_of(config: LlamaConfig) -> dict[str, Any]:
-    """These shapes as figures name them."""
+    """These shapes under the keys of the JSON output."""
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     return {"layers": config.num_layers, "d_model": config.d_model, **heads, "d_ff": config.d_ff, "dtype": "float32"}
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """Memory of this process; of it, as "RssAnon", what no other program can take, which mapped files are not."""
+    """Memory of this process; "RssAnon" is the private part, without mapped files."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return 1024 * int(fields[field].split()[0])
 
 
 def spread(seconds: Sequence[float], scale: float = 1e3) -> dict[str, float | None]:
-    """Mean and percentiles in milliseconds, linear between samples as numpy's; None of nothing."""
+    """Mean and percentiles in milliseconds, interpolated as numpy does; None without samples."""
     import numpy as np
 
     if not len(seconds):

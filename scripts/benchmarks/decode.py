@@ -1,7 +1,6 @@
 """Decode: tokens per second of answers with the default options on a real model, one and eight requests at once.
 
-llama.cpp is measured in the same process, on all cores too, with the model's file and with its weights in float32, as
-here.
+llama.cpp is measured in the same process, also on all cores, with the model's file and with the same float32 weights.
 """
 
 from __future__ import annotations

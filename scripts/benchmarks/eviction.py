@@ -1,4 +1,4 @@
-"""Which passages a tier should keep: every eviction policy over one real retrieval trace, at eight tier sizes.
+"""Eviction policies: which passages each keeps over one real retrieval trace, at eight tier sizes.
 
 The trace names the passages that a retriever returned for each question, in prompt order. Nothing is computed: sizes
 are real (Llama-3 tokens, KV of Llama-3-8B), seconds come from a cost model of its shapes, no system prompt is counted.
@@ -39,11 +39,11 @@ SIZE_PERCENTS = (1, 2, 5, 10, 20, 30, 50, 80)
 FLOPS_PER_S = 156e12
 """Half of an A100's bfloat16 peak. It only weighs computing against loading: shares of compute are shares of FLOPs."""
 LOAD_BYTES_PER_S = 64e9
-"""Host memory to device over PCIe 4.0 x16, as CacheCraft sec. 5.1.1 has it."""
+"""Host memory to device over PCIe 4.0 x16, from CacheCraft sec. 5.1.1."""
 BYTES_PER_VALUE = 2
 
 CCI = chunk_context_impact(1.0, 2.18)
-"""Taken for every passage, 0.61: CacheCraft sec. 6 (1) finds intra-attention 2.18 times inter-attention on average."""
+"""0.61, assumed for every passage: CacheCraft sec. 6 (1) has intra-attention 2.18 times inter-attention on average."""
 ALPHA = 1.0
 
 ABLATIONS: dict[str, Callable[[], EvictionPolicy]] = {
@@ -65,7 +65,7 @@ class Trace:
 
     @property
     def distinct_tokens(self) -> int:
-        """Tokens of all passages that some request names, each once."""
+        """Tokens of all passages in requests, each counted once."""
         return sum(self.num_tokens[key] for key in set().union(*self.requests))
 
 
@@ -115,11 +115,11 @@ class ReplayCounts:
 
 
 class Belady(RankedPolicy):
-    """Farthest next use first, never again before all; a new key whose next use is farther than the others' is not
-    stored. Offline: it knows the trace.
+    """Belady's offline rule, which knows the trace: evicts the farthest next use first, and does not store a new key
+    whose next use is farther than the others'.
 
-    With equal sizes no policy hits more. With unequal ones it is no bound: sizes only decide how many go, a passage as
-    large as two others goes no sooner, and the best choice is NP-hard. It counts hits, not seconds.
+    With equal sizes no policy has more hits. With unequal sizes it is no bound: it ignores sizes when it chooses, and
+    the best choice is NP-hard. It maximises hits, not seconds.
     """
 
     weighs_new_keys = True
@@ -134,12 +134,12 @@ class Belady(RankedPolicy):
                 coming[key] = now
 
     def worth(self, entry: Entry) -> float:
-        """Minus the request that uses it next."""
+        """Minus the number of the request that uses it next."""
         return -self._next[entry.key, entry.uses.last_use]
 
 
 class _Tier:
-    """The owner's part: holds entries within a budget, evicts whom the policy names."""
+    """A tier: holds entries within a budget, and evicts those that the policy chooses."""
 
     def __init__(self, policy: EvictionPolicy, budget_bytes: int) -> None:
         self.policy = policy
@@ -150,7 +150,7 @@ class _Tier:
     def store(
         self, key: ChunkId, prefix: tuple[ChunkId, ...], info: EntryInfo, now: int, pinned: set[str]
     ) -> int | None:
-        """Stores `key`; returns how many were evicted for it, or None if it was not stored."""
+        """Stores `key`; returns the number evicted for it, or None if it was not stored."""
         self.policy.on_insert(key, info, now)
         victims = self.policy.victims(max(0, info.num_bytes - self._free_bytes), pinned=pinned, new_key=key)
         if victims is None or key in victims:
@@ -168,7 +168,7 @@ class _Tier:
 
 
 def load_trace(data: Path, retriever: str = "docs") -> Trace:
-    """The MuSiQue retrieval trace below `data`, passages tokenized as a prompt has them.
+    """The MuSiQue retrieval trace below `data`, with passages tokenized as in a prompt.
 
     Args:
       retriever: "docs", or "docs_alt" for the second retrieval run over the same questions.
@@ -187,11 +187,11 @@ def load_trace(data: Path, retriever: str = "docs") -> Trace:
 
 
 def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: RooflineModel) -> ReplayCounts:
-    """What one tier of `budget_bytes` under `policy` saves over the trace; nothing lies below it.
+    """Savings of one tier of `budget_bytes` under `policy` over the trace, without lower tiers.
 
     A passage is one entry, with the KV of its last prefill behind the passages before it. A hit recomputes CFO of its
     tokens (CacheCraft eq. 12; `CCI` and `ALPHA` for all; mass on each prefix passage by its tokens), but does not renew
-    the entry. As in the engine, all look-ups come first, and a request's passages never push each other out.
+    the entry. As in the engine, all look-ups come first, and a request's passages never evict each other.
     """
     tier = _Tier(policy, budget_bytes)
     outcome = ReplayCounts()

@@ -1,7 +1,7 @@
 """Llama-3-8B's shapes on an accelerator: TTFT by share recomputed and tier, decode, all against measured ceilings.
 
-Random weights made on the device, prompts through the public engine, PyTorch's prefill of the same weights beside it.
-Results are in the file after every case, most important cases first; what does not fit the time limit is noted there.
+Random weights generated on the device, prompts through the public engine, compared with PyTorch's prefill of the same
+weights. Results are written after every case, the most important first; the file notes cases beyond the time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark; `--quick` is a tiny model on any device, through every code path."""
     parser.add_argument("--output", type=Path, metavar="DIR", help="for DEVICE.json (default benchmarks/results)")
-    parser.add_argument("--time-limit-s", type=float, default=540.0, help="begin no case that may end later than that")
+    parser.add_argument("--time-limit-s", type=float, default=540.0, help="start no case that may end later")
     parser.add_argument("--only", default="", metavar="PART", help="cases with this part in their name")
     parser.add_argument("--store", type=Path, metavar="DIR", help="where the disk tier goes (default: temporary files)")
     parser.add_argument("--compile-cache", type=Path, default=ROOT / "build" / "jax-cache", metavar="DIR")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures, prints the tables, and returns what is in the file; without an accelerator, nothing but a line."""
+    """Measures, prints the tables, and returns the results; without an accelerator prints only a line."""
     missing = missing_packages()
     if missing:
         sys.exit(f"bench.py gpu: not installed: {', '.join(missing)}")
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     report = importlib.import_module("scripts.benchmarks.gpu_report")
     if arguments.readme is not None:
         changed = report.write_section(arguments.readme, arguments.output or RESULTS)
-        print(f"{arguments.readme}: {'changed' if changed else 'as it was'}")
+        print(f"{arguments.readme}: {'changed' if changed else 'unchanged'}")
         return {}
     import jax
 

@@ -32,8 +32,8 @@ CASES, SETUP = "cases", "setup"
 """Suites of rows in the results."""
 _MOST_WARM_UPS = 4
 SAME = 0.1
-"""Largest relative distance of our logits to PyTorch's, in bfloat16: with the tiny model of --quick 0.014 was seen,
-and 0.66 without the causal mask."""
+"""Largest relative distance of our logits to PyTorch's, in bfloat16. With the tiny model of --quick it was 0.014, and
+0.66 without the causal mask."""
 _LEAST_STEPS = 4
 _ROUNDS = 7
 
@@ -42,7 +42,7 @@ def run(record: CheckRecord, scale: GpuScale, *, folder: Path | None, only: str 
     """Measures the ceilings, then every case while there is time.
 
     Args:
-      folder: where the disk tier goes; None for the directory of temporary files.
+      folder: of the disk tier; None for the directory of temporary files.
       only: cases with this part in their name.
     """
     measure_ceilings(record, scale)
@@ -50,7 +50,7 @@ def run(record: CheckRecord, scale: GpuScale, *, folder: Path | None, only: str 
     params = jax.block_until_ready(init_params(scale.config, jax.random.key(0), jnp.bfloat16))
     took = {"seconds": time.perf_counter() - started_s, "compile_s": compilations().seconds - seconds}
     record.add(SETUP, name="weights", bytes=gpu_plan.weight_bytes(scale), **took)
-    record.say(f"weights of {scale.name} made in {took['seconds']:.0f} s")
+    record.say(f"weights of {scale.name} generated in {took['seconds']:.0f} s")
 
     chosen = [case for case in gpu_plan.cases(scale) if only in case.name]
     peer_missing = gpu_torch.missing()
@@ -82,7 +82,7 @@ def run(record: CheckRecord, scale: GpuScale, *, folder: Path | None, only: str 
 
 
 def measure_ceilings(record: CheckRecord, scale: GpuScale) -> None:
-    """Adds what the device does at best, in this run."""
+    """Adds the device's ceilings in this run."""
     rounds = 3 if record.is_quick else _ROUNDS
     record.add(CEILINGS, name="matmul_tflops", value=matmul_tflops(scale.matmul_size, rounds))
     record.add(CEILINGS, name="copy_gbps", value=copy_gbps(scale.copy_bytes, rounds))
@@ -99,7 +99,7 @@ def measure_ceilings(record: CheckRecord, scale: GpuScale) -> None:
 
 
 def attempt(record: CheckRecord, case: GpuCase, measured: Callable[[], dict[str, Any]]) -> None:
-    """Adds the case's row; what goes wrong becomes a row and a failure, and the next case has its turn."""
+    """Adds the case's row; an exception becomes a row and a failure, and the next case continues."""
     counter, started_s = compilations(), time.perf_counter()
     count, seconds = counter.count, counter.seconds
     try:
@@ -117,7 +117,7 @@ def attempt(record: CheckRecord, case: GpuCase, measured: Callable[[], dict[str,
 
 
 class GpuBench:
-    """How each kind of case is measured; remembers what our full prefills gave, for PyTorch to be compared with."""
+    """Measures each kind of case; keeps the logits of our full prefills for the comparison with PyTorch."""
 
     def __init__(
         self, record: CheckRecord, scale: GpuScale, params: Params, engines: Engines, prompts: Prompts
@@ -128,7 +128,7 @@ class GpuBench:
         self._given: dict[int, tuple[list[int], np.ndarray]] = {}
 
     def too_late(self, case: GpuCase, *, compiles: bool) -> str | None:
-        """Why a case is not begun, or None; `compiles` as in `estimate_s`."""
+        """Why a case is not started, or None; `compiles` as in `estimate_s`."""
         opens = case.kind != "torch" and not self._engines.is_open_for(case)
         tflops = ceiling(self._record, "matmul_tflops") or 1.0
         need_s = gpu_plan.estimate_s(case, self._scale, tflops, compiles=compiles, opens=opens)
@@ -156,7 +156,7 @@ class GpuBench:
         for _ in range(2):
             before = compilations().count
             runs = [once() for _ in range(gpu_plan.repetitions(case, self._scale))]
-            late = compilations().count - before  # anything but 0 is part of some run's time: once more
+            late = compilations().count - before  # if not 0, some run includes compiling: once more
             if not late:
                 break
         row = self._speed(case, [max(run.first_s) for run in runs])
@@ -175,7 +175,7 @@ class GpuBench:
             reports = [response.reuse for run in runs for response in run.responses]
             row["as_named"] = all(is_as_named(report, case, self._scale) for report in reports)
             if not row["as_named"] and case.tier != DISK:
-                self._record.fail(f"{case.name}: what was reused, or where it lay, is not what the case is named after")
+                self._record.fail(f"{case.name}: the KV reused, or its tier, is not what the case's name says")
         return row
 
     def _decode(self, case: GpuCase, engine: Engine) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class GpuBench:
         return row | {"share_of_copy": _share(self._record, rate, "copy_gbps")}
 
     def _torch(self, case: GpuCase) -> dict[str, Any]:
-        """The same prompts through PyTorch, and for one request whether it computes what we do."""
+        """The same prompts through PyTorch; for one request also compares the logits with ours."""
         if self._peer is None:
             self._peer = gpu_torch.TorchPeer(self._params, self._scale.config)
         ids = [[token for segment in segments for token in segment] for segments in self._prompts.of(case)]
@@ -223,7 +223,7 @@ def relative_distance(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def _warm_up(once: Callable[[], Run]) -> None:
-    """Runs until nothing is compiled any more."""
+    """Runs until nothing more is compiled."""
     for _ in range(_MOST_WARM_UPS):
         before = compilations().count
         once()
@@ -232,8 +232,8 @@ def _warm_up(once: Callable[[], Run]) -> None:
 
 
 def _loading(record: CheckRecord, engine: Engine, case: GpuCase, runs: list[Run]) -> dict[str, Any]:
-    """What came from where, and how fast: bytes of a run, the seconds that it waited for them, and the rate at which
-    this engine merges KV into a layer's context on the device, or reads it from disk, as it measures itself."""
+    """Loads of a run: bytes, seconds waited for them, and the rates, measured by the engine, of merging KV into a
+    layer's context on the device and of reading the disk."""
     last = [response.reuse for response in runs[-1].responses]
     num_bytes = sum(report.loaded_bytes for report in last)
     row: dict[str, Any] = {"loaded_bytes": num_bytes}
@@ -251,8 +251,8 @@ def _loading(record: CheckRecord, engine: Engine, case: GpuCase, runs: list[Run]
 
 
 def is_as_named(report: ReuseReport, case: GpuCase, scale: GpuScale) -> bool:
-    """True where every passage came from the case's tier and as much was recomputed as its ratio says. Of a batch that
-    takes several packs, the first one's reads bring passages up to the device."""
+    """True if every passage came from the case's tier and the recomputed share is the case's ratio. In a batch of
+    several packs, the reads of the first one promote passages to the device."""
     tiers = {str(document.tier) for document in report.per_document}
     allowed = {str(case.tier)} | ({DEVICE} if case.batch > 1 else set())
     recomputed = gpu_plan.recomputed_tokens(case, scale)
@@ -288,7 +288,7 @@ def shapes(scale: GpuScale) -> dict[str, Any]:
 
 
 def keep_executables(folder: Path) -> None:
-    """Lets later runs on the same machine find what this one compiles."""
+    """Keeps compiled steps for later runs on the same machine."""
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -45,7 +45,7 @@ class Run:
 
 
 class Prompts:
-    """Prompts over one list of passages, in ever new order; passages, system prompt and question are drawn tokens."""
+    """Prompts over one list of passages in changing order; passages, system prompt and question are random tokens."""
 
     def __init__(self, scale: GpuScale) -> None:
         self._random = random.Random(scale.name)
@@ -60,21 +60,21 @@ class Prompts:
         self._passages = [draw(scale.passage_tokens) for _ in range(scale.num_passages(max(scale.contexts)))]
 
     def of(self, case: GpuCase) -> list[list[list[int]]]:
-        """The segments of each request of a case, its passages shuffled for each."""
+        """The segments of each request of a case, with its passages shuffled for each."""
         passages = self._passages[: self._scale.num_passages(case.context)]
         orders = [self._random.sample(passages, len(passages)) for _ in range(case.batch)]
         return [[self._system, *order, self._question] for order in orders]
 
     def filling(self, num_passages: int) -> list[list[list[int]]]:
-        """Prompts that store the first passages one by one, each behind a text that no case has: so none of them is
-        ever reused exactly, whatever stands before it."""
+        """Prompts that store the first passages one by one, each behind a text that no case has, so that none is ever
+        reused exactly."""
         behind = [self._system, self._filler]
         return [[*behind, self._question], *([*behind, one, self._question] for one in self._passages[:num_passages])]
 
 
 class Engines:
-    """The engine that a case needs, in place of the one before; each has a page pool of the same size, so that what one
-    compiled serves all. A context manager, which closes the last."""
+    """Opens the engine that a case needs, after closing the previous one; all have page pools of the same size, so that
+    they share compiled steps. A context manager that closes the last engine."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Engines:
         """
         Args:
           pool_bytes: of device memory for pages.
-          num_passages: that are stored; those of the longest prompt.
-          folder: where the disk tier goes; None for the directory of temporary files.
+          num_passages: stored passages; those of the longest prompt.
+          folder: of the disk tier; None for the directory of temporary files.
         """
         self._model = LoadedModel(scale.name, scale.config, params, None, None, frozenset(), f"bench-gpu-{scale.name}")
         self._scale, self._prompts, self._num_passages = scale, prompts, num_passages
@@ -124,15 +124,15 @@ class Engines:
 
     @staticmethod
     def key_of(case: GpuCase) -> tuple[Any, ...]:
-        """What tells the engine of a case from others."""
+        """Identifies the engine of a case."""
         return (case.ratio, case.tier == DISK) if case.kind == "reuse" else ("plain",)
 
     def is_open_for(self, case: GpuCase) -> bool:
-        """True where `of` would open nothing."""
+        """True if `of` would open no other engine."""
         return self._key == self.key_of(case)
 
     def of(self, case: GpuCase) -> Engine:
-        """The engine for a case, with every passage stored where the case's kind of engine has them."""
+        """The engine for a case, with every passage stored in the case's tier."""
         key = self.key_of(case)
         if self._engine is not None and self._key == key:
             return self._engine
@@ -146,12 +146,12 @@ class Engines:
         else:
             engine = Engine(self._model, self._reusing(case.ratio))
             self._fill(engine)
-            engine._prefill.read_only = True  # every run reuses and recomputes as many tokens
+            engine._prefill.read_only = True  # every run reuses and recomputes the same number of tokens
         self._engine, self._key = engine, key
         return engine
 
     def place(self, engine: Engine, tier: str) -> None:
-        """Takes the passages out of every tier above this one; what the disk has in the system's cache goes, too."""
+        """Removes the passages from every tier above this one, and the disk's files from the system's cache."""
         above = {DEVICE: (), HOST: (DEVICE,), DISK: (DEVICE, HOST)}[tier]
         with engine._exclusive():
             for variant_id in list(engine._variants.ids()):
@@ -190,14 +190,14 @@ def run_prompts(
     num_tokens: int = 1,
     first_logits: bool = False,
 ) -> Run:
-    """Asks all prompts at once, for answers of so many tokens."""
+    """Submits all prompts at once, for answers of this many tokens."""
     sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, first_logits=first_logits)
     events: queue.SimpleQueue[tuple[int, float, Any]] = queue.SimpleQueue()
 
     def emit_of(number: int) -> Callable[[Any], None]:
         return lambda event: events.put((number, time.perf_counter(), event))
 
-    with engine._loop.paused():  # none of them begins before all are queued
+    with engine._loop.paused():  # none starts before all are queued
         for number, segments in enumerate(prompts):
             engine.submit(Request(segments=segments, sampling=sampling, reuse=reuse), emit_of(number))
         started_s = time.perf_counter()
@@ -215,7 +215,7 @@ def run_prompts(
 
 
 def _steps(times: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds between tokens that came while all answers decoded, the first such step left out."""
+    """Seconds between tokens while all answers decoded, without the first such step."""
     from_s, to_s = max(one[0] for one in times), min(one[-1] for one in times)
     inside = [np.diff([at for at in one if from_s <= at <= to_s])[1:] for one in times]
     count = min(map(len, inside))
@@ -223,7 +223,7 @@ def _steps(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _drop_from_cache(folder: Path) -> None:
-    """Tells the system to forget the files' content; where it cannot be told, reads are warm."""
+    """Asks the system to drop the files from its cache; where that is not possible, reads are warm."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in folder.rglob("*"):

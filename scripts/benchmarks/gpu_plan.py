@@ -1,4 +1,4 @@
-"""The cases of `bench.py gpu`, most important first: what each computes, what memory and how long it needs."""
+"""The cases of `bench.py gpu`, most important first, with their work, memory and time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PAGE_TOKENS = 16
 """As in the engine's pool."""
 
 _COMPILE_S = {"full": 25.0, "reuse": 35.0, "decode": 30.0, "torch": 5.0}
-"""Seconds to compile what a case needs, if nothing of it was compiled before."""
+"""Seconds to compile the steps of a case, if none of them is compiled yet."""
 _UTILISATION = {"full": 0.4, "reuse": 0.15, "decode": 0.4, "torch": 0.4}
-"""Share of the matmul ceiling that an estimate counts on; what is short or loads is further from it."""
+"""Share of the matmul ceiling assumed by estimates; short cases and loads reach less."""
 _TIER_S = {"device": 0.0, "host": 1.0, "disk": 6.0}
-"""Seconds per run and GiB of KV for putting what was read where it was before."""
+"""Seconds per run and GiB of KV to move loaded KV back to its tier."""
 _SPARE_BYTES = 3 << 30
-"""For XLA's own buffers, fragmentation and what XLA picks algorithms with."""
+"""For XLA's own buffers, fragmentation and XLA's choice of algorithms."""
 OPEN_S = 10.0
-"""To open an engine, or change it for another: its pool, the store, and all KV read once."""
+"""Seconds to open or replace an engine: its pool, the store, and all KV read once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class GpuScale:
 
     Attributes:
       contexts: context lengths, in tokens; prompts are a little shorter (`prompt_tokens`).
-      short, long: the contexts that the targets are about.
+      short, long: the contexts of the targets.
       passage_every: tokens of context per passage.
       max_num_batched_tokens: of the engines.
-      steps: tokens of the answers that decode steps are timed over, the first left out.
+      steps: tokens of the answers in which decode steps are timed, except the first.
       matmul_size, copy_bytes, transfer_bytes: of the ceilings.
     """
 
@@ -118,7 +118,7 @@ class GpuCase:
     """One figure: a kind of prefill, or decode steps, at one context and batch.
 
     Attributes:
-      ratio, tier: of `reuse`: share of every passage that is recomputed, and where its KV is.
+      ratio, tier: for `reuse`, the recomputed share of every passage, and the tier of its KV.
     """
 
     kind: Kind
@@ -136,12 +136,12 @@ class GpuCase:
         return f"{what}, {self.context:,} tokens, batch {self.batch}"
 
     def identity(self) -> dict[str, Any]:
-        """The fields as a row has them."""
+        """The fields under the keys of a row."""
         return {"case": self.name, **dataclasses.asdict(self)}
 
 
 def cases(scale: GpuScale) -> list[GpuCase]:
-    """All cases, most important first; what shares an engine stands together as far as that allows."""
+    """All cases, most important first; otherwise cases of the same engine are adjacent."""
     short, long = scale.short, scale.long
     others = [context for context in scale.contexts if context not in (short, long)]
     first = [
@@ -188,7 +188,7 @@ def layer_weights(config: LlamaConfig) -> int:
 
 
 def recomputed_tokens(case: GpuCase, scale: GpuScale) -> int:
-    """Tokens of one prompt that run through the model again; as the engine rounds: up, for each passage."""
+    """Recomputed tokens of one prompt, rounded up for each passage as in the engine."""
     if case.kind != "reuse":
         return 0
     return scale.num_passages(case.context) * math.ceil((case.ratio or 0.0) * scale.passage_tokens)
@@ -203,7 +203,7 @@ def computed_tokens(case: GpuCase, scale: GpuScale) -> int:
 
 def prefill_flops(case: GpuCase, scale: GpuScale) -> float:
     """Floating-point operations of all prompts of a case: products with weights, and scores and sums of visible pairs
-    only. Recomputed tokens are counted as if they lay evenly over the prompt."""
+    only. Recomputed tokens are counted as if they were evenly distributed over the prompt."""
     config, length = scale.config, scale.prompt_tokens(case.context)
     if case.kind == "reuse":
         question = scale.question_tokens
@@ -216,7 +216,7 @@ def prefill_flops(case: GpuCase, scale: GpuScale) -> float:
 
 
 def kv_bytes(scale: GpuScale, num_tokens: int) -> int:
-    """Bytes of the keys and values of so many tokens."""
+    """Bytes of the keys and values of this many tokens."""
     config = scale.config
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * KV_ITEM_BYTES * num_tokens
 
@@ -230,13 +230,13 @@ def decode_bytes(case: GpuCase, scale: GpuScale) -> int:
 
 
 def weight_bytes(scale: GpuScale) -> int:
-    """Bytes of all weights, norms left out."""
+    """Bytes of all weights except norms."""
     config = scale.config
     return KV_ITEM_BYTES * (layer_weights(config) + 2 * config.d_model * config.vocab_size)
 
 
 def pool_tokens(case: GpuCase, scale: GpuScale) -> int:
-    """Slots of the page pool that a case needs: requests with part-full pages, and every passage where it rests on the
+    """Slots of the page pool that a case needs: requests with partly filled pages, and the passages, if they are on the
     device; the requests of a batch share passages."""
     if case.kind == "torch":
         return 0
@@ -244,14 +244,14 @@ def pool_tokens(case: GpuCase, scale: GpuScale) -> int:
     passages = scale.num_passages(case.context) * passage
     ends = -(-scale.system_tokens // PAGE_TOKENS) - (-scale.question_tokens // PAGE_TOKENS)
     request = passages + ends * PAGE_TOKENS + (scale.steps if case.kind == "decode" else 0) + PAGE_TOKENS
-    # What is read moves up to the device after each run, whatever tier it came from.
+    # KV that was read is promoted to the device after each run, whatever its tier.
     cached = passages + 4 * passage if case.kind == "reuse" else 0
     return case.batch * request + cached
 
 
 def working_bytes(case: GpuCase, scale: GpuScale) -> int:
-    """Bytes that the steps of a case take beside weights and pool: activations of a pack, and a layer's context as it
-    is read, rotated and transposed."""
+    """Bytes for the steps of a case besides weights and pool: activations of a pack, and a layer's context as it is
+    read, rotated and transposed."""
     config = scale.config
     if case.kind == "decode":
         rows = case.batch
@@ -265,7 +265,7 @@ def working_bytes(case: GpuCase, scale: GpuScale) -> int:
 
 
 def torch_bytes(case: GpuCase, scale: GpuScale) -> int:
-    """Bytes that PyTorch takes for a case beside the weights, which it shares: all rows at once, and their KV."""
+    """Bytes that PyTorch needs for a case besides the shared weights: all rows at once, and their KV."""
     config = scale.config
     rows = case.batch * scale.prompt_tokens(case.context)
     heads = 4 * config.num_heads + 2 * config.num_kv_heads
@@ -282,8 +282,8 @@ def too_large(case: GpuCase, scale: GpuScale, device_bytes: int | None, torch_fr
     """Why a case does not fit, or None.
 
     Args:
-      device_bytes: what JAX may take of the device; None if unknown.
-      torch_free_bytes: what PyTorch may take beside that; None if unknown.
+      device_bytes: memory of the device for JAX; None if unknown.
+      torch_free_bytes: memory for PyTorch besides that; None if unknown.
     """
     need, have = needed_bytes(case, scale), device_bytes
     if case.kind == "torch":
@@ -306,11 +306,11 @@ def repetitions(case: GpuCase, scale: GpuScale) -> int:
 
 
 def estimate_s(case: GpuCase, scale: GpuScale, matmul_tflops: float, *, compiles: bool, opens: bool) -> float:
-    """Seconds that a case may take: compiling, one run to warm up, the timed ones; careful rather than right.
+    """Upper estimate of a case's seconds: compiling, one run to warm up, the timed ones.
 
     Args:
-      compiles: nothing of its kind, context and batch ran before.
-      opens: it needs another engine than the one that is open.
+      compiles: no case of its kind, context and batch has run yet.
+      opens: it needs another engine than the open one.
     """
     prefill_s = prefill_flops(case, scale) / (matmul_tflops * 1e12 * _UTILISATION[case.kind])
     run_s = prefill_s

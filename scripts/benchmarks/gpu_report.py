@@ -1,4 +1,4 @@
-"""Targets, tables and the section of docs/measured.md, all made of the results of `bench.py gpu`; measures nothing."""
+"""Targets, tables and the section of docs/measured.md, from the results of `bench.py gpu`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from scripts.gpucheck.record import table
 
 BEGIN, END = "<!-- bench.py gpu: begin -->", "<!-- bench.py gpu: end -->"
-"""What that section stands between."""
+"""Markers around that section."""
 NO_RESULTS = "Nothing has been measured on an accelerator yet: `benchmarks/results/` has no results."
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeedTarget:
-    """One thing that is wanted, and what was measured; `got` is None where a case of it was not measured."""
+    """A wanted and a measured figure; `got` is None if one of its cases was not measured."""
 
     name: str
     wanted: float
@@ -60,7 +60,7 @@ def targets(results: dict[str, Any]) -> list[SpeedTarget]:
 
 
 def tables(results: dict[str, Any]) -> list[str]:
-    """Ceilings, one row per context and batch, targets, and what was not measured, as Markdown."""
+    """Ceilings, one row per context and batch, targets, and unmeasured cases, as Markdown."""
     rows = results["suites"].get("cases", [])
     places = sorted({(row["batch"], row["context"]) for row in rows})
     shown = [table(f"{results['device']}, {results['date']}: ceilings", ("measured", "value"), _ceilings(results))]
@@ -103,7 +103,7 @@ def tables(results: dict[str, Any]) -> list[str]:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What was not measured and why, a line for each reason."""
+    """Unmeasured cases, a line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for row in results["suites"].get("cases", []):
         if "note" in row:
@@ -124,15 +124,15 @@ def section(folder: Path) -> str:
 
 
 def write_section(readme: Path, folder: Path) -> bool:
-    """Puts the section in place of what stands between the markers; True if that changed the file.
+    """Replaces the text between the markers by the section; True if that changed the file.
 
     Raises:
-      ValueError: a marker is missing, there twice, or they stand the wrong way round.
+      ValueError: a marker is missing or occurs twice, or they are in the wrong order.
     """
     text = readme.read_text("utf-8")
     first, last = text.find(BEGIN), text.find(END)
     if text.count(BEGIN) != 1 or text.count(END) != 1 or last < first:
-        raise ValueError(f"{readme}: wanted one line {BEGIN!r} and behind it one line {END!r}")
+        raise ValueError(f"{readme}: wanted one line {BEGIN!r} and after it one line {END!r}")
     new = f"{text[: first + len(BEGIN)]}\n{section(folder)}\n{text[last:]}"
     readme.write_text(new, "utf-8")
     return new != text
@@ -147,7 +147,7 @@ def _figure(
     ratio: float | None = None,
     tier: str | None = None,
 ) -> float | None:
-    """A figure of the one case that is so; None where it was not measured, or is not what the case is named after."""
+    """A figure of the only such case; None if it was not measured, or did not do what its name says."""
     wanted = (kind, context, batch, ratio, tier)
     for row in results["suites"].get("cases", []):
         if tuple(row[key] for key in ("kind", "context", "batch", "ratio", "tier")) == wanted:
@@ -174,4 +174,4 @@ def _source(results: dict[str, Any]) -> str:
     missing = [row for row in results["suites"].get("cases", []) if "note" in row]
     if missing:
         line += f" {len(missing)} cases have no figure; the results file says why."
-    return line if results["is_complete"] else f"{line} The run was cut off."
+    return line if results["is_complete"] else f"{line} The run was interrupted."

@@ -1,5 +1,5 @@
-"""Full prefill in plain PyTorch over the very weights of JAX: matrix products, and scaled_dot_product_attention as it
-picks its kernel."""
+"""Full prefill in plain PyTorch over JAX's own weights: matrix products, and scaled_dot_product_attention with its own
+choice of kernel."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ccjax.models.llama3.layers import rope_frequencies
 
 
 def missing() -> str | None:
-    """Why PyTorch cannot compete on JAX's device, or None."""
+    """Why PyTorch cannot run on JAX's device, or None."""
     try:
         import torch
     except ImportError:
@@ -29,7 +29,7 @@ def missing() -> str | None:
 
 
 def free_bytes() -> int | None:
-    """Device memory that neither JAX nor PyTorch has taken; None where PyTorch sees no GPU."""
+    """Device memory that neither JAX nor PyTorch has allocated; None if PyTorch sees no GPU."""
     import torch
 
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
@@ -53,11 +53,11 @@ class TorchPeer:
         self._frequencies = torch.from_numpy(np.array(rope_frequencies(config))).to(self._embedding.device)
 
     def prefill(self, token_ids: Sequence[Sequence[int]], *, is_causal: bool = True) -> tuple[float, np.ndarray]:
-        """Seconds until the first token of every prompt is known, and the logits [B, V], float32, it is drawn from.
+        """Seconds until the first token of every prompt is known, and the logits [B, V], float32.
 
         Args:
-          token_ids: prompts of the same length; the KV of all is there at the end.
-          is_causal: False for a wrong model, to see that comparisons notice.
+          token_ids: prompts of the same length; the KV of all is in memory at the end.
+          is_causal: False for a wrong model, to test that comparisons fail.
         """
         import torch
         from torch.nn.functional import scaled_dot_product_attention, silu
@@ -95,7 +95,7 @@ class TorchPeer:
 
 
 def release() -> None:
-    """Gives PyTorch's unused device memory back."""
+    """Releases PyTorch's unused device memory."""
     import torch
 
     if torch.cuda.is_available():

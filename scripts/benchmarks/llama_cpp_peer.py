@@ -1,4 +1,4 @@
-"""llama.cpp, for comparison: its own llama-bench where it is built, else its server in this process (xllamacpp)."""
+"""llama.cpp, for comparison: its own llama-bench if it is installed, else its server in this process (xllamacpp)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NAME = "llama-bench"
 
 
 def find(folder: Path | None) -> Path | None:
-    """The program in a folder or its `bin`, or on PATH where no folder is named; None where PATH has none.
+    """The program in a folder or its `bin`, or on PATH if no folder is given; None if PATH lacks it.
 
     Raises:
-      BenchmarkError: the folder has none.
+      BenchmarkError: the folder lacks it.
     """
     if folder is None:
         found = shutil.which(NAME)
@@ -33,7 +33,7 @@ def find(folder: Path | None) -> Path | None:
 
 
 def prefill_s(program: Path | None, model: Path, lengths: Sequence[int], repetitions: int) -> dict[int, list[float]]:
-    """Seconds of each run that prefills so many tokens, of all cores, after one that does not count.
+    """Seconds of each run that prefills this many tokens on all cores, after an uncounted one.
 
     Args:
       program: llama-bench; None for xllamacpp.
@@ -66,7 +66,7 @@ def has_package() -> bool:
 
 
 def prompt(number: int, num_tokens: int) -> list[int]:
-    """Tokens of a prompt, others for each number; any vocabulary has them."""
+    """Tokens of a prompt, different for each number, and in any vocabulary."""
     return [3 + (31 * number + 7 * position) % 200 for position in range(num_tokens)]
 
 
@@ -105,7 +105,7 @@ class Server:
         self._server = xllamacpp.Server(params)
 
     def answer(self, token_ids: Sequence[int], num_answer_tokens: int) -> dict[str, Any]:
-        """The likeliest answer of so many tokens, as of POST /v1/completions, with llama.cpp's timings."""
+        """The greedy answer of this many tokens, as of POST /v1/completions, with llama.cpp's timings."""
         return self._server.handle_completions(
             {
                 "prompt": list(token_ids),
@@ -117,7 +117,7 @@ class Server:
         )
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Seconds of a prefill of so many tokens."""
+        """Seconds of a prefill of this many tokens."""
         return self.answer(prompt(0, num_tokens), 1)["timings"]["prompt_ms"] / 1e3
 
     def tokens_per_s(self, count: int, num_prompt_tokens: int, num_answer_tokens: int) -> float:
@@ -128,5 +128,5 @@ class Server:
             return done["timings"]["predicted_ms"] / 1e3
 
         with ThreadPoolExecutor(count) as pool:
-            # The shortest is that of who began last: the others wait for its prompt.
+            # The shortest is that of the last one to begin: the others wait for its prompt.
             return count * num_answer_tokens / min(pool.map(predicted_s, range(count)))

@@ -1,7 +1,7 @@
-"""Loads behind compute (Cache-Craft fig. 29, eq. 16): prefill time with stored KV in each tier, on a slow disk.
+"""Loads hidden by computing (Cache-Craft fig. 29, eq. 16): prefill time with stored KV in each tier, on a slow disk.
 
 Each case prefills the same prompt through the public engine, its passages reused from the store with a share of their
-tokens recomputed. The disk is a real one behind a link so slow that loading takes 0.5, 1, 2 or 4 times as long as
+tokens recomputed. The disk is real, behind a link slowed so that loading takes 0.5, 1, 2 or 4 times as long as
 computing.
 """
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass
 class LoadingCase:
-    """One row: where the KV is, how it is loaded, and what came of it; times in seconds."""
+    """One row: the tier of the KV, the way it is loaded, and the results; times in seconds."""
 
     tier: str
     mode: str
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     model = LoadedModel("random", config, params, None, None, frozenset(), "loading")
     fill, request, lengths = _requests(config.vocab_size, length)
     settings: dict[str, Any] = {"max_model_len": length + 1, "recompute_ratio": arguments.recompute_ratio}
-    settings |= {"focus_window": None, "read_only": True}  # every run reuses and recomputes the very same tokens
+    settings |= {"focus_window": None, "read_only": True}  # every run reuses and recomputes the same tokens
 
     with tempfile.TemporaryDirectory() as directory, bars() as progress:
         url = f"file://{directory}/store"
@@ -144,13 +144,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         def case(tier: str, mode: str, load_s: float = 0.0, link: ThrottledLink | None = None) -> LoadingCase:
             loading, is_queued = MODES[mode]
-            budgets = {} if link is None else {"host_cache_bytes": 1}  # nothing moves up from the slow disk
+            budgets = {} if link is None else {"host_cache_bytes": 1}  # nothing is promoted from the slow disk
             if tier == "device":
                 # The chunks, a request that uses none of them, and 64 to spare; the last page of each may be part full.
                 pages = 2 * (length // PAGE_TOKENS + NUM_PASSAGES + 2) + 64
                 budgets = {"device_cache_bytes": kv_spec_of(config, "float32").num_bytes(pages * PAGE_TOKENS)}
             engine = Engine(model, EngineConfig(store=url, loading=loading, **budgets, **settings), disk_link=link)
-            if ideal.runs_s:  # else nothing is known of computing, and a slow load is soon given up
+            if ideal.runs_s:  # else the time to compute is unknown, and a slow load is soon abandoned
                 engine.rates.compute.add(ideal.num_computed, ideal.runs_s[-1])
             return LoadingCase(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_queued else 0.0)
 
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         cases = [case("device", "layer"), case("host", "sync"), case("host", "layer")]
         for _ in range(3):
             ideal.measure()
-            for one in cases:  # the first run moves the KV up into memory
+            for one in cases:  # the first run promotes the KV to memory
                 one.measure(request)
             progress.advance(task)
         prefill_s, kv_bytes = min(ideal.runs_s), cases[0].reports[0].loaded_bytes
@@ -199,7 +199,7 @@ def least_exposed_s(mode: str, num_layers: int, prefill_s: float, load_s: float,
 
 
 def _requests(vocab_size: int, length: int) -> tuple[Request, Request, list[int]]:
-    """The request that fills the store, the one that is measured (passages in another order), its segments' lengths."""
+    """The request that fills the store, the measured one (passages in another order), and its segments' lengths."""
     draw = random.Random(length)
     left = length - NUM_SYSTEM - NUM_QUESTION
     sizes = [left // NUM_PASSAGES + (number < left % NUM_PASSAGES) for number in range(NUM_PASSAGES)]
@@ -212,7 +212,7 @@ def _requests(vocab_size: int, length: int) -> tuple[Request, Request, list[int]
 
 
 def _plan(lengths: Sequence[int], recompute_ratio: float) -> PrefillPlan:
-    """The plan of the measured request with other tokens, but as many of them, recomputed."""
+    """The plan of the measured request with other tokens recomputed, but the same number."""
     segments, start = [], 0
     for number, length in enumerate(lengths):
         count = 0 if number == 0 else math.ceil(recompute_ratio * length)

@@ -1,7 +1,7 @@
-"""Prefill: the model's steps over KV that is in place, all of a prompt or part of it, and transformers, side by side.
+"""Prefill: the model's steps over KV in place, for all of a prompt or part of it, compared with transformers.
 
-What kernels and layers take, without plan, loads and capture (`ttft` has those). A partial prefill computes scattered
-tokens, the last one among them, over the KV that the full one wrote; that both give the same logits is checked.
+Measures kernels and layers without planning, loading and capture, which `ttft` includes. A partial prefill computes
+scattered tokens, including the last one, over the KV written by the full one, and must give the same logits.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHARES = (1.0, 0.15, 0.3)
 _NUM_SEGMENTS = 10
 _PIECE = EngineConfig().max_num_batched_tokens
 _MOST_DIFFERENCE = 1e-3
-"""Of logits, whose spread is 1: 16 layers over 2,048 tokens came to 9e-6, with one token's KV in place of another's to
-3e-2."""
+"""Tolerance of logits, whose spread is 1: 16 layers over 2,048 tokens differed by 9e-6, and by 3e-2 with one token's KV
+in place of another's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repetitions", type=positive_int, default=5, help="rounds, in each of which every case runs once"
     )
-    parser.add_argument("--no-peers", action="store_true", help="leave transformers out even where it is installed")
+    parser.add_argument("--no-peers", action="store_true", help="leave transformers out even if it is installed")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 if peer is not None:
                     seconds["transformers"].append(peer(prompt.token_ids))
                 progress.advance(task)
-            # Ratios within a round: such machines get slower and faster from one minute to the next.
+            # Ratios within a round, since shared machines change their speed within minutes.
             rounds = {name: np.asarray(runs_s[1:]) for name, runs_s in seconds.items()}
             for name, runs_s in rounds.items():
                 figures = {"seconds": median(runs_s.tolist()), "runs_s": runs_s.tolist()}
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class TimedPrompt:
-    """Random tokens, pages for their KV, and the logits that a full prefill gave.
+    """Random tokens, pages for their KV, and the logits of a full prefill.
 
     Attributes:
       token_ids: the prompt.
@@ -108,7 +108,7 @@ class TimedPrompt:
         self._logits: jax.Array | None = None
 
     def measure(self, share: float) -> float:
-        """Seconds from token ids to the first token, with that share of the prompt computed; all of it at first.
+        """Seconds from token ids to the first token, with that share of the prompt computed (first of all 1).
 
         Raises:
           BenchmarkError: the logits are not those of the full prefill.

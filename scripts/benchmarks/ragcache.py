@@ -1,5 +1,5 @@
-"""What RAGCache's parts do here: eviction policies, cache-aware order, answers that begin while the search goes on, and
-what deciding takes. Four tables beside the paper's, from one run.
+"""RAGCache's components: eviction policies, cache-aware order, answers that begin during the search, and the time for
+decisions. Four tables compared with the paper's, from one run.
 
 Weights are random: time and reuse are measured, not answers.
 """
@@ -31,7 +31,7 @@ from scripts.benchmarks.serve_workload import WorkloadQuestion, load_trace, reco
 PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
 HEAD_DIM = 64
-"""Of the model with random weights, as in the small Llama-3.2 models."""
+"""Head dimension of the model with random weights, as in the small Llama-3.2 models."""
 _USUAL = {"layers": 2, "width": 256, "requests": 1000, "budgets": [0.025, 0.05, 0.1, 0.2, 0.4], "order_requests": 500}
 _USUAL |= {"order_budgets": [0.05, 0.1, 0.4], "vectors": 3_000_000, "clusters": 1024, "embedded": 1000}
 _USUAL |= {"order_rounds": 3, "ratios": [0.125, 0.25, 0.5, 1.0], "searches": 60, "nodes": 100_000, "decisions": 1000}
@@ -58,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--order-budgets", type=float, nargs="+", help="the same, for the order (default 0.05 0.1 0.4)")
     add("--order-requests", type=int, help="of the measured half, at most (default 500)")
     kinds = ragcache_order.WORKLOADS
-    text = "requests of the order: as recorded, or as popular as the paper's (default: both)"
+    text = "requests for the order: as recorded, or with the paper's popularity (default: both)"
     add("--order-workloads", nargs="+", choices=kinds, default=kinds, help=text)
     text = "each with its own saturation, the median counts (default 3)"
     add("--order-rounds", type=int, metavar="N", help=text)
-    add("--load", type=float, default=1.1, help="arrivals, in multiples of the closed loop's answers (default 1.1)")
+    add("--load", type=float, default=1.1, help="arrival rate, as a multiple of the closed loop's (default 1.1)")
     add("--seats", type=int, default=4, help="requests that run at once (default 4, as in the paper)")
     add("--arrival-start", type=int, default=0, help="first recorded arrival that is used (default 0)")
     add("--vectors", type=int, help="in the index, 1.5 KB each (default 3,000,000)")
@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--searches", type=int, help="for each of them (default 60)")
     add("--stages", type=int, default=16, help="of a search (default 16)")
     add("--nodes", type=int, help="of the knowledge tree (default 100,000)")
-    add("--decisions", type=int, help="requests that are decided over it (default 1000)")
-    add("--seed", type=int, default=0, help="of the drawn vectors (default 0)")
+    add("--decisions", type=int, help="requests planned over it (default 1000)")
+    add("--seed", type=int, default=0, help="of the random vectors (default 0)")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
     add("--plot", type=Path, metavar="FILE", help="draw the four tables (.svg or .png; needs matplotlib)")
 
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures the parts, prints a table of each, writes page and plot.
 
     Raises:
-      BenchmarkError: an option or the data is not as it should be.
+      BenchmarkError: an option or the data is invalid.
     """
     options = resolve(arguments)
     questions = _questions(options)
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _questions(options: argparse.Namespace) -> Sequence[WorkloadQuestion]:
-    """The requests of the trace; none where no part asks any. Raises BenchmarkError where data is missing."""
+    """The requests of the trace; none if no part needs them. Raises BenchmarkError if data is missing."""
     if set(options.only) == {"scheduling"}:
         return ()
     questions = load_trace(options.data, "musique", options.passages)[: options.requests]
@@ -152,14 +152,14 @@ def _measure(options: argparse.Namespace, questions: Sequence[WorkloadQuestion],
 def _measure_engines(
     options: argparse.Namespace, questions: Sequence[WorkloadQuestion], progress: Progress, folder: Path
 ) -> dict[str, Any]:
-    """The parts that ask a model."""
+    """The parts that run a model."""
     from ccjax.loading.model import load_model
     from ccjax.loading.prefill_profile import PROFILE_FILE, write_profile
     from ccjax.server.loading import use_compile_cache
 
     past, measured = questions[: len(questions) // 2], questions[len(questions) // 2 :]
     use_compile_cache(cache_folder() / "compile")
-    # Heads of a usual size: sixteen small ones would cost far more than all else.
+    # Heads of a usual size: sixteen small ones would dominate the cost.
     asked = bench_model(options.model, options.data, options.layers, options.width, max(1, options.width // HEAD_DIM))
     model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)
     bench = ReplayBench(options, model, past, measured, None, distinct_bytes(model, questions), progress)

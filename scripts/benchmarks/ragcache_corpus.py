@@ -1,9 +1,9 @@
-"""A large index of vectors that looks like a real one: real passages, and drawn ones.
+"""A large, realistic index of vectors: real passages and random ones.
 
-No public corpus of vectors is at hand, so all but the real passages' own vectors are synthetic. Topics are the real
-passages and others with their mean and covariance; each vector lies around a topic as a real passage lies from its
-nearest neighbour. Around the real passages alone there would be fewer topics than clusters, and every search would
-find its passages in the first one.
+No public corpus of vectors is available, so all but the real passages' vectors are synthetic. Topics are the real
+passages, and others with the same mean and covariance; each vector is as far from a topic as a real passage is from its
+nearest neighbour. With the real passages as the only topics there would be fewer topics than clusters, and every search
+would find its passages in the first cluster.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _EMBEDDED_AT_ONCE = 128
 
 @dataclasses.dataclass(frozen=True)
 class ReplayCorpus:
-    """An IVF index by inner product, and what its rows are.
+    """An IVF index by inner product, with the topics of its rows.
 
     Attributes:
       index: real passages first, in their order.
-      topics: [num_vectors] the topic that each row is, or was drawn around; the first ones are the passages.
+      topics: [num_vectors] the topic of each row; the first topics are the passages themselves.
     """
 
     index: faiss.IndexIVFFlat
@@ -42,7 +42,7 @@ class ReplayCorpus:
     topics: np.ndarray
 
     def documents(self, rows: Sequence[int]) -> tuple[Document, ...]:
-        """The passages of some rows; a drawn one has the text of a real one, under its own number."""
+        """The passages of some rows; a random one has the text of a real one, with its own number."""
         return documents_of([self._passage(row) for row in rows])
 
     def _passage(self, row: int) -> WorkloadPassage:
@@ -62,7 +62,7 @@ def embed(embedder: Embedder, texts: Sequence[str], advance: Callable[[int], Non
 
 
 def differences_to_nearest(real: np.ndarray) -> np.ndarray:
-    """[n, dim] from the nearest other vector of each to it, by inner product. Copies of a vector do not count."""
+    """[n, dim] differences of each vector from its nearest other one by inner product, without duplicates."""
     index = faiss.IndexFlatIP(real.shape[1])
     index.add(real)  # pyright: ignore[reportCallIssue]
     scores, found = index.search(real, min(len(real), 16))  # pyright: ignore[reportCallIssue]
@@ -72,7 +72,7 @@ def differences_to_nearest(real: np.ndarray) -> np.ndarray:
 
 
 def draw_topics(real: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """[count, dim] unit vectors, normal with mean and covariance of the real ones before they get their length."""
+    """[count, dim] unit vectors, normal with mean and covariance of the real ones before normalisation."""
     mean = real.mean(axis=0)
     weights = rng.standard_normal((count, len(real)), dtype=np.float32) / np.sqrt(max(1, len(real) - 1))
     return _unit(mean + weights.astype(np.float32) @ (real - mean))
@@ -81,8 +81,8 @@ def draw_topics(real: np.ndarray, count: int, rng: np.random.Generator) -> np.nd
 def draw_vectors(
     topics: np.ndarray, differences: np.ndarray, count: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[count, dim] unit vectors and [count] the topic that each lies around: a topic plus or minus how some real vector
-    lies from its nearest, so that they are as far from their topics as real passages are from each other."""
+    """[count, dim] unit vectors and [count] the topic of each: a topic plus or minus the difference of some real vector
+    from its nearest, so that they are as far from their topics as real passages are from each other."""
     own = rng.integers(0, len(topics), count)
     moves = differences[rng.integers(0, len(differences), count)] * rng.choice((-1.0, 1.0), (count, 1))
     return _unit(topics[own] + moves.astype(np.float32)), own
@@ -100,7 +100,7 @@ def build(
     seed: int,
     advance: Callable[[int], None],
 ) -> ReplayCorpus:
-    """The index of the real vectors and as many drawn ones as are missing.
+    """The index of the real vectors, filled up with random ones.
 
     Args:
       real: [len(passages), dim] unit vectors.

@@ -1,8 +1,8 @@
-"""What cache-aware order does to TTFT where more requests come than can be served (RAGCache fig. 21).
+"""The effect of cache-aware order on TTFT if more requests arrive than can be served (RAGCache fig. 21).
 
-Workloads: `trace` has a real retrieval trace's requests and a real recording's arrivals, but no public trace has both:
-their combination is ours. Its requests hardly repeat each other. `drawn` has the paper's popularity and arrivals: the
-trace's questions over and over, by Zipf's law, and a Poisson process (RAGCache sec. 3.2, 7.1).
+Workloads: `trace` combines the requests of a real retrieval trace with recorded arrivals of another one, since no
+public trace has both; its requests hardly repeat each other. `drawn` has the paper's popularity and arrivals: the
+trace's questions drawn by Zipf's law, and a Poisson process (RAGCache sec. 3.2, 7.1).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from scripts.benchmarks.serve_workload import WorkloadQuestion, arrival_times, r
 
 WORKLOADS = ("trace", "drawn")
 ZIPF = 0.8
-"""Exponent of `drawn`: a third to three quarters of the passages are hits then, by budget, as in the paper."""
+"""Exponent of `drawn`: depending on the budget, a third to three quarters of the passages are hits, as in the paper."""
 WINDOWS = {"off": 1, "on": 32}
 POLICY = "pgdsf"
 WAITING_PER_RUNNING = 3
-"""Requests in progress in the closed loop per running one: the rest wait, so that their order counts."""
+"""Requests in progress in the closed loop per running one: the rest wait, so that their order matters."""
 
 
 def measure(bench: ReplayBench) -> dict[str, Any]:
-    """TTFT with the order on and off: the same requests at the same times, over stores that the same ones filled. Each
-    round measures anew what saturates the engine; the one with the median gain counts."""
+    """TTFT with the order on and off: the same requests at the same times, over stores filled by the same requests.
+    Each round measures the saturation rate anew; the round with the median gain counts."""
     cases = [case for workload in bench.options.order_workloads for case in _measure(bench, workload)]
     about = {"load": bench.options.load, "seats": bench.options.seats, "policy": POLICY, "zipf": ZIPF}
     return {"windows": WINDOWS, **about, "rounds": bench.options.order_rounds, "cases": cases}
 
 
 def drawn(questions: Sequence[WorkloadQuestion], count: int, seed: int) -> list[WorkloadQuestion]:
-    """So many of these questions, drawn with odds `rank ** -ZIPF`; ranks are drawn, too."""
+    """This many of the questions, drawn with odds `rank ** -ZIPF`; ranks are random, too."""
     rng = np.random.default_rng(seed)
     odds = np.arange(1, len(questions) + 1, dtype=np.float64) ** -ZIPF
     chosen = rng.choice(rng.permutation(len(questions)), count, p=odds / odds.sum())
@@ -45,7 +45,7 @@ def drawn(questions: Sequence[WorkloadQuestion], count: int, seed: int) -> list[
 def _requests(
     bench: ReplayBench, workload: str, number: int
 ) -> tuple[Sequence[WorkloadQuestion], Sequence[WorkloadQuestion], np.ndarray]:
-    """What fills the store, what is measured, and the gaps between the latter, 1 on average, of one round."""
+    """Requests that fill the store, measured requests, and gaps between the latter (1 on average) for one round."""
     options = bench.options
     past, questions = bench.past, bench.measured[: options.order_requests]
     if workload == "trace":
@@ -100,12 +100,12 @@ def _measure(bench: ReplayBench, workload: str) -> list[dict[str, Any]]:
 
 
 def median_round(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The one whose gain in mean TTFT half of the others exceed; of an even number the lower of two."""
+    """The round with the median gain in mean TTFT; of an even number the lower of the middle two."""
     return sorted(rounds, key=lambda one: one["mean_gain"])[(len(rounds) - 1) // 2]
 
 
 def figures(served: Sequence[Served]) -> dict[str, Any]:
-    """Figures of one run. No interval: requests in one line wait for each other, so they are no sample."""
+    """Figures of one run, without intervals: requests of one queue wait for each other, so they are not independent."""
     num_hits, num_documents = (sum(getattr(one, name) for one in served) for name in ("num_hits", "num_documents"))
     return {
         "ttft_ms": spread([one.ttft_s for one in served]),
@@ -115,5 +115,5 @@ def figures(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def gains(off: dict[str, Any], on: dict[str, Any]) -> dict[str, float]:
-    """How many times lower TTFT is with the order on."""
+    """TTFT with the order off over TTFT with it on."""
     return {f"{name}_gain": off["ttft_ms"][name] / on["ttft_ms"][name] for name in ("mean", "p99")}

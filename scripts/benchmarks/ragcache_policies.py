@@ -1,4 +1,4 @@
-"""Which passages each eviction policy keeps, and what that does to TTFT (RAGCache fig. 20, table 2)."""
+"""Which passages each eviction policy keeps, and the effect on TTFT (RAGCache fig. 20, table 2)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REFERENCE = POLICIES[0]
 def measure(bench: ReplayBench) -> dict[str, Any]:
     """Hit rate and TTFT of the second half of the requests under every policy, at every budget, by strategy.
 
-    At each budget the policies take turns at every request, each on an engine of its own, so that a machine that gets
-    busier slows them alike.
+    At each budget the policies alternate at every request, each on its own engine, so that a busy machine slows all of
+    them.
     """
     options = bench.options
     total = len(options.strategies) * len(options.budgets) * (len(bench.past) + len(bench.measured))
@@ -45,7 +45,7 @@ def measure(bench: ReplayBench) -> dict[str, Any]:
 def in_turns(
     engines: Mapping[str, Engine], questions: Sequence[WorkloadQuestion], advance: Any = lambda: None
 ) -> dict[str, list[Served]]:
-    """What each engine made of all questions. The one that begins changes: it finds colder processor caches."""
+    """Each engine's results for all questions. The first engine changes, since it has colder processor caches."""
     names = list(engines)
     served: dict[str, list[Served]] = {name: [] for name in names}
     for number, question in enumerate(questions):
@@ -57,7 +57,7 @@ def in_turns(
 
 
 def figures(served: Mapping[str, Sequence[Served]]) -> dict[str, dict[str, Any]]:
-    """Figures by policy; intervals are bootstraps over requests, against the reference in pairs."""
+    """Figures by policy; intervals are bootstraps over requests, in pairs with the reference."""
     reference = [1e3 * one.ttft_s for one in served[REFERENCE]]
     rows = {}
     for policy, answers in served.items():

@@ -1,5 +1,5 @@
-"""What the parts of the RAGCache benchmark share: real engines over a real retrieval trace, asked one request after the
-other, at a time each, or so many at a time."""
+"""Shared by the parts of the RAGCache benchmark: real engines over a real retrieval trace, with requests one after the
+other, at given times, or with a fixed number in progress."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PROFILED_CACHED = (0, 128, 256, 512)
 PROFILED_NEW = (16, 64, 128, 256, 384, 512)
 PROFILE_REPETITIONS = 5
 RECOMPUTE_RATIO = 0.3
-"""Of `cachecraft`: the share of each passage that is reused behind another prefix, as in `bench.py serve`."""
+"""Of `cachecraft`, for passages reused behind another prefix, as in `bench.py serve`."""
 BATCHED_TOKENS = 512
-"""A pack: on a CPU larger ones save nothing, and every size is compiled."""
+"""Tokens of a pack: on a CPU larger ones save nothing, and every size is compiled."""
 _PROFILE_BYTES = 1 << 28
 _ANSWER = SamplingParams(max_new_tokens=1, ignore_eos=True)
 _TIMEOUT_S = 600.0
@@ -41,8 +41,8 @@ class Served:
     """One answered request.
 
     Attributes:
-      ttft_s: to its first token, from the start of its work or, where it had to arrive at a time, from that.
-      num_hits, num_documents: passages of the prompt that were reused, and all.
+      ttft_s: time to first token, from the planned arrival if there is one, else from the start of its work.
+      num_hits, num_documents: reused passages of the prompt, and all of them.
       computed_share: of the prompt's token-layers.
     """
 
@@ -54,12 +54,12 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class ReplayBench:
-    """What all parts measure with.
+    """Shared by all parts.
 
     Attributes:
       past, measured: the first half of the requests, which fills a tier, and the second.
       profile: file with T(cached, new) of the model on this machine.
-      distinct_bytes: of the KV of all passages that some request names, each once.
+      distinct_bytes: KV of all passages in requests, each counted once.
     """
 
     options: argparse.Namespace
@@ -71,7 +71,7 @@ class ReplayBench:
     progress: Progress
 
     def engine(self, strategy: str, *, policy: str, share: float, **settings: Any) -> Engine:
-        """A fresh engine whose host tier has room for that share of `distinct_bytes`."""
+        """A fresh engine whose host tier has space for that share of `distinct_bytes`."""
         config = EngineConfig(
             strategy=strategy,
             eviction_policy=policy,
@@ -92,7 +92,7 @@ class ReplayBench:
 
 
 def documents_of(passages: Sequence[WorkloadPassage]) -> tuple[Document, ...]:
-    """Passages as the engine takes them."""
+    """Passages as the engine's documents."""
     return tuple(Document(passage.text, str(passage.id), passage.title) for passage in passages)
 
 
@@ -104,7 +104,7 @@ def request_of(text: str, documents: Sequence[Document]) -> Request:
 
 
 def distinct_bytes(model: LoadedModel, questions: Sequence[WorkloadQuestion]) -> int:
-    """Bytes of the KV of all passages that some question has, each once."""
+    """Bytes of the KV of all passages in questions, each counted once."""
     assert model.tokenizer is not None and model.template is not None
     builder = PromptBuilder(model.tokenizer, model.template)
     passages = {passage.id: passage for question in questions for passage in question.passages}
@@ -114,7 +114,7 @@ def distinct_bytes(model: LoadedModel, questions: Sequence[WorkloadQuestion]) ->
 
 def count_hits(report: ReuseReport) -> tuple[int, int]:
     """Passages of a prompt that were reused, and all of them (RAGCache sec. 7.4: "the ratio of hit documents to
-    retrieved ones"). One of which some tokens were computed again is a hit, the system prompt is no passage."""
+    retrieved ones"). A partly recomputed passage is a hit; the system prompt is no passage."""
     documents = [one for one in report.per_document if one.role == "document"]
     return sum(one.computed_tokens == 0 for one in documents), len(documents)
 
@@ -140,7 +140,7 @@ def measure_profile(bench: ReplayBench) -> PrefillProfile:
 
 
 def ask(engine: Engine, question: WorkloadQuestion) -> Served:
-    """Answers one question while the engine does nothing else."""
+    """Answers one question on an otherwise idle engine."""
     response = engine.run(request_of(question.text, documents_of(question.passages)))
     return Served(response.ttft_s, *count_hits(response.reuse), response.reuse.computed_share)
 
@@ -157,7 +157,7 @@ def ask_all(engine: Engine, questions: Sequence[WorkloadQuestion], advance: Call
 def closed_loop(
     engine: Engine, questions: Sequence[WorkloadQuestion], concurrency: int, advance: Callable[[], None]
 ) -> float:
-    """Answers per second with so many requests under way all the time."""
+    """Answers per second with a constant number of requests in progress."""
     free = threading.Semaphore(concurrency)
 
     def answered() -> None:
@@ -182,8 +182,8 @@ def open_loop(
     *,
     on_traced: Callable[[Response, Served], None] | None = None,
 ) -> list[Served]:
-    """Answers to requests that arrive at these times, whatever the engine does; TTFT counts from the planned arrival.
-    `on_traced` is given every answer, which has a trace then, on the engine's thread."""
+    """Answers to requests that arrive at these times, however busy the engine is; TTFT counts from the planned arrival.
+    With `on_traced`, requests have a trace, and it is called with every answer on the engine's thread."""
     line = _Line(engine, advance, on_traced)
     started_s = time.perf_counter()
     for question, at_s in zip(questions, times_s, strict=True):
@@ -193,7 +193,7 @@ def open_loop(
 
 
 class _Line:
-    """Requests that were submitted, and what came of them."""
+    """Submitted requests and their results."""
 
     def __init__(
         self, engine: Engine, advance: Callable[[], None], on_traced: Callable[[Response, Served], None] | None = None
@@ -210,7 +210,7 @@ class _Line:
         self._num_submitted += 1
 
         def emit(event: Delta | Exception) -> None:
-            """On the engine's thread. With one token to an answer, its only delta is the last one."""
+            """On the engine's thread. An answer has one token, so its only delta is the last one."""
             if isinstance(event, Exception):
                 self._take(number, event)
             elif event.response is not None:
@@ -230,7 +230,7 @@ class _Line:
         self._advance()
 
     def served(self) -> list[Served]:
-        """All of them, in the order of submission, once they are there."""
+        """Waits for all results; returns them in the order of submission."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._served) == self._num_submitted, timeout=_TIMEOUT_S):
                 raise BenchmarkError(f"{self._num_submitted - len(self._served)} answers took over {_TIMEOUT_S:g} s")

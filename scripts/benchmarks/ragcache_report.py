@@ -1,5 +1,5 @@
-"""Shows the figures of the RAGCache benchmark: tables for the terminal and for a page, what they say beside the paper,
-and the plot. Computes nothing but ratios of what is shown."""
+"""Report of the RAGCache benchmark: tables for the terminal and for a page, summaries compared with the paper, and the
+plot."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _COLOURS = {"pgdsf": "tab:blue", "gdsf": "tab:orange", "lru": "tab:red", "lfu": 
 
 
 def show(result: Figures) -> None:
-    """Prints every table with what it says."""
+    """Prints every table with its summaries."""
     for title, tables, lines, _ in _sections(result):
         for name, head, rows in tables:
             pages.show(head, rows, f"{title}: {name}", lines if name == tables[-1][0] else ())
 
 
 def markdown(result: Figures, picture: Path | None) -> str:
-    """The same as a page, with how it was measured and the picture."""
+    """The same as a page, with the method and the picture."""
     versions = result["versions"]
     lines = ["# RAGCache's parts, measured", ""]
     lines += [
         f"`python scripts/bench.py ragcache`, {result['machine']} ({result['device']}), jax {versions['jax']}, "
-        f"{result['date']}. The paper's figures are of other models, machines and data; only ratios compare.",
+        f"{result['date']}. The paper's figures are of other models, machines and data; only ratios are comparable.",
         "",
     ]
     if result["shapes"]:
@@ -62,16 +62,17 @@ def _setup(shapes: Figures) -> str:
         f"Llama-3 tokenizer, so that only time and reuse are measured. Requests: the first {shapes['requests']} of a "
         f"real retrieval trace (MuSiQue), each with its best {shapes['passages']} passages and answered with one "
         f"token; the first half of them fills the tier, the other {shapes['measured']} are measured. Budgets are "
-        f"shares of the KV of all their passages, {shapes['distinct_bytes'] / 1e6:.1f} MB; behind other passages one "
-        "passage is cached several times over. `prefix` is the paper's reuse, of exact prefixes. `cachecraft` reuses "
-        f"passages at any place and computes {_share(shapes['recompute_ratio'])} of their tokens again, which the "
-        "paper does not have. What prefills cost was profiled on this machine just before (T(cached, new), RAGCache "
+        f"shares of the KV of all their passages, {shapes['distinct_bytes'] / 1e6:.1f} MB; a passage may be cached "
+        "several times, behind different prefixes. `prefix` reuses exact prefixes, as in the paper. `cachecraft`, "
+        f"which the paper does not have, reuses passages at any place and computes "
+        f"{_share(shapes['recompute_ratio'])} of their tokens again. The cost of prefills was profiled on this machine "
+        "just before (T(cached, new), RAGCache "
         "sec. 5.1)."
     )
 
 
 Section = tuple[str, Sequence[Rows], Sequence[str], str]
-"""Title, tables, what they say, how they were measured."""
+"""Title, tables, summaries, method."""
 
 
 def _sections(result: Figures) -> Iterator[Section]:
@@ -93,10 +94,10 @@ def _policies(cases: Sequence[Figures]) -> Section:
         ("TTFT over that with PGDSF, same requests", head, _by_policy(cases, _over_reference)),
     ]
     about = (
-        "RAGCache fig. 20 and table 2. Hit rate is the share of retrieved passages that were reused. Requests come one "
-        "after the other; at each budget the policies take turns at every one, each on an engine of its own. "
-        "`saved_seconds` is what ccjax takes unless told otherwise. Intervals are bootstraps over requests, ratios "
-        "over requests in pairs."
+        "RAGCache fig. 20 and table 2. Hit rate is the share of retrieved passages that were reused. Requests run one "
+        "after the other; at each budget the policies alternate at every request, each on its own engine. "
+        "`saved_seconds` is the default of ccjax. Intervals are bootstraps over requests, of ratios over requests in "
+        "pairs."
     )
     strategies = list(dict.fromkeys(one["strategy"] for one in cases))
     return "Eviction policies", tables, [line for name in strategies for line in policy_lines(cases, name)], about
@@ -113,7 +114,7 @@ def _over_reference(one: Figures) -> str:
 
 
 def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
-    """At how many budgets PGDSF has most hits, what they are over the others', and where TTFT is really another."""
+    """At how many budgets PGDSF has most hits, their ratios to the others', and significant differences in TTFT."""
     own = [one for one in cases if one["strategy"] == strategy]
     hits: dict[float, dict[str, int]] = {}
     for one in own:
@@ -131,7 +132,7 @@ def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
         times.append(f"{policy} higher at {higher}, lower at {lower}")
     if spans:
         lines.append(f"{strategy}: PGDSF's hits are {'; '.join(spans)}.")
-    lines.append(f"{strategy}: mean TTFT against PGDSF's, beyond what chance explains: {'; '.join(times)}.")
+    lines.append(f"{strategy}: budgets with a mean TTFT significantly different from PGDSF's: {'; '.join(times)}.")
     return lines
 
 
@@ -148,17 +149,17 @@ def _order(order: Figures, shapes: Figures) -> Section:
                 cells.append(f"{min(one['mean_gains']):.2f}-{max(one['mean_gains']):.2f}")
         rows.append(cells)
     about = (
-        f"RAGCache fig. 21: a window of {order['windows']['on']} requests, out of which the one with most cached per "
+        f"RAGCache fig. 21: a window of {order['windows']['on']} requests, of which the one with the most cached per "
         f"computed token goes first, against the order of arrival; {order['seats']} requests run at once, eviction is "
         f"PGDSF. *trace*: passages are the retrieval trace's, arrivals those recorded in `{shapes['arrivals']}` "
         "(Azure, 2023), rescaled; no public trace has both, so **the combination is ours**. Its questions hardly "
-        "share passages, which leaves the order little to choose by. *drawn*: what the paper's requests are like, the "
-        f"trace's questions drawn by Zipf's law (exponent {order['zipf']:g}), arrivals of a Poisson process. They come "
-        f"{order['load']:g} times as fast as the same engine answers in closed loop over a store filled alike. The "
-        "same requests come at the same times with the order on and off, to a fresh engine that as many requests "
-        "before them filled. There are no intervals: requests in one line wait for each other. Of "
-        f"{order['rounds']} rounds, each with its own saturation and *drawn* with its own requests, the one with the "
-        "median gain stands here."
+        "share passages, so the order has little effect. *drawn*: similar to the paper's requests, the trace's "
+        f"questions drawn by Zipf's law (exponent {order['zipf']:g}), arrivals of a Poisson process. They arrive "
+        f"{order['load']:g} times as fast as the same engine answers in closed loop over a similarly filled store. "
+        "With the order on and off the same requests arrive at the same times, at a fresh engine filled by as many "
+        "earlier requests. There are no intervals, since queued requests wait for each other. The table has the round "
+        f"with the median gain of {order['rounds']} rounds, each with its own saturation and, for *drawn*, its own "
+        "requests."
     )
     lines = [
         f"{workload}: {order_line([one for one in order['cases'] if one['workload'] == workload])}"
@@ -168,7 +169,7 @@ def _order(order: Figures, shapes: Figures) -> Section:
 
 
 def order_line(cases: Sequence[Figures]) -> str:
-    """In how many runs the order made mean TTFT as much lower as it should."""
+    """The range of gains in mean TTFT, and the number of runs that reach the target."""
     gains = [one["mean_gain"] for one in cases]
     reached = sum(gain >= ORDER_TARGET for gain in gains)
     return (
@@ -193,14 +194,14 @@ def _speculation(found: Figures) -> Section:
         for one in found["cases"]
     ]
     about = (
-        "RAGCache table 3 and fig. 22: of the vector search, what does not overlap with the answer from the final "
-        "passages: from its start until that answer was begun, or to its end. *Off* waits for the whole search. "
+        "RAGCache table 3 and fig. 22: the part of the vector search that does not overlap with the answer from the "
+        "final passages: from its start until that answer began, or to its end. *Off* waits for the whole search. "
         f"Searches run over a faiss IVF index of {found['vectors']:,} vectors of {found['dim']} values in "
         f"{found['clusters']} clusters, on one thread, in {found['stages']} stages, {found['searches']} real questions "
         f"one after the other. **Of the vectors {found['real_vectors']:,} are real passages' (MiniLM), the others "
         "synthetic**: topics with the real ones' mean and covariance, and vectors as far from these as real passages "
         "are from their nearest neighbours. *Known early*: when the final list was first found, and how often before "
-        f"the last stage; *wrong*: answers that were begun and thrown away. At {found['max_pending']} queued prompts "
+        f"the last stage; *wrong*: answers begun and discarded. At {found['max_pending']} queued prompts "
         "none begins early."
     )
     title = "Search time that no answer overlaps with (95 % interval)"
@@ -208,16 +209,16 @@ def _speculation(found: Figures) -> Section:
 
 
 def speculation_lines(cases: Sequence[Figures]) -> list[str]:
-    """How much less of the search is waited for, beside the targets."""
+    """The reduction of the exposed search time compared with the targets."""
     gains = {one["search_ratio"]: one["gain"]["mean"] for one in cases if one["gain"] is not None}
     reached = sum(gain >= SEARCH_TARGET for gain in gains.values())
     lines = [
-        f"The search is waited for {min(gains.values()):.2f} to {max(gains.values()):.2f} times less long (paper 1.5 "
+        f"The exposed search time is {min(gains.values()):.2f} to {max(gains.values()):.2f} times shorter (paper 1.5 "
         f"to 4.3); at least {SEARCH_TARGET} times at {reached} of {len(gains)} ratios."
     ]
     if 1.0 in gains:
         verdict = "reached" if gains[1.0] >= FULL_SEARCH_TARGET else "missed"
-        lines.append(f"Where all is searched, {gains[1.0]:.2f} times: the {FULL_SEARCH_TARGET:g} wanted are {verdict}.")
+        lines.append(f"With all clusters, {gains[1.0]:.2f} times: the target of {FULL_SEARCH_TARGET:g} is {verdict}.")
     return lines
 
 
@@ -229,16 +230,16 @@ def _scheduling(found: Figures) -> Section:
     ]
     about = (
         f"RAGCache sec. 7.5, over a knowledge tree of {found['nodes']:,} nodes that fills its tier, so that every "
-        f"new one evicts; {found['requests']} requests, of which a third repeat one, a third begin like one, a third "
-        "are new (drawn, not recorded). Index, store, policy and scheduler are the engine's; a node's KV is small, "
-        f"because its size decides nothing here. *{_PARTS['window']}*: {found['window']} requests, before a pack for "
-        "which more wait than can be admitted, where what is cached has changed; not part of the sum."
+        f"new one evicts; {found['requests']} random requests, of which a third repeat one, a third begin like one and "
+        "a third are new. Index, store, policy and scheduler are the engine's; a node's KV is small, because its size "
+        f"has no effect here. *{_PARTS['window']}*: planning {found['window']} requests again before a pack, if more "
+        "wait than can be admitted and the cache has changed; not part of the sum."
     )
-    return "What deciding takes", [("Per request", head, rows)], [scheduling_line(found["cases"])], about
+    return "Time for decisions", [("Per request", head, rows)], [scheduling_line(found["cases"])], about
 
 
 def scheduling_line(cases: Sequence[Figures]) -> str:
-    """Whether all decisions of a request stay below the bound."""
+    """Whether the decisions for a request stay below the bound."""
     (total,) = (one for one in cases if one["part"] == "total")
     verdict = "below" if total["mean_ms"] < DECISION_TARGET_MS else "not below"
     return (

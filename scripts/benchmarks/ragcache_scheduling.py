@@ -1,7 +1,7 @@
-"""What deciding takes per request over a knowledge tree of many nodes (RAGCache sec. 7.5): look-up, plan, uses,
-insertion with eviction, scheduler. Everything is the engine's own but the model, which is not there.
+"""The time for decisions per request over a large knowledge tree (RAGCache sec. 7.5): look-up, plan, uses, insertion
+with eviction, scheduler, all with the engine's own code but without a model.
 
-The KV of a node is one small layer: its size decides nothing that is timed.
+The KV of a node is one small layer, since its size affects nothing that is timed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from scripts.benchmarks.store import CallCost, timed
 POLICY = "pgdsf"
 WINDOW = 32
 NUM_TOKENS = 128
-"""Of a passage, about what the trace's have."""
+"""Tokens of a passage, approximately as in the trace."""
 QUESTION_TOKENS = 32
 KV_SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
 GRID = PrefillGrid((0, 512), (16, 512), ((0.01, 0.1), (0.02, 0.2)))
-"""Costs that eviction goes by; what they are decides nothing that is timed."""
+"""Costs for eviction; their values affect nothing that is timed."""
 SETTINGS = PlannerSettings(strategy="prefix")
 _COSTS = StepCosts(token_s=1e-3, decode_step_s=1e-2)
 _PAGE_TOKENS = 16
@@ -47,7 +47,7 @@ _IDS = range(128_000)
 
 @dataclasses.dataclass
 class Spent:
-    """What each kind of decision took, request by request; `window` once for many, the others for one."""
+    """Times of each kind of decision by request; `window` once for many requests, the others for one."""
 
     plan: list[CallCost] = dataclasses.field(default_factory=list)
     uses: list[CallCost] = dataclasses.field(default_factory=list)
@@ -57,8 +57,8 @@ class Spent:
 
 
 class Tree:
-    """The engine's index over its store in host memory, full of a tree of so many nodes: the system prompt, passages
-    behind it, and passages behind these."""
+    """The engine's index over its store in host memory, filled by a tree: the system prompt, passages behind it, and
+    passages behind these."""
 
     def __init__(self, num_nodes: int, num_passages: int, advance: Callable[[int], None]):
         self._rng = random.Random(0)
@@ -82,26 +82,26 @@ class Tree:
         return Prompt((self.system, *passages), True, tuple(range(QUESTION_TOKENS)), max_new_tokens=1)
 
     def drawn(self, number: int) -> Prompt:
-        """In turns: a prompt that was there, one that begins as one that was there, and a new one."""
+        """In turns: an earlier prompt, one that begins like an earlier one, and a new one."""
         passages = list(self._rng.choice(self.prompts).chunks[1:])
         kept = (len(passages), len(passages) // 2, 0)[number % 3]
         return self.prompt_of(passages[:kept] + [self._new_chunk() for _ in passages[kept:]])
 
     def plan(self, prompt: Prompt) -> PrefillPlan:
-        """Match in the tree, and what to reuse."""
+        """Matches the prompt in the tree, and plans it."""
         candidates = self.index.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
         return plan_prefill(
             "", prompt.planned_chunks, len(prompt.question), candidates, mode="bounded", settings=SETTINGS
         )
 
     def use(self, plan: PrefillPlan) -> None:
-        """Tells the policy what a prefill computed, and credits what it reused."""
+        """Informs the policy of a prefill, and credits the reused variants."""
         num_new = computed_tokens(plan)
         self.index.describe_prefill(plan.num_tokens - num_new, num_new)
         self.index.credit([(one.variant_id, one.cfo or 0.0) for one in plan.segments if one.variant_id is not None])
 
     def insert(self, prompt: Prompt, plan: PrefillPlan) -> None:
-        """Stores what was computed; what is worth least makes room."""
+        """Stores the computed chunks, evicting those worth least."""
         ids = [chunk.chunk_id for chunk in prompt.chunks]
         pinned = set(plan.pin)
         for place, (segment, chunk) in enumerate(zip(plan.segments, prompt.chunks, strict=False)):
@@ -169,7 +169,7 @@ class FullQueue:
             self.come(prompt, self._tree.plan(prompt))
 
     def come(self, prompt: Prompt, plan: PrefillPlan) -> None:
-        """A request comes and is planned."""
+        """Adds a planned request."""
         request_id = str(next(self._numbers))
         self.scheduler.add(
             SequenceWork(request_id, plan.num_tokens, -(-plan.num_tokens // _PAGE_TOKENS), max_new_tokens=1)
@@ -178,7 +178,7 @@ class FullQueue:
         self.waiting[request_id] = prompt
 
     def serve(self) -> None:
-        """A pack is put together and done; the answers in it end."""
+        """Forms a pack and ends it, with the answers in it."""
         self.scheduler.expire(0.0)
         self.scheduler.next_pack(0.0, _NEVER_FULL, _COSTS)
         self.scheduler.after_layer(0.0)
@@ -187,13 +187,13 @@ class FullQueue:
             del self.waiting[request_id]
 
     def plan_window(self) -> None:
-        """Plans all that wait anew, as the engine does before a pack where what is cached has changed."""
+        """Plans all queued requests again, as the engine does before a pack if the cache has changed."""
         for request_id, prompt in self.waiting.items():
             self.scheduler.replan(work_of(request_id, self._tree.plan(prompt)))
 
 
 def spend(tree: Tree, num_requests: int, num_slots: int, advance: Callable[[int], None]) -> Spent:
-    """Decides for so many requests, in the order of the engine's loop."""
+    """Makes the decisions for a number of requests, in the order of the engine's loop."""
     queue, spent = FullQueue(tree, num_slots), Spent()
     for number in range(num_requests):
         prompt = tree.drawn(number)
@@ -211,7 +211,7 @@ def spend(tree: Tree, num_requests: int, num_slots: int, advance: Callable[[int]
 
 
 def figures(spent: Spent) -> list[dict[str, Any]]:
-    """Milliseconds of each kind of decision, and of all that one request needs (`window` left out)."""
+    """Milliseconds of each kind of decision, and of all for one request (without `window`)."""
     parts = {name: getattr(spent, name) for name in ("plan", "uses", "insert", "schedule")}
     total = [
         CallCost(sum(one.wall_s for one in costs), sum(one.cpu_s for one in costs))
@@ -232,7 +232,7 @@ def figures(spent: Spent) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Decides over a full tree and says what that took."""
+    """Measures decisions over a full tree."""
     task = progress.add_task(f"scheduling: tree of {options.nodes} nodes", total=options.nodes + options.decisions)
 
     def advance(count: int) -> None:

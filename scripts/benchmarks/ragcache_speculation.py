@@ -1,7 +1,7 @@
-"""How much of a vector search an answer waits for that begins on what was found so far (RAGCache table 3, fig. 22).
+"""The part of a vector search that an answer waits for if it begins from the passages found so far (RAGCache table 3,
+fig. 22).
 
-Searches and answers are real, one request after the other; of the index only the real passages' vectors are
-(`ragcache_corpus`).
+Searches and answers are real, one request after the other; most vectors of the index are not (`ragcache_corpus`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Searched:
     Attributes:
       search_s: from its start to its last stage.
       exposed_s: the part of it that did not overlap with an answer from the final passages.
-      known_s: from its start until the final passages were first found and stayed; not known at that time.
-      is_early: they were known before the last stage.
-      num_started: answers that were begun before the search was through. was_right: the last of them was the one.
+      known_s: from its start until the final passages were found for good (seen only in hindsight).
+      is_early: they were found before the last stage.
+      num_started: answers begun before the search was complete.
+      was_right: the last of them was from the final passages.
       ttft_s: from the start of the search to the first token.
     """
 
@@ -58,8 +59,8 @@ class Searched:
 
 
 def measure(bench: ReplayBench) -> dict[str, Any]:
-    """Searches of every ratio, with and without answers that begin early, in turns; each way on an engine of its own,
-    which keeps what it computed."""
+    """Searches at every ratio, alternating with and without answers that begin early; each way has its own engine,
+    which keeps its cache."""
     options = bench.options
     questions = sorted((*bench.measured, *bench.past), key=lambda one: not one.is_real)[: options.searches]
     corpus, vectors = corpus_of(bench, questions)
@@ -93,8 +94,8 @@ def measure(bench: ReplayBench) -> dict[str, Any]:
 
 
 def corpus_of(bench: ReplayBench, questions: Sequence[WorkloadQuestion]) -> tuple[ReplayCorpus, np.ndarray]:
-    """The index, and the questions' vectors. Of the real passages it has those of the questions, then as many others as
-    are to be embedded."""
+    """The index and the questions' vectors. Its real passages are those of the questions, then others up to
+    `embedded`."""
     options = bench.options
     first = {passage: None for question in questions for passage in question.passages}
     others = {passage: None for question in (*bench.past, *bench.measured) for passage in question.passages}
@@ -119,7 +120,7 @@ class Starts:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.last: list[float] = []
-        """Of the answer that was submitted last: when it began; empty while it did not."""
+        """When the last submitted answer began; empty until then."""
 
     def submit(self, request: Request, emit: Emit, *, on_start: Callable[[], None]) -> Callable[[], None]:
         own = self.last = []
@@ -134,7 +135,7 @@ class Starts:
 def search(
     engine: Engine, corpus: ReplayCorpus, text: str, vector: np.ndarray, options: Any, num_stages: int
 ) -> Searched:
-    """Searches and answers; with one stage the answer begins when the search is through."""
+    """Searches and answers; with one stage the answer begins when the search is complete."""
     starts = Starts(engine)
     events: queue.SimpleQueue[tuple[float, Delta | Exception]] = queue.SimpleQueue()
 
@@ -175,12 +176,12 @@ def search(
 
 
 def exposed_until(begun_s: Sequence[float], ended_s: float, *, was_right: bool) -> float:
-    """When the search stopped being waited for: the answer from the final passages had begun, or it was through."""
+    """Exposed search time: until the answer from the final passages began, or to the end of the search."""
     return min(begun_s[0], ended_s) if was_right and begun_s else ended_s
 
 
 def known_at(stages: Sequence[tuple[float, tuple[int, ...]]]) -> tuple[float, bool]:
-    """When the final list was first found and stayed, and whether that was before the last stage."""
+    """When the final list was found for good, and whether that was before the last stage."""
     first = len(stages) - 1
     while first and stages[first - 1][1] == stages[-1][1]:
         first -= 1
@@ -209,7 +210,7 @@ def figures(off: Sequence[Searched], on: Sequence[Searched]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _single_threaded() -> Iterator[None]:
-    """A search takes one core, so that there is one left to answer on."""
+    """Limits a search to one core, so that one is left for answering."""
     num_threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
-"""The index of passages at size: what filling, training, opening, searching, filtering and changing it takes.
+"""The index of passages at size: time for filling, training, opening, searching, filtering and changing it.
 
-Texts and questions are real (MuSiQue); there are not enough of them, so that most vectors are made up around the real
-ones. Everything goes through `PassageIndex`, the one that `Retriever` and the server use.
+Texts and questions are real (MuSiQue), but too few, so most vectors are random ones around the real ones. Everything
+goes through `PassageIndex`, as in `Retriever` and the server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scripts.benchmarks.common import data_folder, environment, resident_bytes, 
 PASSAGES_PER_DOCUMENT = 10
 DOCUMENTS_PER_WRITE = 400
 PER_MILLE = (1, 10, 100, 500)
-"""Documents that the filters let through, of a thousand."""
+"""Documents that match the filters, of a thousand."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, help="folder with rag_trace/ and qa/ (default $CCJAX_TEST_DATA)")
     add("--passages", type=int, help="passages of the index (default 1000000)")
     add("--kind", choices=("ivf", "hnsw"), default="ivf", help="of the trained index (default ivf)")
-    add("--recall", type=float, default=0.95, help="asked of it (default 0.95)")
+    add("--recall", type=float, default=0.95, help="requested recall (default 0.95)")
     add("--top-k", type=int, default=5, help="passages of a search (default 5)")
-    add("--directory", type=Path, help="where the index is made, on a disk with room for it (default: a temporary one)")
+    add("--directory", type=Path, help="for the index, on a disk with enough space (default: a temporary one)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Makes an index, measures, prints a table."""
+    """Builds an index, measures, prints a table."""
     data = data_folder(arguments.data)
     num_passages = (20_000 if arguments.quick else 1_000_000) if arguments.passages is None else arguments.passages
     if num_passages < 1000:
@@ -119,13 +119,13 @@ class _Bench:
         return seconds
 
     def _searches(self, index: PassageIndex, where: Filter | None = None) -> dict[str, float]:
-        """Milliseconds of a search without its question's embedding: the text of what is found included."""
+        """Milliseconds of a search, with the passages' texts but without embedding the question."""
         index.search(self._queries[0], self._top_k, where=where)
         times = [_timed(lambda v=vector: index.search(v, self._top_k, where=where))[0] for vector in self._queries]
         return {"p50_ms": 1e3 * statistics.median(times), "p99_ms": 1e3 * float(np.quantile(times, 0.99))}
 
     def _stages(self, index: PassageIndex) -> dict[str, float]:
-        """How early the passages of the end are known, in a search of eight stages: share of its time."""
+        """Share of the time of a search in eight stages after which its final passages are known."""
         shares = []
         for vector in self._queries:
             start = time.perf_counter()
@@ -145,7 +145,7 @@ class _Bench:
         return {"per_mille": per_mille, "first_ms": 1e3 * first, **self._searches(index, where)}
 
     def _changes(self, index: PassageIndex, real: np.ndarray) -> dict[str, Any]:
-        """One in a hundred documents replaced, one in a hundred deleted; nothing is trained again."""
+        """Replaces one in a hundred documents and deletes one in a hundred, without training again."""
         ids = sorted(index.versions())
         replaced, removed = ids[0::100], ids[50::100]
         rng = np.random.default_rng(7)
@@ -176,8 +176,8 @@ def _embedded(embedder: Any, texts: Sequence[str], progress: Progress, what: str
 
 
 def _vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
-    """The real vectors, then others: between three real ones at random and then moved anywhere, so that there are many
-    more subjects than clusters, and questions have near, middling and far passages as in the real collection."""
+    """The real vectors, then others: each between three random real ones plus a random offset, so that there are many
+    more subjects than clusters, and questions have passages at all distances, as in the real collection."""
     rng = np.random.default_rng(0)
     yield real[:num_passages]
     size, left = PASSAGES_PER_DOCUMENT * DOCUMENTS_PER_WRITE, num_passages - len(real)

@@ -1,7 +1,7 @@
 """Serving under load: the real HTTP server, the passages of a real retrieval trace, strategies at equal load.
 
-Every strategy gets a server and a store of its own and the same requests at the same times, over the OpenAI API. Only
-what is received over the socket is measured, so that everything the server does is included.
+Every strategy has its own server and store and gets the same requests at the same times, over the OpenAI API. Times are
+measured at the socket, so they include everything the server does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scripts.benchmarks.serve_server import scrape, serving
 __all__ = ["add_arguments", "run"]
 
 RATE_MULTIPLES = (0.7, 1.0, 1.4)
-"""Default rates, as multiples of what the first strategy answers in closed loop."""
+"""Default rates, as multiples of the first strategy's closed-loop rate."""
 SLO_MULTIPLE = 5.0
 """Default bound on TTFT, as a multiple of the first strategy's TTFT without load."""
 NUM_WARM = 8
@@ -73,8 +73,8 @@ class StrategyRun:
         self._bench, self.strategy, self._url = bench, strategy, url
 
     def warm_up(self) -> float:
-        """Asks, one by one, what came before in the trace and matters, or each passage by itself; median TTFT in
-        seconds without any load."""
+        """Sends, one by one, the relevant earlier requests of the trace, or each passage by itself; returns the median
+        TTFT in seconds without load."""
         bench, options = self._bench, self._bench.options
         start, stop = bench.windows[0].start, bench.windows[-1].stop
         most = 0 if self.strategy == "full" else max(options.history, options.precompute)
@@ -101,7 +101,7 @@ class StrategyRun:
         return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
 
     def open(self, window: range, rate: float, *, is_probe: bool = False) -> ServeCase:
-        """Sends requests at a mean rate, whatever the server does."""
+        """Sends requests at a mean rate, however fast the server is."""
         times = workload.arrival_times(self._bench.gaps, rate)
         before = scrape(self._url)
         records = open_loop(self._url, self._bodies(window), list(times), self._bench.options.timeout_s)
@@ -109,7 +109,7 @@ class StrategyRun:
         return self._keep({"load": load, "concurrency": None, "rate": rate}, records, before)
 
     def search(self) -> Saturation:
-        """Where the strategy saturates: what the runs at fixed rates say, made tighter by a few more."""
+        """The strategy's saturation rate: bounds from the runs at fixed rates, tightened by a few more."""
         known = {case.row["rate"]: case.row["bounded"] for case in self.cases if case.row["load"] == "open"}
         unused = iter(self._bench.windows[1 + len(self._bench.rates) :])
 
@@ -176,8 +176,8 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
 def _measure(
     bench: ServeBench, strategies: Sequence[str], model: BenchModel, task: Any
 ) -> list[tuple[StrategyRun, Saturation]]:
-    """All runs of some strategies, each on a server and a store of its own. They alternate at every load, so that a
-    machine that gets busier slows them alike; the waiting servers are idle."""
+    """All runs of some strategies, each with its own server and store. They alternate at every load, so that a busy
+    machine slows all of them; the other servers are idle."""
     options = bench.options
 
     def show(text: str, *, advance: int = 0) -> None:
@@ -190,7 +190,7 @@ def _measure(
             url = stack.enter_context(serving(_flags(options, strategy, model), show))
             runs.append(StrategyRun(bench, strategy, url))
         for one in runs:
-            show(f"{one.strategy}: requests that came before")
+            show(f"{one.strategy}: earlier requests")
             unloaded_s = one.warm_up()
             bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
         for one in runs:
@@ -209,8 +209,8 @@ def _measure(
 
 
 def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> list[str]:
-    """Flags of `scripts/serve.py`. Idle repair is off: what is reused shall depend on the requests alone. Nothing is
-    left for idle time to compile beside them."""
+    """Flags of `scripts/serve.py`. Idle repair is off, so that reuse depends on the requests alone; no compilation is
+    left to idle time."""
     flags = [*model.flags, "--no-docs", "--max-model-len", str(options.max_model_len)]
     flags += ["--host-cache-bytes", options.host_cache_bytes, "--store-refresh-interval-s", "0"]
     flags += ["--no-repair", "--no-prepare"]

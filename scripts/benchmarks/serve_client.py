@@ -1,4 +1,4 @@
-"""Puts load on an OpenAI-compatible server and notes when what came back: open loop or closed loop, streamed answers.
+"""Load generator for an OpenAI-compatible server: open or closed loop, with the times of streamed answers.
 
 While answers stream, only times and raw bytes are kept; events are parsed when an answer is over.
 """
@@ -27,15 +27,15 @@ class RequestRecord:
 
     Attributes:
       number: of its body in the run.
-      scheduled_s: when it was to be sent; latencies count from here, so that a late client does not flatter the server.
+      scheduled_s: planned time to send it; latencies count from here, since a late client would flatter the server.
       sent_s: when it was sent.
-      text_s: when each piece of the answer's text arrived: one event of the stream, seldom none or several tokens. Of
-        a whole answer without any (all its tokens were control tokens, or parts of characters), when it ended.
-      end_s: when the answer, or the hope for one, ended.
-      status: "ok" only for a whole answer; "refused" is 429.
-      error: why not.
-      computed_tokens: prompt tokens that ran through the model, as the server reports it (its share of token-layers
-        times `prompt_tokens`); None where it does not.
+      text_s: when each piece of the answer's text arrived: one event of the stream, seldom none or several tokens. For
+        a complete answer without text (all its tokens were control tokens, or parts of characters), when it ended.
+      end_s: when the answer ended, completely or not.
+      status: "ok" only for a complete answer; "refused" is 429.
+      error: the reason if it is not "ok".
+      computed_tokens: prompt tokens that ran through the model, as reported by the server (its share of token-layers
+        times `prompt_tokens`), or None.
     """
 
     number: int
@@ -73,7 +73,7 @@ def open_loop(
 def closed_loop(
     url: str, bodies: Iterable[dict[str, Any]], concurrency: int, timeout_s: float, *, stop_after_s: float = math.inf
 ) -> list[RequestRecord]:
-    """Keeps `concurrency` requests under way; no new one is sent `stop_after_s` seconds after the first."""
+    """Keeps `concurrency` requests in progress; none is started `stop_after_s` seconds after the first."""
 
     async def run(client: httpx.AsyncClient) -> list[RequestRecord]:
         start = time.perf_counter()
@@ -106,7 +106,7 @@ async def _with_client(url: str, run: Any) -> list[RequestRecord]:
 async def _ask(
     client: httpx.AsyncClient, record: RequestRecord, content: bytes, max_tokens: int, start: float, timeout_s: float
 ) -> RequestRecord:
-    """`record`, filled with what came of it."""
+    """Sends a request and fills its `record`."""
     import httpx
 
     arrived: list[tuple[float, bytes]] = []
@@ -131,7 +131,7 @@ async def _ask(
 
 
 def _read_stream(record: RequestRecord, arrived: Sequence[tuple[float, bytes]], max_tokens: int) -> None:
-    """Fills a record from its events; it is "ok" if nothing broke and the answer is as long as it was to be."""
+    """Fills a record from its events; it is "ok" if the stream was complete and the answer has the requested length."""
     is_done = False
     texts = []
     for at, data in _events(arrived):
@@ -153,7 +153,7 @@ def _read_stream(record: RequestRecord, arrived: Sequence[tuple[float, bytes]], 
             record.computed_tokens = value["reuse"]["computed_share"] * value["reuse"]["prompt_tokens"]
     record.text = "".join(texts)
     if record.error is None and not is_done:
-        record.error = "the stream ended before its end"
+        record.error = "the stream ended early"
     if record.error is None and record.completion_tokens != max_tokens:
         record.error = f"wanted {max_tokens} tokens of answer, got {record.completion_tokens}"
     if record.error is None:

@@ -28,14 +28,14 @@ def itl_s(record: RequestRecord) -> list[float]:
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Seconds per token behind the first one; None of an answer of one token."""
+    """Seconds per token after the first one; None for an answer of one token."""
     if record.completion_tokens < 2:
         return None
     return (record.text_s[-1] - record.text_s[0]) / (record.completion_tokens - 1)
 
 
 def figures(records: Sequence[RequestRecord], slo_s: float, before: Counters, after: Counters) -> dict[str, Any]:
-    """All figures of one run; only whole answers count, but for `refused` and `failed`.
+    """All figures of one run; except for `refused` and `failed`, only complete answers count.
 
     Args:
       slo_s: bound on TTFT; goodput counts the answers within it.
@@ -83,8 +83,8 @@ def _grown(before: Counters, after: Counters, name: str) -> float:
 def is_bounded(row: Mapping[str, Any], slo_s: float) -> bool:
     """Whether a server kept up: every request was answered, and p99 of TTFT stays within `slo_s`.
 
-    A line that grows makes TTFT grow with it, so a run that is long enough to exceed the bound tells it: at a rate r
-    above the capacity c after about `slo_s / (1/c - 1/r)` requests.
+    A growing queue makes TTFT grow, so a long enough run exceeds the bound: at a rate r above the capacity c after
+    about `slo_s / (1/c - 1/r)` requests.
     """
     p99 = row["ttft_ms"]["p99"]
     return not row["refused"] and not row["failed"] and p99 is not None and p99 <= slo_s * 1e3
@@ -92,15 +92,15 @@ def is_bounded(row: Mapping[str, Any], slo_s: float) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Saturation:
-    """The largest rate that stayed bounded and the smallest one above it that did not, in requests per second; None
-    where no rate was so."""
+    """The largest rate that stayed bounded and the smallest one above it that did not, in requests per second, or None
+    for each."""
 
     bounded: float | None
     unbounded: float | None
 
 
 def bracket(known: Mapping[float, bool]) -> Saturation:
-    """What is known so far of rate -> bounded: the first rate that failed, and the best one below it."""
+    """Bracket of the measured rates: the first that was not bounded, and the best one below it."""
     failed = [rate for rate, good in known.items() if not good]
     unbounded = min(failed, default=None)
     bounded = max((r for r, good in known.items() if good and (unbounded is None or r < unbounded)), default=None)
@@ -110,14 +110,14 @@ def bracket(known: Mapping[float, bool]) -> Saturation:
 def saturation(
     is_good: Callable[[float], bool], known: Mapping[float, bool], most_probes: int, precision: float = 0.05
 ) -> Saturation:
-    """Where a server saturates: rates are tried until the bracket is as tight as `precision`, or `most_probes` times.
+    """Searches a server's saturation rate until the bracket is as tight as `precision`, or `most_probes` times.
 
     Args:
-      is_good: runs at a rate; that a higher rate is never better is taken for granted.
-      known: what was measured before, at least one rate.
+      is_good: runs at a rate; a higher rate is assumed to be no better.
+      known: measured rates, at least one.
 
     Raises:
-      ValueError: nothing is known to begin with.
+      ValueError: no rate is known.
     """
     if not known:
         raise ValueError("known: wanted at least one measured rate, got none")

@@ -1,4 +1,4 @@
-"""The model that benchmarks of a server ask: by default random weights, with the real Llama-3 tokenizer.
+"""The model for benchmarks of a server: by default random weights, with the real Llama-3 tokenizer.
 
 Only time is measured, so weights need not be trained.
 """
@@ -15,19 +15,19 @@ from ccjax.loading.weights import RANDOM
 
 @dataclasses.dataclass(frozen=True)
 class BenchModel:
-    """A model as `scripts/serve.py` takes it; `tokenizer` is None for the model's own."""
+    """A model as an option of `scripts/serve.py`; `tokenizer` is None for the model's own."""
 
     name: str
     tokenizer: Path | None
 
     @property
     def flags(self) -> list[str]:
-        """The flags that name it."""
+        """The flags that select it."""
         return ["--model", self.name, *([] if self.tokenizer is None else ["--tokenizer", str(self.tokenizer)])]
 
 
 def bench_model(model: str | None, data: Path, num_layers: int, width: int, num_heads: int = 16) -> BenchModel:
-    """The named model, or random weights in this shape; those have Llama-3's tokenizer.
+    """The named model, or random weights in this shape with Llama-3's tokenizer.
 
     Args:
       data: folder with tokenizer_llama3/.
@@ -37,5 +37,5 @@ def bench_model(model: str | None, data: Path, num_layers: int, width: int, num_
 
 
 def cache_folder() -> Path:
-    """Where compiled steps are kept between runs: this user's, in the system's temporary directory."""
+    """The user's folder of compiled steps, in the system's temporary directory."""
     return Path(tempfile.gettempdir()) / f"ccjax-bench-{getpass.getuser()}"

@@ -18,7 +18,7 @@ _QUICK |= {
     "strategies": ["prefix", "cachecraft"],
     "serve_args": "--no-warmup",
 }
-# Where slo_s is 0, the first strategy's TTFT without load sets it; where there are no rates, its throughput does.
+# slo_s 0: from the first strategy's TTFT without load. No rates: from its throughput.
 _USUAL = {"requests": 60, "history": 150, "passages": 5, "max_tokens": 16, "max_model_len": 1024, "probes": 3}
 _USUAL |= {"layers": 16, "width": 1024, "slo_s": 0.0, "rates": None, "strategies": list(STRATEGIES), "serve_args": ""}
 
@@ -31,31 +31,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="of the model with random weights (default 16)")
     add("--width", type=int, help="of that model, a multiple of 32 (default 1024)")
     add("--strategies", nargs="+", help=f"the first one sets rates and bound (default {' '.join(STRATEGIES)})")
-    add("--sequential", action="store_true", help="one server at a time, where memory has no room for all")
+    add("--sequential", action="store_true", help="one server at a time, if memory is too small for all")
     add("--recompute-ratio", type=float, default=0.3, help="share of each reused passage to recompute (default 0.3)")
     add("--serve-args", help="more flags for ccjax serve, as one string")
     add("--host-cache-bytes", default="4GiB", help="memory for chunk-caches (default 4GiB)")
     add("--max-model-len", type=int, help="longest prompt; passages are dropped beyond it (default 1024)")
     add("--trace", choices=TRACES, default="musique", help="retrieval trace (default musique)")
     add("--passages", type=int, help="passages of a request, best first (default 5)")
-    add("--history", type=int, help="earlier requests of the trace asked beforehand, at most (default 150)")
-    text = "instead: every passage of the runs to come asked beforehand by itself, as where a corpus is precomputed"
+    add("--history", type=int, help="earlier requests of the trace sent beforehand, at most (default 150)")
+    text = "instead: a request beforehand for every passage of the runs by itself, as in a precomputed corpus"
     add("--precompute", action="store_true", help=text)
     add("--max-tokens", type=int, help="tokens of every answer (default 16)")
     add("--requests", type=int, help="requests of one run; with --soak of all (default 60, with --soak no limit)")
     add("--rates", type=float, nargs="+", help="mean arrivals a second (default: 0.5 to 1.25 times the closed loop's)")
     add("--arrivals", choices=("poisson", *RECORDINGS), default="poisson", help="(default poisson)")
     add("--arrival-start", type=int, default=0, help="first recorded arrival that is used (default 0)")
-    add("--concurrency", type=int, default=8, help="requests under way in closed loop (default 8)")
+    add("--concurrency", type=int, default=8, help="requests in progress in closed loop (default 8)")
     add("--probes", type=int, help="further runs that look for the saturation rate (default 3)")
     add("--slo-s", type=float, help="bound on TTFT (default: 5 times the first strategy's without load)")
-    add("--timeout-s", type=float, default=600.0, help="seconds until an answer is given up (default 600)")
+    add("--timeout-s", type=float, default=600.0, help="seconds until an answer is abandoned (default 600)")
     add("--seed", type=int, default=0, help="of Poisson arrivals (default 0)")
     add(
         "--soak",
         type=float,
         metavar="SECONDS",
-        help="instead: closed loop of one strategy for so long; inf: --requests",
+        help="instead: closed loop of one strategy for this long; inf: --requests",
     )
     add("--output", type=Path, metavar="DIR", help="draw plots there (needs matplotlib)")
 

@@ -1,4 +1,4 @@
-"""Tables and plots of the serving benchmark, and the line that puts two strategies beside the paper."""
+"""Tables and plots of the serving benchmark, and the line that compares two strategies with the paper."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PAPER = {"throughput": 1.6, "latency": 2.1, "p99_ttft": 3.0}
 
 
 def compare(rows: Sequence[Mapping[str, Any]], saturated: Mapping[str, Saturation]) -> dict[str, Any] | None:
-    """`OTHER` against `BASE` at the lowest of the common rates that `BASE` no longer keeps up with; None where there is
-    none, or one of the two was not measured.
+    """`OTHER` against `BASE` at the lowest common rate that `BASE` does not sustain; None if there is none, or one of
+    the two was not measured.
 
-    `throughput`, `latency`, `p99_ttft` are ratios above 1 where `OTHER` is better; so is `saturation`, of the largest
-    rates that stayed bounded.
+    `throughput`, `latency`, `p99_ttft` and `saturation` (of the largest bounded rates) are ratios, above 1 if `OTHER`
+    is better.
     """
     at = {(row["strategy"], row["rate"]): row for row in rows if row["load"] == "open"}
     rates = sorted(r for (name, r), row in at.items() if name == BASE and not row["bounded"] and (OTHER, r) in at)
@@ -68,7 +68,7 @@ def show(
 
 
 def line(found: Mapping[str, Any] | None) -> str:
-    """The comparison in one line, the paper's figures beside it."""
+    """The comparison in one line, with the paper's figures."""
     if found is None:
         return f"{BASE} kept up at every common rate, or {OTHER} was not measured: nothing to compare; raise --rates"
     limits = "" if found["saturation"] is None else f"; saturates at {found['saturation']:.2f}x the rate"
@@ -111,7 +111,7 @@ def plot(
     comparison: Mapping[str, Any] | None,
     folder: Path,
 ) -> None:
-    """Writes rates.svg and itl.svg to `folder`, which is made if need be.
+    """Writes rates.svg and itl.svg to `folder`, which is created if needed.
 
     Args:
       cases: row and records of every run.

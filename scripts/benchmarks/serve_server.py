@@ -1,4 +1,4 @@
-"""A `scripts/serve.py` process for the serving benchmark, and what its /metrics say."""
+"""A `scripts/serve.py` process for the serving benchmark, and its /metrics."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _END_S = 60.0
 
 @contextlib.contextmanager
 def serving(arguments: Sequence[str], on_progress: Callable[[str], None] = lambda text: None) -> Iterator[str]:
-    """The URL of a server of its own on a free port, once it is ready; ended, and waited for, afterwards.
+    """Runs a server on a free port; yields its URL once it is ready, and ends it afterwards.
 
     Args:
       arguments: flags of `scripts/serve.py`.
-      on_progress: told what the server is doing while it loads.
+      on_progress: called with the server's progress while it loads.
 
     Raises:
-      BenchmarkError: it did not start; the message ends with its last words.
+      BenchmarkError: it did not start; the message ends with its last output.
     """
     command = [sys.executable, str(_ROOT / "scripts/serve.py"), *arguments, "--port", "0"]
     with tempfile.TemporaryFile("w+") as log:
@@ -63,7 +63,7 @@ def _ready_url(process: subprocess.Popen[str], log: IO[str], on_progress: Callab
     if found is None:
         log.seek(0)
         words = log.read().strip().splitlines()[-5:]
-        raise BenchmarkError("the server did not start: " + (" | ".join(words) or "no word from it"))
+        raise BenchmarkError("the server did not start: " + (" | ".join(words) or "no output"))
     return found[0]
 
 

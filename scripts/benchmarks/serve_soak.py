@@ -1,4 +1,4 @@
-"""A long closed loop on one server: every answer whole, no page lost, flat memory, no more compiling."""
+"""A long closed loop on one server: every answer complete, no page lost, constant memory, no late compilation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scripts.benchmarks.serve_server import Watch, scrape, serving
 from scripts.benchmarks.serve_workload import WorkloadQuestion
 
 NUM_QUESTIONS = 100
-"""Different requests of a soak, over and over: soon nothing is new to the store, and what grows then is a leak."""
+"""Different requests of a soak, repeated: soon the store has seen all of them, and further growth is a leak."""
 _SCRAPE_S = 5.0
 _LONGEST_END_S = 30.0
 
@@ -31,7 +31,7 @@ def soak(
     options: argparse.Namespace,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Runs it and prints what came of it; `failures` of the result is not empty if an answer was not whole."""
+    """Runs it and prints the results; `failures` of the result is not empty if an answer was incomplete."""
     strategy = "cachecraft" if "cachecraft" in options.strategies else options.strategies[0]
     task = progress.add_task(strategy, total=None)
     bodies = [q.body(max_tokens=options.max_tokens) for q in questions[-NUM_QUESTIONS:]]
@@ -53,15 +53,15 @@ def soak(
     row["page_usage"] = [scraped["ccjax_kv_cache_usage_perc"] for scraped in (before, after)]
     _print(row)
     broken = [record for record in records if record.status != "ok"]
-    failures = [f"{len(broken)} of {len(records)} answers were not whole: {broken[0].error}"] if broken else []
+    failures = [f"{len(broken)} of {len(records)} answers were incomplete: {broken[0].error}"] if broken else []
     if "--device-cache-bytes" not in options.serve_args:  # else cached chunks take pages
         failures += lost_pages(before, after)
     return {"cases": [row], "samples": watch.samples, "failures": failures}
 
 
 def settled(url: str) -> dict[str, float]:
-    """The metrics once the server has let go of its last request, which is after the client has its answer; as they
-    are then if it does not."""
+    """The metrics once the server has released its last request, which is after the client has its answer, or after a
+    time limit."""
     deadline = time.monotonic() + _LONGEST_END_S
     while True:
         scraped = scrape(url)
@@ -72,7 +72,7 @@ def settled(url: str) -> dict[str, float]:
 
 
 def lost_pages(before: Mapping[str, float], after: Mapping[str, float]) -> list[str]:
-    """What is wrong with the pages of a pool that no chunk is cached in: as many should be free as before."""
+    """Failures of a pool in which no chunk is cached: as many pages should be free as before."""
     name = "ccjax_kv_cache_usage_perc"
     if after[name] == before[name]:
         return []
@@ -80,7 +80,7 @@ def lost_pages(before: Mapping[str, float], after: Mapping[str, float]) -> list[
 
 
 def trend(samples: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
-    """How memory and compilations went: (seconds, resident bytes, compilations) in order of time.
+    """Figures of memory and compilations from samples (seconds, resident bytes, compilations) in order of time.
 
     `rss_growth_bytes` is the median of the last quarter less that of the quarter before it: 0 up to noise if memory is
     flat once the store is full. `late_compilations` came in the second half.
@@ -95,7 +95,7 @@ def trend(samples: Sequence[tuple[float, float, float]]) -> dict[str, Any]:
 
 
 def changed_answers(records: Sequence[RequestRecord], num_questions: int) -> int:
-    """Questions that were not answered alike each time: 0 where reuse is exact."""
+    """Questions whose answers differed: 0 if reuse is exact."""
     texts: dict[int, set[str]] = collections.defaultdict(set)
     for record in records:
         if record.status == "ok":
@@ -105,7 +105,7 @@ def changed_answers(records: Sequence[RequestRecord], num_questions: int) -> int
 
 def _print(row: dict[str, Any]) -> None:
     rows = (
-        ("answers whole / refused / failed", f"{row['completed']} / {row['refused']} / {row['failed']}"),
+        ("answers complete / refused / failed", f"{row['completed']} / {row['refused']} / {row['failed']}"),
         ("requests a second", f"{row['request_throughput']:.2f}"),
         ("TTFT p50, p99", " ".join(f"{row['ttft_ms'][key] or 0:.0f} ms" for key in ("p50", "p99"))),
         ("ITL p50, p99", " ".join(f"{row['itl_ms'][key] or 0:.0f} ms" for key in ("p50", "p99"))),

@@ -1,7 +1,7 @@
-"""What the serving benchmark asks and when: questions with the passages of a real retrieval trace, and arrival times.
+"""Workload of the serving benchmark: questions with the passages of a real retrieval trace, and arrival times.
 
-No public trace has both passages and arrival times, so wherever arrivals are recorded ones their combination with these
-passages is ours.
+No public trace has both passages and arrival times, so the combination of recorded arrivals with these passages is
+ours.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WorkloadPassage:
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadQuestion:
-    """One request of the trace: a question and its passages, best first; `is_real` unless we made it up."""
+    """One request of the trace: a question and its passages, best first; `is_real` is False for artificial ones."""
 
     text: str
     passages: tuple[WorkloadPassage, ...]
@@ -44,7 +44,7 @@ class WorkloadQuestion:
             "messages": [{"role": "user", "content": self.text}],
             "documents": [{"id": str(p.id), "title": p.title, "text": p.text} for p in self.passages],
             "max_tokens": max_tokens,
-            "ignore_eos": True,  # random weights end an answer anywhere
+            "ignore_eos": True,  # random weights may end an answer anywhere
             "temperature": 0,
             "truncate": True,
             "stream": True,
@@ -55,12 +55,12 @@ class WorkloadQuestion:
 def load_trace(data: Path, name: str, num_passages: int) -> list[WorkloadQuestion]:
     """All requests of a trace in its order, each with its first `num_passages` passages.
 
-    MuSiQue: the real question where it is known, else one that names the first passage's title (638 of 1,000).
-    NQ: the trace has ids but no texts; each id borrows a MuSiQue passage and carries its own number in the title, so
-    that the pattern of reuse is NQ's and the lengths are not.
+    MuSiQue: the real question if it is known, else one that names the first passage's title (638 of 1,000).
+    NQ: the trace has ids but no texts; each id gets a MuSiQue passage with its own number in the title, so that the
+    pattern of reuse is NQ's but the lengths are not.
 
     Raises:
-      BenchmarkError: the trace is not below `data`.
+      BenchmarkError: the trace is missing from `data`.
     """
     folder = data / "rag_trace"
     texts = rows_of(folder / "musique_docs.jsonl")
@@ -100,11 +100,10 @@ def _known_questions(path: Path) -> dict[tuple[int, ...], str]:
 def history(
     questions: Sequence[WorkloadQuestion], start: int, stop: int, most: int, *, is_prefix: bool
 ) -> list[WorkloadQuestion]:
-    """The requests before `start` that change what a store holds for those of [start, stop): at most `most`, the latest
-    ones, in order.
+    """The latest requests before `start`, at most `most` and in order, whose KV those of [start, stop) can use.
 
-    A request that shares no passage with the measured ones leaves nothing that they could use, as long as the store has
-    room for all; with `is_prefix` neither does one whose first passage is not the first one of a measured request.
+    As long as the store has space for all, a request that shares no passage with the measured ones is irrelevant; with
+    `is_prefix` so is one whose first passage is not the first one of a measured request.
     """
     of = (lambda q: q.passages[:1]) if is_prefix else (lambda q: q.passages)
     wanted = {passage.id for question in questions[start:stop] for passage in of(question)}
@@ -119,7 +118,7 @@ def one_by_one(questions: Sequence[WorkloadQuestion], start: int, stop: int) -> 
 
 
 def windows(num_questions: int, num_windows: int, size: int) -> list[range]:
-    """Consecutive ranges of the trace that end with it: no window sees a request of another one, all have much before.
+    """Consecutive, disjoint ranges at the end of the trace, so that all have a long history.
 
     Raises:
       BenchmarkError: the trace is too short.
@@ -142,8 +141,7 @@ def recorded_gaps(data: Path, name: str, count: int, start: int) -> np.ndarray:
     """[count] gaps between the recorded arrivals from number `start` on, rescaled to a mean of 1.
 
     Raises:
-      BenchmarkError: the recording is not below `data`.
-      BenchmarkError: it has not so many arrivals, or they come all at once.
+      BenchmarkError: the recording is missing from `data`, has too few arrivals, or they are all at once.
     """
     times = _recorded_times(data / "arrivals" / RECORDINGS[name])
     if start + count + 1 > len(times):

@@ -1,6 +1,6 @@
 """The chunk store by itself, without a model. Part "index": how fast a store of many variants opens and plans.
 
-The variants are records only, with empty folders where their KV would be: none of what is timed reads KV.
+The variants are records only, with empty folders in place of KV, which no timed operation reads.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ PLANNED_CHUNKS = 20
 
 @dataclasses.dataclass(frozen=True)
 class CallCost:
-    """Wall-clock seconds, and seconds of this process's processors: the smaller their ratio, the busier the machine
-    was."""
+    """Wall-clock seconds and processor seconds of this process; the difference was taken by other programs."""
 
     wall_s: float
     cpu_s: float
@@ -78,7 +77,7 @@ def records(num_variants: int, seed: int) -> Iterator[ShardRecord]:
 
 
 def add_records(root: Path, num_variants: int, seed: int) -> int:
-    """Commits `num_variants` without their KV, and without waiting for the disk; bytes of one record, on average."""
+    """Commits `num_variants` without KV and without waiting for the disk; returns the mean bytes of a record."""
     rng = random.Random(seed)
     space = root / IDENTITY.namespace
     plain = expected_layout(LLAMA3_8B, NUM_TOKENS, 1, AS_IT_IS)
@@ -105,7 +104,7 @@ def new_index(store: TieredStore) -> VariantIndex:
 
 
 def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any]:
-    """Figures of one process that opens the store; run in a fresh one, so that nothing is warm but the page cache."""
+    """Figures of one process that opens the store; run in a new process, so that only the page cache is warm."""
     before = resident_bytes()
     opened, store = timed(lambda: open_store(root))
     after_open = resident_bytes()
@@ -160,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Makes a store of records, opens it in fresh processes, first without a catalog, and prints the table."""
+    """Creates a store of records, opens it in new processes, first without a catalog, and prints the table."""
     num_variants = arguments.variants or (2_000 if arguments.quick else 100_000)
     num_changes = min(100, num_variants // 20)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -191,7 +190,7 @@ def _print(cases: list[dict[str, Any]], record_bytes: int) -> None:
             rows.append((name, *(f"{1e3 * c[name]['wall_s']:.2f} ({1e3 * c[name]['cpu_s']:.2f})" for c in cases)))
         elif name.endswith("bytes_per_variant"):
             rows.append((name, *(str(case[name]) for case in cases)))
-    title = f"{cases[0]['variants']} variants, records of {record_bytes} bytes; ms by the clock (of processor time)"
+    title = f"{cases[0]['variants']} variants, records of {record_bytes} bytes; ms of wall-clock (processor) time"
     show(("", *("catalog" if case["catalog"] else "no catalog" for case in cases)), rows, title)
 
 

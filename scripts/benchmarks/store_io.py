@@ -1,7 +1,7 @@
-"""Disk tier against plain files: write, cold and warm read of 8 MB and 64 MB variants, side by side on one file system.
+"""Disk tier against plain files: write, cold and warm read of 8 MB and 64 MB variants on one file system.
 
-Plain is what the disk can do: one `write` and an `fsync`, one `readv` into memory that is there already. The tier also
-takes memory, checks checksums (with --sealed unforgeable ones), and commits a record. Needs Linux (cold reads:
+Plain files show the disk's own speed: one `write` and an `fsync`, one `readv` into existing memory. The tier also
+allocates memory, verifies checksums (with --sealed unforgeable ones), and commits a record. Needs Linux (for cold reads
 the kernel is told to drop the file).
 """
 
@@ -74,7 +74,7 @@ class _Cases:
         self._tier = TensorStoreTier((folder / "store").as_uri(), kv_spec, identity)
         self._kv = np.random.default_rng(0).standard_normal(kv_spec.shape(num_tokens), np.float32)
         self._kv = self._kv.astype(kv_spec.np_dtype)
-        self._buffer = np.ones_like(self._kv)  # touched, so that no page of it is new
+        self._buffer = np.ones_like(self._kv)  # touched, so that all its pages exist
         self._number = 0
 
     def run_once(self) -> None:
@@ -88,7 +88,7 @@ class _Cases:
             ("tier", lambda: self._tier.write(record, self._kv)),
             ("plain", lambda: _write(plain, self._kv)),
         ]
-        for who, call in ways[:: 1 if self._number % 2 else -1]:  # the second one finds a busier disk
+        for who, call in ways[:: 1 if self._number % 2 else -1]:  # the disk is busier for the second one
             self._time("write", who, call)
         for temperature in ("cold", "warm"):
             reads = [("tier", lambda: self._read_tier(name)), ("plain", lambda: _read(plain, self._buffer))]

@@ -11,13 +11,13 @@ from ccjax.models.llama3 import LlamaConfig
 
 
 def is_installed() -> bool:
-    """Whether torch and transformers are there."""
+    """Whether torch and transformers are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
 def full_prefill(config: LlamaConfig) -> Callable[[Sequence[int]], float]:
-    """Takes token ids and gives the seconds to the first token: a model of the same shapes with random weights of its
-    own, sdpa attention, float32, all cores."""
+    """A function from token ids to the seconds to the first token, for a model of the same shapes with its own random
+    weights, sdpa attention, float32, all cores."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import LlamaConfig as PeerConfig  # pyright: ignore[reportMissingImports]
     from transformers import LlamaForCausalLM  # pyright: ignore[reportMissingImports]

@@ -1,8 +1,8 @@
 """Time to first token: the default options on a real model; full prefill, reuse and Cache-Craft on random weights.
 
-Hugging Face transformers and llama.cpp stand beside them. Every ccjax case goes through the public engine: plan, load,
-merge, compute, first token. The prompt is a system prompt, eight passages in an order that was never seen before, and a
-question; only time is measured.
+Compared with Hugging Face transformers and llama.cpp. Every ccjax case goes through the public engine: plan, load,
+merge, compute, first token. The prompt is a system prompt, eight passages in a new order, and a question; only time is
+measured.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass
 class TtftCase:
-    """One column of the comparison: an engine of its own, and how to call it."""
+    """One column of the comparison, with its own engine."""
 
     engine: Engine
     reuse: ReuseMode
@@ -53,7 +53,7 @@ class TtftCase:
     shares: list[float] = dataclasses.field(default_factory=list)
 
     def measure(self, segments: list[list[int]]) -> None:
-        """Runs one prompt and keeps its time to first token."""
+        """Runs one prompt and records its time to first token."""
         response = self.engine.generate_from_tokens(segments, max_new_tokens=1, reuse=self.reuse)
         self.runs_s.append(response.ttft_s)
         self.shares.append(response.reuse.computed_share)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for length in lengths:
             prompts = _Prompts(config.vocab_size, length)
             cases = _cases(params, config, length, prompts.original())
-            if not arguments.quick:  # half of its minute
+            if not arguments.quick:  # it would take half of its minute
                 _compile_packs(cases[0].engine, length)
             progress.advance(task)
             peer_s = []
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Prompts:
-    """A prompt's segments, with the passages in ever new order."""
+    """A prompt's segments, with the passages in changing order."""
 
     def __init__(self, vocab_size: int, length: int) -> None:
         self._random = random.Random(length)
@@ -130,7 +130,7 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
     model = LoadedModel("random", config, params, None, None, frozenset(), "ttft")
 
     def case(strategy: str, ratio: float, reuse: Any, **settings: Any) -> TtftCase:
-        # Room for the original variants and one answer's repaired ones, so that every prompt is repaired anew.
+        # Space for the original variants and one answer's repaired ones, so that every prompt is repaired anew.
         limit = 2 * NUM_PASSAGES + 1
         engine = Engine(
             model, EngineConfig(strategy=strategy, max_model_len=length + 1, max_variants=limit, **settings)
@@ -148,7 +148,7 @@ def _cases(params: Params, config: LlamaConfig, length: int, original: list[list
 
 
 def _compile_packs(engine: Engine, length: int) -> None:
-    """Compiles every size: where the focus cut falls decides which a prompt needs."""
+    """Compiles every size, since the focus cut decides which sizes a prompt needs."""
     sizes = BatchSizes(length)
     for count, slots in sizes.packs():
         if slots == slot_bucket(length):
@@ -156,7 +156,7 @@ def _compile_packs(engine: Engine, length: int) -> None:
 
 
 def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]], skipped: list[str]) -> None:
-    # Nothing is reused of an empty store.
+    # Nothing is reused from an empty store.
     is_full = lambda row: row["strategy"] == "full" or row.get("state") == "empty"  # noqa: E731
     full = {(row["model"], row["context_tokens"]): row["ttft_s"] for row in rows if is_full(row)}
     cells = [

@@ -1,7 +1,7 @@
-"""Time to first token of a real model with the default options, in each state of the store, beside its peers.
+"""Time to first token of a real model with the default options, in each state of the store, compared with peers.
 
-Passages are pieces of the demo's corpus; each prompt has them in an order of its own. Engines are read-only, so that no
-prompt changes the state that the next one finds.
+Passages are pieces of the demo's corpus, in another order for each prompt. Engines are read-only, so that no prompt
+changes the state for the next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL = "smollm2"
 NUM_PASSAGES = 8
 QUESTION = "Where was the harbour master born?"
 _ROOM = 64
-"""Tokens of a prompt besides its passages, about, and of its answer."""
+"""Approximate tokens of a prompt besides its passages, and tokens of its answer."""
 
 
 def measure(
@@ -90,7 +90,7 @@ def _seconds(runs_s: list[float]) -> dict[str, Any]:
 
 
 def _documents(model: LoadedModel, length: int) -> list[Document]:
-    """Passages of one length, with which a prompt has about so many tokens."""
+    """Passages of equal length for a prompt of about this many tokens."""
     tokenizer = model.tokenizer
     assert tokenizer is not None
     text = " ".join(passage.text for passage in build_corpus().documents.values())
@@ -117,7 +117,7 @@ def _engines(model: LoadedModel, states: Sequence[State], documents: list[Docume
 def _peer(
     arguments: argparse.Namespace, model: LoadedModel
 ) -> tuple[Callable[[Sequence[int]], float] | None, list[str]]:
-    """Full prefill in transformers, None where it is left out; what is to be said of that."""
+    """(Full prefill in transformers, or None; the reason if it is left out)."""
     if arguments.no_peers:
         return None, []
     if not transformers_peer.is_installed():

@@ -1,1 +1,1 @@
-"""Training, measuring and packing of the embedded model, and its documents; what `train_demo.py` runs."""
+"""Training, evaluation and export of the embedded model, and its documents; used by `train_demo.py`."""

@@ -25,12 +25,12 @@ from scripts.demo_model.tokenizer import (
 )
 
 CONTEXT_WEIGHT = 0.03
-"""Loss weight of passage tokens; answers weigh 1. Passages are mostly random: at equal weight they drown the rest."""
+"""Loss weight of passage tokens; answers weigh 1. Passages are mostly random and at equal weight would dominate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AnswerSpan:
-    """Where one answer stands: tokens [start, end) of row `row`, the end-of-turn token included."""
+    """Position of one answer: tokens [start, end) of row `row`, including the end-of-turn token."""
 
     row: int
     start: int
@@ -46,9 +46,9 @@ class Batch:
     Attributes:
       token_ids: [B, T] int32, padded on the right.
       weights: [B, T] float32, the loss weight of predicting each token.
-      hints: [B, P, 2] int32, per question the place that predicts the answer's first token, and the token that the
-        layers halfway should have found there: the bridge's first, of a question over two passages, else the answer's.
-        Both 0 where there is none.
+      hints: [B, P, 2] int32, per question the position that predicts the answer's first token, and the token that the
+        middle layers should have found there: the bridge's first for a question over two passages, else the answer's.
+        Both 0 if there is no question.
     """
 
     token_ids: np.ndarray
@@ -75,12 +75,12 @@ class Stage:
     """One step of the curriculum.
 
     Attributes:
-      rows: one of them makes each batch, drawn equally often.
+      rows: layouts of batches, each drawn equally often.
       num_questions: questions behind each context.
-      recall_ratio: share of them put as a sentence to complete, right behind which the value stands.
-      advance_ratio: exact match over the last steps that opens the next stage.
-      min_steps: steps before that is asked.
-      max_steps: steps after which the next stage opens whatever the exact match; None waits.
+      recall_ratio: share of them that are a sentence to be completed by the value.
+      advance_ratio: exact match over the last steps that starts the next stage.
+      min_steps: steps before that is checked.
+      max_steps: steps after which the next stage starts at any exact match; None for no limit.
       hint_weight: loss weight of a batch's hints.
     """
 
@@ -111,8 +111,8 @@ def make_batch(
 ) -> Batch:
     """One row per context; questions that do not fit into `num_tokens` are left out.
 
-    A second question follows as a next turn of the same conversation, as the chat template renders it. Where `recall()`
-    is true, a line of the user turn states the fact once more instead, and its value counts as the answer.
+    A second question follows as the next turn of the same conversation, as rendered by the chat template. If `recall()`
+    is true, a line of the user turn states the fact again instead, and its value counts as the answer.
     """
     token_ids = np.full((len(contexts), num_tokens), tokenizer.token_to_id(PAD), np.int32)
     weights = np.zeros((len(contexts), num_tokens), np.float32)
@@ -144,9 +144,9 @@ def make_batch(
 
 
 def induction_batch(tokenizer: Tokenizer, rng: random.Random, batch_size: int, num_tokens: int) -> Batch:
-    """Random words repeated with a period drawn afresh per row; the loss is on the repeats only.
+    """Random words repeated with a random period per row; the loss is on the repeats only.
 
-    One period for all rows would teach "copy from so many back" and nothing else.
+    With one period for all rows the model would only learn to copy from a fixed distance.
     """
     words = [tokenizer.encode(word, add_special_tokens=False).ids[0] for word in world_words()]
     token_ids = np.zeros((batch_size, num_tokens), np.int32)
@@ -161,12 +161,12 @@ def induction_batch(tokenizer: Tokenizer, rng: random.Random, batch_size: int, n
 
 
 def stage_batch(tokenizer: Tokenizer, stage: Stage, rng: random.Random) -> Batch:
-    """A fresh batch of the stage; the same `rng` state gives the same batch."""
+    """A new batch of the stage; the same `rng` state gives the same batch."""
     rows = rng.choice(stage.rows)
     if not rows.difficulties:
         return induction_batch(tokenizer, rng, rows.batch_size, rows.num_tokens)
     contexts = [sample_context(rng, rng.choice(rows.difficulties), stage.num_questions) for _ in range(rows.batch_size)]
-    # Now and then another system prompt or none: the model is not to depend on the default one.
+    # Sometimes another system prompt or none, so that the model does not depend on the default one.
     system_prompt = rng.choices((SYSTEM_PROMPT, rng.choice(FILLERS), None), (8, 1, 1))[0]
     return make_batch(
         tokenizer,
@@ -178,7 +178,7 @@ def stage_batch(tokenizer: Tokenizer, stage: Stage, rng: random.Random) -> Batch
 
 
 def exact_matches(correct: np.ndarray, spans: Sequence[AnswerSpan]) -> list[bool]:
-    """Per answer, whether every token of it was predicted; greedy decoding would then write exactly it.
+    """Per answer, whether every token of it was predicted, so that greedy decoding would generate exactly it.
 
     Args:
       correct: [B, T - 1] bool; entry t says whether token t + 1 was the likeliest one after tokens 0..t.

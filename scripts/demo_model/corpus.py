@@ -1,6 +1,6 @@
 """The shipped corpus: one fixed town as Markdown documents, with questions over it.
 
-The town comes from a seed of its own that training never draws from; its words are those of every other town.
+The town comes from its own seed, which training never uses; its words are those of every other town.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _questions(rng: random.Random, facts: list[tuple[Fact, tuple[str, ...]]]) ->
 def question_context(corpus: Corpus, question: CorpusQuestion, rng: random.Random, num_passages: int = 5) -> Context:
     """The documents a question needs among others with the same relation, `num_passages` in all, in random order.
 
-    A document that opens with a pronoun stands right behind the one it goes on from, and is no distractor elsewhere.
-    Drawn anew until more than `MIN_DISTRACTORS` values of the relation are among them.
+    A document that opens with a pronoun directly follows the one it refers to, and is no distractor elsewhere. Drawn
+    again until they have more than `MIN_DISTRACTORS` values of the relation.
     """
     while True:
         order = _draw_documents(corpus, question, rng, num_passages)
@@ -141,7 +141,7 @@ def question_line(question: CorpusQuestion) -> str:
 
 
 def write_corpus(corpus: Corpus, directory: Path = CORPUS_DIRECTORY, questions_file: Path = QUESTIONS_FILE) -> None:
-    """Writes the documents and the questions, replacing what was there."""
+    """Writes the documents and the questions, replacing existing ones."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     for document_id, passage in corpus.documents.items():

@@ -1,12 +1,12 @@
-"""The order in which the demo model learns: from copying, over short registers, to eight passages.
+"""The curriculum of the demo model: from copying, over short registers, to eight passages.
 
-Order and thresholds are measured: started on five passages at once, a model of this size stays for thousands of steps
+Order and thresholds are measured: if it starts with five passages, a model of this size remains for thousands of steps
 at the level of guessing among the values present.
 
-The shipped weights are a run of `scripts/train_demo.py` as it stands: 4,000 steps, 90 minutes beside other work on two
-Xeon cores. Register passed at step 941, two passages ended at 1,241, only hops at 2,136, three passages at 2,436, five
-at 2,643. Two hops stay at guessing until most questions of a batch ask for them and the layers halfway are hinted at
-the bridge (`Stage.hint_weight`).
+The shipped weights are from a run of `scripts/train_demo.py`: 4,000 steps, 90 minutes on two Xeon cores shared with
+other work. Register passed at step 941, two passages ended at 1,241, only hops at 2,136, three passages at 2,436, five
+at 2,643. Two hops remain at guessing until they are most questions of a batch and the middle layers get the bridge as a
+hint (`Stage.hint_weight`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ STAGES = (
         hint_weight=0.2,
     ),
 )
-"""The last stage has no next one: it runs until the steps are used up."""
+"""The last stage runs until the steps are used up."""
 
 QUICK_STAGES = (Stage("induction", (Rows(24, 8),), advance_ratio=1.1),)
 """For smoke runs: a few seconds, and the loss still falls."""

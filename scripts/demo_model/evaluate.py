@@ -1,7 +1,7 @@
-"""Measures the demo model: exact match per kind of question, beside the best guess.
+"""Measures the demo model: exact match per kind of question, compared with the best guess.
 
-One question behind each context, as served. A question counts when every token of the answer and the end of turn
-after it are the likeliest ones, which is when greedy decoding writes exactly the answer.
+One question behind each context, as in serving. A question counts if every token of the answer and the end of turn
+after it are the likeliest, so that greedy decoding generates exactly the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAD_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Exact match of `num_questions` questions, and the expected one of guessing among the values present."""
+    """Exact match of `num_questions` questions, and that expected of guessing among the values present."""
 
     accuracy_ratio: float
     guess_ratio: float
@@ -75,7 +75,7 @@ def evaluate_worlds(
 
 
 def corpus_contexts(corpus: Corpus, *, orders: int = 1, seed: int = 0) -> list[Context]:
-    """Each question of the corpus behind five documents, `orders` times with other distractors in another order."""
+    """Each question of the corpus behind five documents, `orders` times with different distractors and orders."""
     rng = random.Random(f"{TEST_SEED}/corpus/{seed}")
     return [question_context(corpus, question, rng) for _ in range(orders) for question in corpus.questions]
 

@@ -1,8 +1,8 @@
-"""Weights that training starts from: random, but for one laid-in induction head.
+"""Initial weights for training: random, except for a constructed induction head.
 
-An induction head (layer 0: look one token back; layer 1: find the token that followed an earlier copy of this one) is
-what every answer of the demo builds on. From random weights 1,500 steps brought half of it over this vocabulary, and
-the questions then stuck at guessing; laid in, it is there at step 0, and training shapes it like any other weight.
+Every answer of the demo depends on an induction head (layer 0: look one token back; layer 1: find the token that
+followed an earlier copy of this one). From random weights 1,500 steps learnt half of it over this vocabulary, and the
+questions then stayed at guessing; with the constructed head it exists at step 0, and is trained like any other weight.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ccjax.models.llama3 import LlamaConfig, Params, init_params
 from ccjax.models.llama3.layers import rope_frequencies
 
 CONSTANT = 4.0
-"""Axis 0 of every embedding: queries and keys need something the same for all tokens to see position alone."""
+"""Axis 0 of every embedding: queries and keys need a component common to all tokens to attend by position alone."""
 BACK_SHARPNESS = 6.0
 MATCH_SHARPNESS = 4.0
 COPY_STRENGTH = 3.0
 
 
 def initial_params(config: LlamaConfig, seed: int) -> Params:
-    """Random weights with embeddings of unit scale, made up for in the final norm, and the induction head.
+    """Random weights with embeddings of unit scale, compensated in the final norm, and the induction head.
 
-    A tied embedding drawn small enough for the logits would vanish in the residual stream beside the layers' outputs.
+    A tied embedding small enough for the logits would vanish in the residual stream under the layers' outputs.
     """
     key, carry_key, copy_key = jax.random.split(jax.random.key(seed), 3)
     params = init_params(config, key)
@@ -56,7 +56,7 @@ def initial_params(config: LlamaConfig, seed: int) -> Params:
 
 
 def _orthonormal(key: jax.Array, rows: int, columns: int) -> jax.Array:
-    """`rows` orthonormal rows, axis 0 left free."""
+    """`rows` orthonormal rows, without axis 0."""
     basis = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(key, 1), (columns - 1, rows)))[0]
     return jnp.pad(basis.T, ((0, 0), (1, 0)))
 
@@ -64,7 +64,7 @@ def _orthonormal(key: jax.Array, rows: int, columns: int) -> jax.Array:
 def _look_back(config: LlamaConfig) -> tuple[np.ndarray, np.ndarray]:
     """Query and key of the constant axis; their score after RoPE, a sum of cos(f (distance - 1)), peaks one token back.
 
-    Only the fast frequencies tell neighbours apart.
+    Only the fast frequencies distinguish neighbours.
     """
     frequencies = np.asarray(rope_frequencies(config))
     weight = np.where(frequencies > 0.2, BACK_SHARPNESS, 0.0)

@@ -1,7 +1,7 @@
 """The training loss, over the layers of `ccjax.models.llama3`.
 
-`ccjax.models.llama3.forward` is the definition; `training_logits` computes the same with the causal half of each score
-matrix left out, which halves a training step on CPU (0.95 s to 0.50 s at B=16, T=320). A test holds the two equal.
+`ccjax.models.llama3.forward` is the definition; `training_logits` computes the same without the masked half of each
+score matrix, which halves a training step on CPU (0.95 s to 0.50 s at B=16, T=320). A test compares the two.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def causal_attention(
 def training_logits(
     params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T D"]]:
-    """Next-token logits as of `ccjax.models.llama3.forward`, float32, and the hidden states behind `HINT_LAYERS`."""
+    """Next-token logits like `ccjax.models.llama3.forward`'s, float32, and the hidden states after `HINT_LAYERS`."""
     num_batch, num_tokens = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(num_tokens), (num_batch, num_tokens))
     frequencies = rope_frequencies(config)
@@ -65,8 +65,8 @@ def weighted_loss(
 ) -> tuple[Float[Array, ""], Bool[Array, "B T-1"]]:
     """Weighted mean cross-entropy of each token given those before it, and where the right token was the likeliest.
 
-    With a `hint_weight`, the mean cross-entropy of the hints (`Batch.hints`) is added, read off the hidden states
-    behind `HINT_LAYERS` layers as if they were the last: else the first of two hops is found too late for the second.
+    With a `hint_weight`, the mean cross-entropy of the hints (`Batch.hints`) is added, predicted from the hidden states
+    after `HINT_LAYERS` layers: otherwise the model finds the first of two hops too late for the second.
     """
     logits, halfway = training_logits(params, config, token_ids[:, :-1])
     targets, weights = token_ids[:, 1:], weights[:, 1:]

@@ -1,6 +1,6 @@
 """The demo model's tokenizer: a byte-level BPE that gives every word of the demo world one token.
 
-Knows the lexicon's words only as strings; any other text falls apart into smaller pieces, in the end bytes.
+Any other text is split into smaller pieces, down to bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-"""Answers and system messages keep the space before their first word: a word is then one token wherever it stands."""
+"""Answers and system messages keep the space before their first word, so that a word is one token at any position."""
 
 
 def train_tokenizer() -> Tokenizer:
@@ -91,7 +91,7 @@ def system_segment(system_prompt: str | None = SYSTEM_PROMPT) -> str:
 
 
 def document_segment(title: str, text: str) -> str:
-    """One passage as it stands in the prompt."""
+    """One passage as in the prompt."""
     return f"{title}\n{text}\n\n"
 
 
@@ -101,5 +101,5 @@ def question_segment(question: str) -> str:
 
 
 def answer_segment(answer: str) -> str:
-    """What the model is to write: the answer and the end of its turn."""
+    """The text that the model should generate: the answer and the end of its turn."""
     return f" {answer}{END}"

@@ -1,6 +1,6 @@
 """Trains the demo model: optimiser, curriculum, progress and Orbax checkpoints.
 
-Step n draws its batch from a generator seeded with (seed, n): a resumed run sees what an unbroken one would have.
+Step n draws its batch from a generator seeded with (seed, n), so a resumed run sees the same batches as any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WINDOW_STEPS = 50
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Everything that decides what comes out.
+    """Everything that determines the trained weights.
 
     Attributes:
       num_steps: steps in all; the learning rate falls over the last fifth.
@@ -54,7 +54,7 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Progression:
-    """Where a run stands: next step, stage, steps in the stage, exact match of the stage's last steps, last loss."""
+    """State of a run: next step, stage, steps in the stage, exact match of the stage's last steps, last loss."""
 
     step: int = 0
     stage: int = 0
@@ -66,7 +66,7 @@ class Progression:
 def demo_config(vocab_size: int) -> LlamaConfig:
     """The shipped model's shape: 1.62 M parameters at 1,732 tokens."""
     # theta as in Llama 3: at 10,000 half of a 32-wide head's pairs turn too fast to match words over a hundred tokens,
-    # and copying was learnt several times later (40 % against 6 % after 200 steps).
+    # and copying is learnt much later (40 % against 6 % after 200 steps).
     return LlamaConfig(
         rope_theta=500000.0,
         vocab_size=vocab_size,
@@ -82,7 +82,7 @@ def demo_config(vocab_size: int) -> LlamaConfig:
 
 
 def _muon_axes(params: Params) -> Params:
-    """The matrix that each weight is, for Muon: its input and output axes; None goes to AdamW."""
+    """Input and output axes of each weight that is a matrix, for Muon; None for AdamW."""
     matrix, heads = MuonDimensionNumbers(0, 1), MuonDimensionNumbers(0, (1, 2))
     layer = LayerParams(
         attention_norm=None,
@@ -138,7 +138,7 @@ def make_step(config: TrainingConfig) -> Callable[..., Any]:
         (loss, correct), gradients = jax.value_and_grad(weighted_loss, has_aux=True)(
             params, config.model, token_ids, weights, hints, hint_weight
         )
-        # optax mixes types and ranks freely, which a caller may have forbidden.
+        # optax mixes types and ranks, which a caller may have forbidden.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss, correct
@@ -147,7 +147,7 @@ def make_step(config: TrainingConfig) -> Callable[..., Any]:
 
 
 class Checkpoints:
-    """Orbax checkpoints of a run: parameters, optimiser state and where the curriculum stands."""
+    """Orbax checkpoints of a run: parameters, optimiser state and progression."""
 
     def __init__(self, directory: Path) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
@@ -156,11 +156,11 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The newest step on disk, None where there is none."""
+        """The newest step on disk, or None."""
         return self._manager.latest_step()
 
     def save(self, params: Params, state: Any, progression: Progression) -> None:
-        """Writes one checkpoint under the progression's step; an existing one of that step stays."""
+        """Writes one checkpoint under the progression's step; keeps an existing one of that step."""
         if self.latest_step == progression.step:
             return
         arrays = ocp.args.StandardSave({"params": params, "optimizer": state})
@@ -199,7 +199,7 @@ def advance(progression: Progression, stages: Sequence[Stage], matched_ratio: fl
 def restore_or_start(
     config: TrainingConfig, checkpoints: Checkpoints, *, resume: bool
 ) -> tuple[Params, Any, Progression]:
-    """Parameters, optimiser state and place in the curriculum: fresh, or with `resume` from the newest checkpoint.
+    """Parameters, optimiser state and progression: new, or with `resume` from the newest checkpoint.
 
     Raises:
       ValueError: `resume` without a checkpoint, or a checkpoint without `resume`.
@@ -221,12 +221,12 @@ def train(
     console: Console | None = None,
     stop_after: int | None = None,
 ) -> tuple[Params, Progression]:
-    """Trained parameters and where the run ended.
+    """Trained parameters and the final progression.
 
     Args:
       directory: checkpoints go to `directory / "checkpoints"`.
-      resume: go on from the newest checkpoint there.
-      stop_after: leave early, after this step, with a checkpoint written: what an interruption does.
+      resume: continue from the newest checkpoint there.
+      stop_after: end early after this step, with a checkpoint, as an interruption does.
 
     Raises:
       ValueError: as `restore_or_start`.

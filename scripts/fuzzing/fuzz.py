@@ -1,4 +1,4 @@
-"""Runs a target in a process of its own, which a finding ends, and says what came of it."""
+"""Runs a target in its own process, which a finding ends, and reports the result."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ ROOT = Path(__file__).resolve().parents[2]
 SLOWEST_S = 10
 MOST_MEMORY_MB = 4096
 LONGEST = 8192
-# A process that another starts begins with that one's peak of memory, which libFuzzer takes for its own; one that the
-# shell starts begins with the shell's.
+# A new process inherits its parent's peak memory, which libFuzzer would count as its own; one started by the shell
+# inherits the shell's.
 FROM_SHELL = ["sh", "-c", '"$@"; exit $?', "sh"]
 
 
 @dataclasses.dataclass(frozen=True)
 class FuzzResult:
-    """What fuzzing a target came to.
+    """Result of fuzzing a target.
 
     Attributes:
-      is_clean: it ran as long as it should and found nothing.
-      num_runs: inputs that were tried. coverage: edges that they reached, as libFuzzer counts.
-      line: the same for a person; with a finding its last line and how to see it again.
+      is_clean: it ran for the whole time and found nothing.
+      num_runs: inputs that were tried. coverage: edges that they reached, as counted by libFuzzer.
+      line: a summary; with a finding its last line and the command to reproduce it.
     """
 
     is_clean: bool
@@ -39,12 +39,12 @@ class FuzzResult:
 def fuzz(
     module: str, name: str, seeds: Iterable[bytes], seconds: float, output: Path, *, num_runs: int = -1, seed: int = 0
 ) -> FuzzResult:
-    """Fuzzes `TARGETS[name]` of a module, from what earlier runs learnt and the seeds.
+    """Fuzzes `TARGETS[name]` of a module, from the corpus of earlier runs and the seeds.
 
     Args:
-      output: where the corpus and the findings go, in a folder by the target's name.
-      num_runs: inputs after which it ends, if that is sooner; -1 for no such end.
-      seed: of what is drawn; 0 for another one every time.
+      output: folder for the corpus and the findings, in a subfolder by the target's name.
+      num_runs: maximum number of inputs; -1 for no maximum.
+      seed: of random draws; 0 for a different one every time.
     """
     folder = (output / name).resolve()
     corpus, findings = folder / "corpus", folder / "findings"
@@ -58,7 +58,7 @@ def fuzz(
     options += [f"-runs={num_runs}", f"-seed={seed}", str(corpus)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     started = [*FROM_SHELL, *command, *options]
-    # libFuzzer ends without Python's own end, so what a target writes is removed here, from memory if possible.
+    # libFuzzer skips Python's cleanup at exit, so a target's files are removed here; they are in memory if possible.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ccjax-fuzz-", dir=memory) as temporary:
         environment["TMPDIR"] = temporary
@@ -79,8 +79,8 @@ def _last_number(pattern: str, text: str) -> int:
 
 
 def _error(log: str) -> str:
-    """The exception, or what libFuzzer says of a hang or of memory."""
+    """The exception, or libFuzzer's message on a hang or memory."""
     lines = re.findall(
         r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*|^.*(?:ERROR: libFuzzer: ).*", log, re.MULTILINE
     )
-    return lines[0][:300] if lines else "no more than a failure"
+    return lines[0][:300] if lines else "failed without a message"

@@ -1,4 +1,4 @@
-"""GGUF files of a few kilobytes, with either kind of vocabulary, for the fuzzer to begin from."""
+"""GGUF files of a few kilobytes, with either kind of vocabulary, as seeds for the fuzzer."""
 
 from __future__ import annotations
 

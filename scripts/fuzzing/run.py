@@ -1,4 +1,4 @@
-"""A target under libFuzzer, whose end ends the process: `python -m scripts.fuzzing.run MODULE:NAME [its options]`."""
+"""Runs a target under libFuzzer, which ends the process: `python -m scripts.fuzzing.run MODULE:NAME [its options]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target of fuzzing is."""
+"""Type of a fuzzing target."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class FuzzTarget:
     """A parser under test.
 
     Attributes:
-      run: called with any bytes; whatever it raises besides `allowed` is a finding.
-      allowed: what the parser promises to raise for what it refuses.
-      seeds: inputs to begin from, which it takes.
-      imports: modules that it imports when it runs, for the fuzzer to see into.
+      run: called with any bytes; every exception except `allowed` is a finding.
+      allowed: exceptions that the parser promises for invalid input.
+      seeds: valid inputs to begin from.
+      imports: modules that it imports when it runs, for the fuzzer to instrument.
     """
 
     run: Callable[[bytes], object]

@@ -1,4 +1,4 @@
-"""What is fuzzed: parsers of what comes from outside. Each takes any bytes and may raise its own error only."""
+"""Fuzzing targets: parsers of untrusted input. Each accepts any bytes and may raise only its own error."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _filter(data: bytes) -> None:
 
 
 def _record(data: bytes) -> None:
-    """Bytes as they are, and what they say under a right checksum."""
+    """Parses the bytes themselves, and their content under a valid checksum."""
     value = _as_json(data)
     raws = [data]
     if isinstance(value, dict):
@@ -99,7 +99,7 @@ def _record(data: bytes) -> None:
 
 
 def _catalog(data: bytes) -> None:
-    """Bytes as they are, and as the table of a part whose checksum is right."""
+    """Parses the bytes themselves, and as the table of a part with a valid checksum."""
     head = {"catalog_version": 1, "namespace": "n", "table_bytes": len(data)}
     head["table_sha256"] = hashlib.sha256(data).hexdigest()
     for raw in (data, json.dumps(head).encode() + b"\n" + data):
@@ -266,7 +266,7 @@ TARGETS: dict[str, FuzzTarget] = {
 
 
 def _any(data: bytes) -> None:
-    """A byte says which target gets the rest."""
+    """The first byte selects the target for the rest."""
     target = list(TARGETS.values())[data[0] % len(TARGETS)] if data else TARGETS["markdown"]
     try:
         target.run(data[1:])
@@ -275,4 +275,4 @@ def _any(data: bytes) -> None:
 
 
 ANY = FuzzTarget(_any, (), tuple(bytes([i]) + seed for i, one in enumerate(TARGETS.values()) for seed in one.seeds))
-"""All targets at once, for a short look at each."""
+"""All targets at once, for a short run of each."""

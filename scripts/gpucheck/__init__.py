@@ -1,1 +1,1 @@
-"""What scripts/gpu_check.py checks and times on a GPU. Each suite is one module with `run` and `tables`."""
+"""Checks and timings of scripts/gpu_check.py on a GPU. Each suite is one module with `run` and `tables`."""

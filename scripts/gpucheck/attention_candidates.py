@@ -1,4 +1,4 @@
-"""What competes in the timing of attention, on Llama-3-8B's heads in bfloat16."""
+"""Candidates in the timing of attention, on Llama-3-8B's heads in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scripts.gpucheck.timing import Timed, lowered_jax, random_bfloat16
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SEGMENTS = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
 COMPUTED = {"15 %": (5, 32), "30 %": (5, 16), "100 %": (1, 1)}
-"""Share of a context that is computed, as the engine's padding to buckets makes it: 15.6 and 31.3 %."""
+"""Computed shares of a context, after the engine's padding to buckets: 15.6 and 31.3 %."""
 FULL = "100 %"
 _ALL_SCORES = ("reference", "tokamax_xla")
 
@@ -42,7 +42,7 @@ def scattered_positions(context: int, num_queries: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
-    """One problem that several kernels solve: arrays as `attention` takes them, slots at positions 0, 1, ..."""
+    """One problem for several kernels: arguments of `attention`, slots at positions 0, 1, ..."""
 
     context: int
     computed: str
@@ -60,7 +60,7 @@ class AttentionProblem:
 
 
 def work(context: int, computed: str) -> AttentionProblem:
-    """Random arrays on the device; keys and values are the same for every share that is computed."""
+    """Random arrays on the device; keys and values are the same for every computed share."""
     part, whole = COMPUTED[computed]
     num_queries = context * part // whole
     slots = np.arange(context, dtype=np.int32)
@@ -83,9 +83,9 @@ class Candidate:
     """A kernel and its problem.
 
     Attributes:
-      lower: calls per sample -> a function that builds the kernel and warms it up; either raises what the kernel does
-        where it cannot.
-      in_threads: whether the latter may run in a thread, beside others.
+      lower: calls per sample -> a function that builds the kernel and warms it up; either may raise an exception of the
+        kernel.
+      in_threads: whether the latter may run in a thread, in parallel with others.
       rows_of: a result and row numbers -> its output there, [R, Q, H] float32.
       is_library: another project's kernel.
     """
@@ -142,7 +142,7 @@ def cudnn(work: AttentionProblem) -> Candidate:
 
 
 def from_torch(work: AttentionProblem, name: str, call: Callable[..., torch_peers.Call]) -> Candidate:
-    """A kernel of PyTorch; `call` makes it of the tensors q, k and v."""
+    """A kernel of PyTorch; `call` creates it from the tensors q, k and v."""
 
     def lower(calls: int) -> Callable[[], Timed]:
         reason = torch_peers.missing()
@@ -165,10 +165,10 @@ def torch_flex(work: AttentionProblem) -> Candidate:
 
 
 def candidates(context: int, names: Sequence[str], *, is_quick: bool) -> list[Candidate]:
-    """All of one context, those that compile slowly last.
+    """All candidates of one context, those that compile slowly last.
 
-    Implementations that hold all scores at once are none, and `xla`, slow on a GPU, is one only where little is
-    computed. A quick run leaves out FlexAttention, half a minute of compilation.
+    Implementations that hold all scores at once are excluded, and `xla`, slow on a GPU, is included only for small
+    shares. A quick run leaves out FlexAttention, which compiles for half a minute.
     """
     works = [work(context, computed) for computed in COMPUTED if not (is_quick and computed == "30 %")]
     full = works[-1]

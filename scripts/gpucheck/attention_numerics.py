@@ -1,7 +1,7 @@
 """Attention on the device against a float64 oracle, with broken variants that must not pass.
 
-The hard cases are those of tests/pallas_kernels, which on a GPU run at the block sizes of its chip; one more is of
-serving size (`serving_case`).
+The hard cases are those of tests/pallas_kernels, at the block sizes of the GPU's chip; one more has serving size
+(`serving_case`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.pallas_kernels.cases import UNUSED, Case, frequencies, packed, worst
 
 SUITE = "attention_numerics"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
-"""Largest absolute error of output, mass and lse in the hard cases; on a CPU 1.3e-6 and 8.5e-3 at worst, and 2.3e-3 in
-float32 with operands cut to TF32."""
+"""Largest absolute error of output, mass and lse in the hard cases; on a CPU it was 1.3e-6 and 8.5e-3, and 2.3e-3 in
+float32 with operands truncated to TF32."""
 
 Mutants = dict[str, Callable[[Any], dict[str, Any]]]
-"""Name -> changed arguments, which compute something else."""
+"""Name -> changed arguments, with a different result."""
 
 MUTANTS: Mutants = {
     "mask off by one": lambda case: {"q_pos": case.q_pos - 1},
@@ -51,19 +51,19 @@ _jitted = jax.jit(attention, static_argnames=_STATIC)
 
 
 def tf32(x: np.ndarray) -> np.ndarray:
-    """float32 cut to the 10 bits of TF32's fraction."""
+    """float32 truncated to the 10 bits of TF32's fraction."""
     return np.bitwise_and(x.view(np.uint32), np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def absolute_error(result: Sequence[Any], expected: Sequence[np.ndarray]) -> float:
-    """The worst difference of output, mass and lse; a mass that was not asked for is left out."""
+    """The largest difference of output, mass and lse, without a mass that was not requested."""
     kept = [(got, wanted) for got, wanted in zip(result, expected, strict=True) if got is not None]
     return float(worst([got for got, _ in kept], [wanted for _, wanted in kept]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call and what is wanted of it.
+    """One call and its expected result.
 
     Attributes:
       changes: arguments of the call that differ from the case's.
@@ -78,7 +78,7 @@ class Problem:
 
 
 def implementations() -> list[str]:
-    """Names that `attention` knows and that are not for TPUs; "tokamax" stands for one of the kernels of that name."""
+    """Names of implementations of `attention` except those for TPUs; "tokamax" stands for one of its kernels."""
     return [name for name in (*api.PLAIN, *api.KERNELS) if name not in ("mosaic_tpu", "tokamax")]
 
 
@@ -107,7 +107,7 @@ def available() -> list[str]:
 
 
 def problems(is_quick: bool) -> list[Problem]:
-    """All of them; building them is cheap but for the serving size."""
+    """All problems; building them is cheap except for the serving size."""
     found: list[Problem] = []
     for dtype in TOLERANCE:
         sizes = (64, 128) if dtype == "float32" else (128, 64)
@@ -144,7 +144,7 @@ def problems(is_quick: bool) -> list[Problem]:
 
 
 def serving_problems(is_quick: bool) -> list[Problem]:
-    """15 % of a context computed; keys rotated before the call and, unless that is to be quick, by it."""
+    """15 % of a context computed; keys rotated before the call and, except in a quick run, by it."""
     num_queries, num_slots = (320, 2048) if is_quick else (2560, 16384)
     label = f"{num_queries} of {num_slots}, 32 / 8 heads of 128"
     plain = ServingCase(num_queries, num_slots)
@@ -179,7 +179,7 @@ def check(record: CheckRecord, names: Sequence[str], problem: Problem) -> None:
 
 @contextlib.contextmanager
 def _noted(record: CheckRecord, name: str, problem: Problem) -> Iterator[None]:
-    """Turns what a kernel raises into a row: the others still have to be checked."""
+    """Turns an exception of a kernel into a row, so that the others are still checked."""
     try:
         yield
     except Exception as error:
@@ -204,7 +204,7 @@ def run(record: CheckRecord) -> None:
     for build in (problems, serving_problems):
         for problem in build(record.is_quick):
             if record.seconds_left() < 0.5 * record.limit_s and any(map(is_library, names)):
-                record.say("attention: half of the time is gone, the libraries' remaining cases are left out")
+                record.say("attention: half of the time is used, the libraries' remaining cases are left out")
                 names = [name for name in names if not is_library(name)]
             check(record, names, problem)
             record.say(f"attention: {problem.label}")

@@ -1,7 +1,7 @@
-"""Times attention against library kernels in one run, side by side.
+"""Times attention against library kernels in one run.
 
-A rate counts the products of visible pairs alone, 4 * H * heads * pairs: not what a mask throws away, not the mass.
-All candidates of a context take turns, so their ratios hold whatever the clock of the chip does.
+A rate counts only the products of visible pairs, 4 * H * heads * pairs, without masked pairs and the mass. The
+candidates of a context alternate, so that their ratios do not depend on the clock of the chip.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUITE, AGREEMENT, TARGET = "attention_timing", "attention_agreement", "attention
 """Suites of rows: timings; whether candidates compute the same; whether the target is met."""
 
 CONTEXTS = (16384, 8192, 32768, 4096, 2048)
-"""In order of interest: where time runs out, the last are left out."""
+"""In order of interest: if time runs out, the last are left out."""
 TARGET_CONTEXT, TARGET_COMPUTED, TARGET_RATIO = 16384, "15 %", 0.6
 """Rate of a partial prefill over that of the best library kernel computing all of the same context."""
 SAME = 2e-2
@@ -46,7 +46,7 @@ def run(record: CheckRecord) -> None:
 
 
 def measure(record: CheckRecord, competing: Sequence[Candidate]) -> None:
-    """Builds the candidates of one context, compares what they compute, and times them in turn."""
+    """Builds the candidates of one context, compares their results, and times them in turn."""
     building: list[tuple[Candidate, Callable[[], Timed]]] = []
     built: list[tuple[Candidate, Timed]] = []
     wanted: dict[str, np.ndarray] = {}
@@ -79,7 +79,7 @@ def measure(record: CheckRecord, competing: Sequence[Candidate]) -> None:
         tflops = candidate.work.flops / median / 1e12
         if tflops > 1.05 * (ceiling(record, "matmul_tflops") or float("inf")):
             record.fail(
-                f"{SUITE}: {candidate.name}: {tflops:.0f} TFLOP/s, more than products alone reach: not timed right"
+                f"{SUITE}: {candidate.name}: {tflops:.0f} TFLOP/s, more than products alone reach: the timing is wrong"
             )
         record.add(
             SUITE,
@@ -134,7 +134,7 @@ def _label(candidate: Candidate) -> str:
 
 @contextlib.contextmanager
 def _noted(record: CheckRecord, candidate: Candidate) -> Iterator[None]:
-    """Turns whatever a kernel raises into a row: the others are still to be timed."""
+    """Turns an exception of a kernel into a row, so that the others are still timed."""
     try:
         yield
     except Exception as error:

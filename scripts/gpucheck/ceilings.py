@@ -1,4 +1,4 @@
-"""What the device does at best, and what a turn of the timing loop costs, in the same run."""
+"""Ceilings of the device, and the cost of a turn of the timing loop, in the same run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(record: CheckRecord) -> None:
 
 
 def ceiling(record: CheckRecord, name: str) -> float | None:
-    """A figure of this run, None if it was not measured."""
+    """A figure of this run, or None."""
     return next((row["value"] for row in record.rows.get(SUITE, []) if row["name"] == name), None)
 
 
@@ -27,7 +27,7 @@ def tables(record: CheckRecord) -> list[str]:
     names = {
         "matmul_tflops": "bfloat16 product of two 8192 x 8192 matrices, TFLOP/s",
         "copy_gbps": "1 GiB read and written, GB/s",
-        "turn_us": "turn of the timing loop around nothing, in each figure of a JAX function, us",
+        "turn_us": "empty turn of the timing loop, included in each figure of a JAX function, us",
     }
     rows = [(label, ceiling(record, name)) for name, label in names.items()]
     return [table("Ceilings of the device", ("measured", "value"), rows)]

@@ -21,7 +21,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
 
 
 def check(record: CheckRecord, implementation: str, *, mutant: str | None = None, **shape: Any) -> None:
-    """One case of the kernel's tests, or with `mutant` what must differ from it."""
+    """One case of the kernel's tests, or with `mutant` a variant that must differ from it."""
     case = Case(**shape)
     inputs, arguments = case.arguments(**({} if mutant is None else MUTANTS[mutant](case)))
     named = ", ".join(f"{name} {value}" for name, value in shape.items() if name != "dtype")
@@ -29,7 +29,7 @@ def check(record: CheckRecord, implementation: str, *, mutant: str | None = None
     try:
         result = decode_attention(*inputs, **arguments, implementation=implementation)
         error = float(worst(result, case.expected()))
-    except Exception as raised:  # the other cases still have to be checked
+    except Exception as raised:  # the other cases are still checked
         record.add(SUITE, **row, mutant=mutant, error=None, tolerance=TOLERANCE[case.dtype], passed=False)
         record.fail(f"{SUITE}: {implementation}, {case.dtype}, {named}: {type(raised).__name__}: {raised!s:.300}")
         return

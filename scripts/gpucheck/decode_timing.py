@@ -1,5 +1,5 @@
-"""Paged decode attention on the device: bytes of keys and values per second, beside JAX's own kernel where that one can
-be used (whole pages, one length per request)."""
+"""Paged decode attention on the device: bytes of keys and values per second, compared with JAX's own kernel where that
+is possible (whole pages, one length per request)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = ((1, 16384), (8, 8192), (32, 4096), (64, 8192))
 
 
 def time_size(record: CheckRecord, num_requests: int, num_tokens: int) -> None:
-    """Times one size, competitors in turn."""
+    """Times one size, alternating between implementations."""
     num_entries = num_tokens // PAGE_SIZE
     num_pages = num_requests * num_entries
     q = random_bfloat16(0, num_requests, NUM_HEADS, HEAD_DIM)
@@ -50,7 +50,7 @@ def time_size(record: CheckRecord, num_requests: int, num_tokens: int) -> None:
             calls,
         ),
     }
-    with warnings.catch_warnings():  # deprecated from jax 0.11 on, as is the backend below it
+    with warnings.catch_warnings():  # deprecated from jax 0.11 on, as is its backend
         warnings.simplefilter("ignore")
         try:
             from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
@@ -61,7 +61,7 @@ def time_size(record: CheckRecord, num_requests: int, num_tokens: int) -> None:
                 (q, k, v, tables, lengths),
                 calls,
             )
-        except Exception as error:  # another jax may have dropped it; ours are timed all the same
+        except Exception as error:  # another jax may have removed it; ours are still timed
             record.say(f"jax paged_attention: {type(error).__name__}: {error!s:.200}")
     seconds = interleaved(timed, 3 if record.is_quick else 7)
     for name, samples in seconds.items():
@@ -79,7 +79,7 @@ def time_size(record: CheckRecord, num_requests: int, num_tokens: int) -> None:
 
 
 def run(record: CheckRecord) -> None:
-    """Every size while time is left."""
+    """Times every size while there is time."""
     for num_requests, num_tokens in SIZES[1:2] if record.is_quick else SIZES:
         if record.seconds_left() > 0:
             time_size(record, num_requests, num_tokens)

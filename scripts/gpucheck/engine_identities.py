@@ -1,5 +1,5 @@
-"""What reuse must not change, in bfloat16 on the device, through the engine with a small model and the platform's own
-kernels; and that its float32 is no less."""
+"""Identities of reuse in bfloat16 on the device, through the engine with a small model and the platform's own kernels;
+and the precision of its float32."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from scripts.gpucheck.record import CheckRecord, table
 SUITE = "engine_identities"
 CONFIG = LlamaConfig(512, 256, 4, 8, 2, 64, 512, 500000.0)
 ROUNDING = 0.03
-"""Largest relative distance of logits where shapes, and so rounding, differ; measured on a CPU 0.007, and 0.6 where
-KV computed behind other passages is taken as it is."""
+"""Largest relative distance of logits if shapes, and so rounding, differ; measured on a CPU 0.007, and 0.6 for KV
+computed behind other passages and reused unchanged."""
 FLOAT32_ROUNDING = 3e-5
-"""The same of float32 from the plain model on the host's CPU, which runs no kernel; measured on a CPU 1.3e-6, and 0.009
+"""The same in float32 from the plain model on the host's CPU, which runs no kernel; measured on a CPU 1.3e-6, and 0.009
 in bfloat16. TF32 keeps 11 bits, 5e-4."""
 _LENGTHS = (60, 48, 130, 33)
 _POOL_BYTES = 8 << 20
@@ -36,7 +36,7 @@ _TOKENS = 8
 
 
 def run(record: CheckRecord) -> None:
-    """Every identity, and what must not be one."""
+    """Checks every identity, and a mutant that must not be one."""
     params = init_params(CONFIG, jax.random.key(5), jnp.bfloat16)
     model = LoadedModel("identities", CONFIG, params, None, None, frozenset(), "gpu-check-identities")
     draw = random.Random(5)
@@ -91,13 +91,13 @@ def _ask(engine: Engine, segments: Sequence[Sequence[int]], reuse: ReuseMode) ->
 
 
 def _same(record: CheckRecord, name: str, got: Response, wanted: Response) -> None:
-    """The same bits and the same tokens: the same steps ran at the same sizes."""
+    """Checks for the same bits and tokens: the same steps ran at the same sizes."""
     error = _distance(got, wanted) if got.token_ids == wanted.token_ids else float("inf")
     record.compare(SUITE, error, 0.0, name=name)
 
 
 def _close(record: CheckRecord, name: str, got: Response, wanted: Response, *, is_exact: bool) -> None:
-    """The same up to rounding, and the report says what `is_exact` does."""
+    """Checks for the same logits up to rounding, and a report that agrees with `is_exact`."""
     record.compare(SUITE, _distance(got, wanted), ROUNDING, name=name)
     if got.reuse.exact is not is_exact or got.reuse.recomputed_tokens:
         record.fail(
@@ -106,7 +106,7 @@ def _close(record: CheckRecord, name: str, got: Response, wanted: Response, *, i
 
 
 def _distance(got: Response, wanted: Response) -> float:
-    """Of the logits of the first token, relative; NaN stays NaN."""
+    """Relative distance of the logits of the first token; NaN stays NaN."""
     return _apart(got.first_logits, wanted.first_logits)
 
 

@@ -1,4 +1,4 @@
-"""What a measurement on an accelerator is recorded with: machine, versions, state of the GPU."""
+"""Environment recorded with a measurement on an accelerator: machine, versions, state of the GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PACKAGES += ("triton",)
 
 
 def machine() -> dict[str, Any]:
-    """Machine and versions as every benchmark has them, those of the device's own packages, and what nvidia-smi says
-    of the GPU, where there is one."""
+    """Machine and versions as in every benchmark, versions of the device's packages, and nvidia-smi's data of the GPU,
+    if there is one."""
     found = environment()
     for package in PACKAGES:
         try:

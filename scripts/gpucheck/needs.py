@@ -1,4 +1,4 @@
-"""What the checks and benchmarks on an accelerator import of other packages. Imports none of it."""
+"""Packages that the checks and benchmarks on an accelerator need. Imports none of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NEEDED = {
     "tokenizers": "tokenizers",
     "xxhash": "xxhash",
 }
-"""Module -> the package that has it: all that an engine with a store in memory or in a directory takes. The machine
-need not have the rest of pyproject.toml; `PYTHONPATH` set to the repository stands for an installation."""
+"""Module -> its package: all that an engine with a store in memory or in a directory needs. The machine need not have
+the other packages of pyproject.toml; `PYTHONPATH` set to the repository replaces an installation."""
 
 
 def missing_packages() -> list[str]:
-    """The packages that are not there."""
+    """The packages that are missing."""
     return [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]

@@ -1,4 +1,4 @@
-"""Results of a run as they come: rows on disk, verdicts, time left, tables."""
+"""Results of a run, written as they come: rows, verdicts, time left, tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class CheckRecord:
-    """The rows of every suite; a run that is killed leaves all it had in `path`.
+    """The rows of every suite, kept in `path` even if the run is killed.
 
     Attributes:
       rows: suite -> its rows, in order.
@@ -33,7 +33,7 @@ class CheckRecord:
         self.write(is_complete=False)
 
     def seconds_left(self) -> float:
-        """Until the limit; negative behind it."""
+        """Seconds until the limit; negative after it."""
         return self._start + self.limit_s - time.monotonic()
 
     def say(self, line: str) -> None:
@@ -41,19 +41,19 @@ class CheckRecord:
         print(f"{time.monotonic() - self._start:6.1f} s  {line}", flush=True)
 
     def add(self, suite: str, **row: Any) -> dict[str, Any]:
-        """The row, kept and on disk."""
+        """Adds a row and writes it to disk."""
         self.rows.setdefault(suite, []).append(row)
         self.write(is_complete=False)
         return row
 
     def fail(self, failure: str) -> None:
-        """Keeps a failure and prints it."""
+        """Records and prints a failure."""
         self.failures.append(failure)
         self.write(is_complete=False)
         self.say(f"FAILED {failure}")
 
     def compare(self, suite: str, error: float, tolerance: float, *, mutant: str | None = None, **row: Any) -> bool:
-        """Adds a row; True if the error is within the tolerance, or beyond it where a `mutant` is computed."""
+        """Adds a row; True if the error is within the tolerance, or beyond it for a `mutant`."""
         is_within = bool(error <= tolerance)
         passed = is_within if mutant is None else not is_within
         self.add(suite, **row, mutant=mutant, error=_finite(error), tolerance=tolerance, passed=passed)
@@ -64,7 +64,7 @@ class CheckRecord:
         return passed
 
     def results(self, *, is_complete: bool = True) -> dict[str, Any]:
-        """All that there is, as it is written."""
+        """All results as JSON values."""
         return {
             **self._header,
             "is_quick": self.is_quick,
@@ -75,7 +75,7 @@ class CheckRecord:
         }
 
     def write(self, *, is_complete: bool) -> None:
-        """All results to `path`, which never holds half a file."""
+        """Writes all results to `path`, which is never incomplete."""
         results = self.results(is_complete=is_complete)
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
@@ -83,12 +83,12 @@ class CheckRecord:
 
 
 def _finite(error: float) -> float | None:
-    """JSON has no infinity; None stands for NaN and for it."""
+    """None for NaN and infinity, which JSON lacks."""
     return error if math.isfinite(error) else None
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table that also reads well as it is: first column left, the others right; None is an empty cell."""
+    """A Markdown table that is also readable as text: first column left, the others right; None is an empty cell."""
     cells = [[_text(value) for value in row] for row in (columns, *rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(columns))]
 

@@ -1,7 +1,7 @@
 """RoPE on the device at positions up to 128k against complex rotation in float64.
 
-The angles are those of float32, as the functions document them: at position 131,071 float32 angles are themselves up to
-0.008 radians off, which says nothing about a device.
+The angles are float32, as documented by the functions: at position 131,071 float32 angles are up to 0.008 radians off
+on any device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scripts.gpucheck.record import CheckRecord, table
 
 SUITE = "rope_numerics"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
-"""Largest absolute error of numbers up to about 5: float32 rounds them to 5e-7, bfloat16 to 0.016."""
+"""Largest absolute error for numbers up to about 5: float32 rounds them to 5e-7, bfloat16 to 0.016."""
 LAST = 131_071
 """The last position of Llama 3.1's context."""
 
@@ -31,7 +31,7 @@ def turned(x: np.ndarray, turns: np.ndarray, frequencies: np.ndarray) -> np.ndar
 
 
 def check(record: CheckRecord, dtype: str, head_dim: int, num_tokens: int) -> None:
-    """Apply, remove and move, each against its one rotation, and what must differ from it."""
+    """Apply, remove and move, each against its rotation, and variants that must differ from it."""
     random = np.random.default_rng(head_dim)
     x = jnp.asarray(random.standard_normal((num_tokens, 8, head_dim)), jnp.float32).astype(dtype)
     old, new = (random.integers(0, LAST + 1, num_tokens).astype(np.int32) for _ in range(2))

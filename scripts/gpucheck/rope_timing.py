@@ -13,7 +13,7 @@ from scripts.gpucheck.timing import calls_per_sample, interleaved, random_bfloat
 
 SUITE = "rope_timing"
 NUM_TOKENS = 131_072
-"""With 8 heads of 128 in bfloat16 268 MB, several times any cache."""
+"""With 8 heads of 128 in bfloat16 268 MB, several times the size of any cache."""
 
 
 def run(record: CheckRecord) -> None:

@@ -1,7 +1,7 @@
-"""An attention problem of serving size and the float64 answer for a sample of it.
+"""An attention problem of serving size, and the float64 answer for a sample of it.
 
-A softmax over 16,000 slots averages away whatever one slot does, so that plain numbers would hide a wrong mask. Here
-each computed token's own key, and the first key that it may not see, point its way, and errors are relative.
+A softmax over 16,000 slots averages away the effect of one slot, so random numbers would hide a wrong mask. Here each
+computed token's own key and the first masked key are aligned with its query, and errors are relative.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ServingCase(Case):
         # A score of about log(slots) + 1/2 makes a key as heavy as all other slots, whose scores are standard normal.
         strength = (np.log(num_slots / 2) + 0.5) / np.sqrt(128)
         strong = strength * self.q.reshape(num_queries, num_kv_heads, group, 128).sum(2)
-        free = np.setdiff1d(self.q_pos + 1, self.q_pos) - 1  # behind these the next token is not computed
+        free = np.setdiff1d(self.q_pos + 1, self.q_pos) - 1  # the token after these is not computed
         free = free[free + 1 < np.count_nonzero(self.k_pos != UNUSED)]
         self._point(free + 1, strong[np.searchsorted(self.q_pos, free)])
         self._point(self.q_pos, strong)
@@ -81,7 +81,7 @@ class ServingCase(Case):
         return oracle(q, k, self.v, visible=visible, scale=self.scale, onehot=onehot)
 
     def relative_error(self, result: Sequence[Any], expected: Sequence[np.ndarray]) -> float:
-        """The worst of three, NaN as infinity: error of a row's output relative to its length; of a mass, relative to
+        """The largest of three errors, NaN as infinity: of a row's output relative to its length; of a mass relative to
         it plus 1e-4; of lse."""
         out, mass, lse = (np.asarray(part[self.rows], np.float64)[:, self.heads] for part in result)
         wanted_out, wanted_mass, wanted_lse = expected

@@ -1,10 +1,10 @@
-"""Times device code: many calls per sample, competitors in turn.
+"""Times device code: many calls per sample, alternating between candidates.
 
 JAX functions run in a compiled loop. A barrier makes each turn's inputs depend on the last turn's result, so that XLA
-neither hoists work out of the loop nor merges turns, and costs nothing itself: in the loop compiled for an H100, each
-turn holds every kernel of the call and no copy. PyTorch functions are captured as one CUDA graph of many calls. So
-neither pays for Python; JAX's loop still launches its kernels one by one, which shows in calls of some ten microseconds
-(`turn_us` is what it takes around nothing).
+neither hoists work out of the loop nor merges turns. It costs nothing itself: in the loop compiled for an H100, each
+turn has every kernel of the call and no copy. PyTorch functions are captured as one CUDA graph of many calls. So no
+time of Python is included; JAX's loop still launches its kernels one by one, which is visible in calls of some ten
+microseconds (`turn_us` is the time of an empty turn).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SAMPLE_S = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """Something to be timed.
+    """A function to be timed.
 
     Attributes:
       sample: runs it often enough and returns the seconds of one call.
-      result: what its first run computed.
+      result: of its first run.
       method: how a sample repeats its calls.
     """
 
@@ -46,7 +46,7 @@ def calls_per_sample(floor_s: float, most: int = 1000) -> int:
 
 
 def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """`function` as a function of the same arrays that computes its result `calls` times, one after the other."""
+    """A function of the same arrays that computes the result of `function` `calls` times, one after the other."""
 
     def run(*arrays: Any) -> Any:
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *arrays))
@@ -61,7 +61,7 @@ def looped(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 def lowered_jax(function: Callable[..., Any], arrays: Sequence[Any], calls: int) -> Callable[[], Timed]:
-    """`function(*arrays)`, traced; what comes back compiles it and warms it up, and may run in a thread of its own."""
+    """Traces `function(*arrays)`; returns a function that compiles and warms it up, which may run in a thread."""
     lowered = jax.jit(looped(function, calls)).lower(*arrays)
 
     def build() -> Timed:
@@ -83,7 +83,7 @@ def timed_jax(function: Callable[..., Any], arrays: Sequence[Any], calls: int) -
 
 
 def interleaved(timed: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """Seconds per call, one sample a round after one that does not count: all in turn, every other round backwards."""
+    """Seconds per call, one sample a round after an uncounted one: all in turn, every other round backwards."""
     for one in timed.values():
         one.sample()
     seconds: dict[str, list[float]] = {name: [] for name in timed}
@@ -112,7 +112,7 @@ def matmul_tflops(size: int, rounds: int) -> float:
 
 
 def copy_gbps(num_bytes: int, rounds: int) -> float:
-    """GB/s, read plus written, of one pass over an array that no cache holds; each byte is changed, or XLA drops it."""
+    """GB/s, read plus written, of one pass over an array larger than any cache; each byte changes, so XLA keeps it."""
     words = jnp.arange(num_bytes // 4, dtype=jnp.uint32)
     timed = timed_jax(lambda x: x ^ np.uint32(1), (words,), calls_per_sample(2 * num_bytes / 3e12, 100))
     return 2 * num_bytes / statistics.median(interleaved({"copy": timed}, rounds)["copy"]) / 1e9
@@ -122,8 +122,8 @@ def transfer_gbps(num_bytes: int, rounds: int, memory_kind: str) -> float:
     """GB/s from host memory to the device, one array at a time.
 
     Args:
-      memory_kind: "pinned_host" for memory that the device reads by itself, the most that the link gives;
-        "unpinned_host" for a NumPy array, as it comes.
+      memory_kind: "pinned_host" for memory that the device reads directly, the maximum of the link; "unpinned_host" for
+        an ordinary NumPy array.
 
     Raises:
       NotImplementedError: the device has no such memory.
@@ -147,6 +147,6 @@ def transfer_gbps(num_bytes: int, rounds: int, memory_kind: str) -> float:
 
 
 def turn_us(rounds: int) -> float:
-    """Microseconds of a turn of the loop around the smallest of kernels."""
+    """Microseconds of a turn of the loop with a minimal kernel."""
     timed = timed_jax(lambda x: x + 1, (jnp.zeros(1, jnp.int32),), 1000)
     return 1e6 * statistics.median(interleaved({"turn": timed}, rounds)["turn"])

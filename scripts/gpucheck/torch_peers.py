@@ -1,4 +1,4 @@
-"""PyTorch's attention kernels on the arrays of JAX, as competitors. Runs without PyTorch too: `missing` says so."""
+"""PyTorch's attention kernels on JAX's arrays, for comparison. Importable without PyTorch (see `missing`)."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -12,16 +12,16 @@ import numpy as np
 from scripts.gpucheck.timing import Timed
 
 MOST_CALLS = 200
-"""In one CUDA graph."""
+"""Calls in one CUDA graph."""
 _RECOMPILES = 64
-"""Shapes that one process may compile FlexAttention for; PyTorch's own 8 are fewer than a full run has."""
+"""Shapes that one process may compile FlexAttention for; PyTorch's default of 8 is too low for a full run."""
 
 Call = Callable[[], Any]
 """Runs a kernel; returns [1, Q, N, H]."""
 
 
 def missing() -> str | None:
-    """Why PyTorch cannot compete, or None."""
+    """Why PyTorch cannot run, or None."""
     try:
         import torch
     except ImportError:
@@ -56,8 +56,8 @@ def causal(q: Any, k: Any, v: Any, *, scale: float, backend: str) -> Call:
 
 
 def flex(q: Any, k: Any, v: Any, q_pos: Any, *, scale: float, is_compiled: bool = True) -> Call:
-    """FlexAttention of queries at positions `q_pos` [N], int32, over slots at 0, 1, ...; its block mask, built once and
-    not timed, lets it skip blocks that no query sees and leave out the mask where every query sees all."""
+    """FlexAttention of queries at positions `q_pos` [N], int32, over slots at 0, 1, ... With its block mask, built once
+    and not timed, it skips blocks that no query sees, and the mask in those that every query sees completely."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -88,7 +88,7 @@ def timed_torch(call: Call, calls: int) -> Timed:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # JAX's threads may call CUDA meanwhile, which the default mode would take for an error of this capture.
+        # JAX's threads may call CUDA meanwhile, which the default mode would treat as an error of this capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
                 call()

@@ -1,1 +1,1 @@
-"""Compilation of the kernels for chips that are not at hand; see scripts/kernels_aot.py."""
+"""Compilation of the kernels for chips that are not present; see scripts/kernels_aot.py."""

@@ -136,7 +136,7 @@ DECODE_CASES = (
 
 ALL_CASES = (*CASES, *DECODE_CASES)
 CONTROL, DECODE_CONTROL = CASES[1], DECODE_CASES[0]
-"""What the kernels that must fail are compiled for."""
+"""Shapes of the controls, which must fail to compile."""
 
 QUICK = frozenset({CONTROL.name, "rotated", DECODE_CONTROL.name, "decode, 70B TP8, rotated"})
-"""Names of the cases that every push compiles: each kernel with and without rotation, and what the controls spoil."""
+"""Names of the cases that every push compiles: each kernel with and without rotation, and those of the controls."""

@@ -22,7 +22,7 @@ LIMITS = {
     "spill_bytes": {"a100": 0, "h100": 0},
     "hbm_bytes": {"a100": 80_000_000_000, "h100": 80_000_000_000},
 }
-"""Shared memory of one program, no register may live in memory, and a chip's memory."""
+"""Shared memory of one program, no spilled registers, and a chip's memory."""
 
 _COMMON = """
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 shared_memory_per_block: 49152
@@ -47,7 +47,7 @@ _DEVICES = {
 
 
 def set_environment(dump: Path) -> None:
-    """To be called before jax is imported: PTX and launch sizes are written to `dump`."""
+    """Makes XLA write PTX and launch sizes to `dump`; call it before jax is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump}"
 
@@ -67,7 +67,7 @@ def devices_of(chip: str) -> Sequence[Any]:
 
 
 def implementation(chip: str) -> str:
-    """The name that `attention` knows the kernel by."""
+    """The kernel's name as an implementation of `attention`."""
     return f"triton:{chip}"
 
 

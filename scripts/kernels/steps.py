@@ -1,8 +1,7 @@
-"""The engine's jitted steps at Llama-3-8B's shapes, as abstract calls, and what compiling one says of its memory. Knows
-no chip's name, no compiler and no gate.
+"""The engine's jitted steps at Llama-3-8B's shapes, as abstract calls, and their memory as reported by a compiler.
 
 To add a step, list a `StepCase`. Every array names its axes, as the table of weights does: on several chips a mesh
-decides by these names where each lies, on one chip they mean nothing.
+places arrays by these names, on one chip they have no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ccjax.models.llama3.steps import logits_step, rotate_step
 
 Axes = tuple[str | None, ...]
 Place = Callable[[Axes, tuple[int, ...]], Sharding | None]
-"""Axes and shape of an array -> where it lies."""
+"""Axes and shape of an array -> its sharding."""
 PAGE_TOKENS = 16
 
 _KV: Axes = (None, "kv_heads", "head_dim")
@@ -38,10 +37,10 @@ class StepCase:
 
     Attributes:
       step: a jitted function of `ccjax.models.llama3`.
-      rows: computed tokens; of `paged_decode_step` and `logits_step` requests, of `rotate_step` slots.
-      slots: of the context; of each request where there are several.
+      rows: computed tokens; for `paged_decode_step` and `logits_step` requests, for `rotate_step` slots.
+      slots: of the context; of each request if there are several.
       num_segments: columns of the mass output, 0 for none.
-      num_devices: that the model is split over.
+      num_devices: devices that the model is split over.
     """
 
     name: str
@@ -54,7 +53,7 @@ class StepCase:
     dtype: str = "bfloat16"
 
     def call(self, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments, without memory, and static ones.
+        """Abstract positional arguments, and static ones.
 
         Args:
           implementation: of the attention, by the chip's name.
@@ -101,7 +100,7 @@ class _Arrays:
         return self.make((*shape, self._case.config.head_dim), (None,) * (len(shape) + 1), jnp.float32)
 
     def pages(self) -> jax.ShapeDtypeStruct:
-        """[K, P, T, H]: twice what the contexts of the case take, as beside cached chunks."""
+        """[K, P, T, H]: twice the size of the case's contexts, as if there were also cached chunks."""
         case = self._case
         requests = case.rows if case.step is paged_decode_step else 1
         shape = (case.config.num_kv_heads, 2 * requests * case.slots // PAGE_TOKENS, PAGE_TOKENS, case.config.head_dim)
@@ -168,7 +167,7 @@ QUICK_STEPS = frozenset({STEP_CASES[2].name})
 def compile_step(
     case: StepCase, implementation: str, devices: Sequence[Any], platform: str, options: dict[str, Any] | None = None
 ) -> Any:
-    """The executable of a step on the first described devices, as many as it takes."""
+    """The executable of a step on the first of the described devices."""
     mesh = make_mesh(case.config, devices[: case.num_devices]) if case.num_devices > 1 else None
 
     def place(axes: Axes, shape: tuple[int, ...]) -> Sharding:
@@ -182,9 +181,10 @@ def compile_step(
 
 
 def step_figures(executable: Any) -> dict[str, int]:
-    """Bytes of the arguments; of the results that take memory of their own (donated arguments' are not copied); of what
-    the step needs besides; of all three (`hbm_bytes`). Where the compiler counts, operations and bytes moved; those of
-    a kernel it does not know. Of several devices each one's, and what they do together: sums, and anything else.
+    """Bytes of the arguments, of the results (except donated ones), of temporaries, and of all three (`hbm_bytes`).
+
+    If the compiler counts them, operations and bytes moved, without those of kernels. With several devices each one's
+    figures, and the numbers of all-reduces and of other communication.
 
     Raises:
       ValueError: the compiler gives no memory analysis.
@@ -211,12 +211,12 @@ def step_figures(executable: Any) -> dict[str, int]:
 
 
 def step_controls(implementation: str) -> Iterator[tuple[str, StepCase, str, str]]:
-    """(name, case, implementation, what the gate must say): steps that must not pass for the case of the same name."""
+    """(name, case, implementation, message of the gate): steps that must not pass for the case of the same name."""
     prefill, paged, split = STEP_CASES[1], STEP_CASES[2], STEP_CASES[7]
     yield "attention that writes all scores out", prefill, "reference", "temp_bytes rose|(?i:memory)"
     kept = jax.jit(inspect.unwrap(paged_decode_step), static_argnames=("config", "implementation", "mesh"))
     _CALLS[kept] = _paged_decode
     yield "pages that are not donated", dataclasses.replace(paged, step=kept), implementation, "result_bytes rose"
-    # What the mesh is for: without split heads each device would have all of them.
+    # The purpose of the mesh: without split heads each device would have all of them.
     whole = dataclasses.replace(split, num_devices=1)
     yield "a step that is not split", dataclasses.replace(whole, name=split.name), implementation, "argument_bytes rose"

@@ -14,15 +14,15 @@ CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 """Chip -> the topology that it is compiled for."""
 PACKAGES = ("jax", "libtpu")
 LIMITS = {"vmem_bytes": {"v5e": 16 << 20, "v6e": 32 << 20}, "hbm_bytes": {"v5e": 16 << 30, "v6e": 32 << 30}}
-"""What the compiler grants one kernel unless asked for more, and a chip's memory."""
+"""The compiler's default limit for one kernel, and a chip's memory."""
 
 
 def set_environment(dump: Path) -> None:
-    """To be called before jax is imported: schedules are written to `dump`."""
+    """Makes libtpu write schedules to `dump`; call it before jax is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    # One pass alone: the texts of all passes are 200 MB for one kernel.
+    # Only one pass: the texts of all passes are 200 MB for one kernel.
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=hlo-static-per-bundle-utilization"
@@ -37,7 +37,7 @@ def devices_of(chip: str) -> Sequence[Any]:
 
 
 def implementation(chip: str) -> str:
-    """The name that `attention` knows the kernel by."""
+    """The kernel's name as an implementation of `attention`."""
     return f"mosaic_tpu:{chip}"
 
 
@@ -47,11 +47,11 @@ def options() -> None:
 
 def figures(executable: Any, kernel: str, dump: Path, chip: str) -> dict[str, int]:
     """VMEM of the kernel, bundles of its static schedule (both branches, start and end), store slots that spill; the
-    most of each where it is called several times."""
+    maximum of each over several calls."""
     calls = [line for line in executable.as_text().splitlines() if "tpu_custom_call" in line and kernel in line]
     sizes = [re.search(r'scoped_memory_configs":\[\{[^\]]*"size":"(\d+)"', line) for line in calls]
     schedules = [path for path in dump.glob(f"*{kernel}*final_hlo-static-per-bundle-utilization*")]
-    # Calls that are the same have one schedule.
+    # Identical calls have one schedule.
     if None in sizes or not 0 < len(schedules) <= len(calls):
         raise ValueError(f"compiler output: wanted kernels and their schedules, got {len(calls)} and {len(schedules)}")
     schedule = [_schedule(path.read_text()) for path in schedules]

@@ -1,5 +1,5 @@
-"""The chunk-cache of one simulated replica: plans prompts over its index, counts uses, stores what was computed. Uses
-the engine's own planner, strategies, index, placement and eviction, with placeholders for attention masses and KV."""
+"""The chunk-cache of one simulated replica: plans prompts, counts uses and stores computed chunks, with the engine's
+own planner, strategies, index, placement and eviction, and placeholders for attention masses and KV."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Planned:
       at: `Changes.count` of the index when it was made.
       computed: tokens that run through the model.
       uses: variants reused, with their CFO.
-      num_documents, num_hits: passages, and those of which nothing or only some tokens are computed.
+      num_documents, num_hits: all passages, and those reused.
     """
 
     view: PromptView
@@ -167,11 +167,11 @@ class ReplicaCache:
         return self._summed(view, plan) if given_up else planned
 
     def pin(self, planned: Planned) -> LoadTicket:
-        """Pins what a plan reuses."""
+        """Pins the variants that a plan reuses."""
         return self.store.prepare_load(planned.plan.pin)
 
     def unpin(self, ticket: LoadTicket) -> None:
-        """Promotes what was read from a lower tier where it is worth it."""
+        """Promotes variants read from a lower tier to faster tiers where that is worth it."""
         self.index.complete_load(ticket)
 
     def num_bytes(self, num_tokens: int) -> int:
@@ -179,7 +179,7 @@ class ReplicaCache:
         return self._kv_spec.num_bytes(num_tokens)
 
     def keep(self, planned: Planned) -> None:
-        """Credits what was reused and stores what was computed, as `CachedPrefill.keep` does."""
+        """Credits reused variants and stores computed chunks, as `CachedPrefill.keep` does."""
         if self.is_off:
             return
         plan, view = planned.plan, planned.view

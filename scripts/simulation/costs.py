@@ -1,5 +1,4 @@
-"""Seconds of prefills, decode steps and loads: a roofline over public figures, or a measured grid with the rest
-fitted."""
+"""Seconds of prefills, decode steps and loads, from a roofline over public figures or from a measured grid."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ class SimulatedPiece(NamedTuple):
 
     Attributes:
       new: computed tokens of one request.
-      seen: how many tokens of context the last of them sees, itself included.
-      is_last: the request's next token is drawn behind them, which takes the output head.
+      seen: number of context tokens that the last of them sees, including itself.
+      is_last: the request's next token is sampled after them, which needs the output head.
     """
 
     new: int
@@ -81,7 +80,7 @@ class _Derived(abc.ABC):
         return num_tokens * self._one_prefill_s(cached_tokens, new_tokens) / new_tokens
 
     def load_s(self, tier: str, num_bytes: int) -> float:
-        """See `CostModel`; what is on disk comes through host memory."""
+        """See `CostModel`; KV on disk is loaded through host memory."""
         if tier == DEVICE:
             return 0.0
         return self.link_s(HOST, num_bytes) + (self.link_s(DISK, num_bytes) if tier == DISK else 0.0)
@@ -91,10 +90,10 @@ class _Derived(abc.ABC):
 class RooflineCosts(_Derived):
     """A step takes the larger of its compute time and its memory time, plus a fixed time per layer.
 
-    Compute: 2 FLOPs for each weight of a layer that a token meets (only its experts), 4 for each pair of query and key
+    Compute: 2 FLOPs per token for each weight of a layer (only its own experts'), 4 for each pair of query and key
     value; the output head for one token per request. Memory: all weights once per step (only experts with a token), and
-    the KV read. A split model has two all-reduces per layer, rings of `2 (n-1)/n` of the activations. Padding, and the
-    attention masses that ccjax computes besides, are part of `Hardware.compute_ratio`.
+    the KV read. A split model has two all-reduces per layer, rings of `2 (n-1)/n` of the activations. Padding and
+    ccjax's attention masses are part of `Hardware.compute_ratio`.
 
     Attributes:
       tensor_parallel_size: devices that the model is split over; rates and host links add up.

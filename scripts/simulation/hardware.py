@@ -1,4 +1,4 @@
-"""What devices can do: by their makers' public figures, with the share of that which serving gets, or measured."""
+"""Peak rates of devices by their makers' public figures, with the shares of these that serving reaches, or measured."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Hardware:
       flops_per_s: peak of dense products in the dtype that is served, bfloat16 unless the preset says otherwise.
       memory_bytes: of the device.
       memory_bytes_per_s: peak of the device's memory.
-      host_bytes_per_s: from host memory to the device, one way, as applications see it.
+      host_bytes_per_s: from host memory to the device, one way, as applications measure it.
       disk_bytes_per_s: from local disk to host memory.
-      link_bytes_per_s: to the other devices of a split model, one way; 0 where there is no such link.
-      compute_ratio: share of `flops_per_s` that large products get.
-      memory_ratio: share of `memory_bytes_per_s` that streaming weights and KV gets.
-      layer_s: fixed time of a layer's step: launches, and what the host does between two.
+      link_bytes_per_s: to the other devices of a split model, one way; 0 without such a link.
+      compute_ratio: share of `flops_per_s` that large products reach.
+      memory_ratio: share of `memory_bytes_per_s` reached by streaming weights and KV.
+      layer_s: fixed time of a layer's step: launches and the host's work between two.
       value_bytes: of a weight, activation or KV value.
     """
 
@@ -62,7 +62,7 @@ class Hardware:
 
 _GB = 10**9
 _GPU_HOST = {"PCIe 4.0 x16": 25e9, "PCIe 5.0 x16": 50e9}
-"""Four fifths of a direction's 31.5 and 63 GB/s: what pinned copies reach."""
+"""Four fifths of a direction's 31.5 and 63 GB/s, as pinned copies reach."""
 
 HARDWARE: Mapping[str, Hardware] = {
     one.name: one
@@ -83,15 +83,15 @@ HARDWARE: Mapping[str, Hardware] = {
         Hardware("v6e", 918e12, 32 * _GB, 1640e9, 25e9, link_bytes_per_s=400e9),
     )
 }
-"""By name. `compute_ratio` one half and `memory_ratio` four fifths are assumed for all of them: what served models
-usually get of data-sheet figures. The machine that asks is measured instead: `measure_cpu`."""
+"""By name. A `compute_ratio` of one half and a `memory_ratio` of four fifths, typical of served models, are assumed for
+all of them. This machine is measured instead: `measure_cpu`."""
 
 
 def hardware(name: str) -> Hardware:
     """The preset of that name, or this machine's CPU, measured now, for "cpu".
 
     Raises:
-      ValueError: there is none; the message names those there are.
+      ValueError: no such preset; the message names the known ones.
     """
     if name == "cpu":
         return measure_cpu()
@@ -101,10 +101,10 @@ def hardware(name: str) -> Hardware:
 
 
 def measure_cpu() -> Hardware:
-    """This machine's CPU in float32, measured in a second: products, and copies of memory. Busy machines are slow ones;
-    ratios are 1, for the rates are measured.
+    """The rates of this machine's CPU now in float32, measured in a second, including the effect of other work: products
+    and copies of memory. Ratios are 1, since the rates are measured.
 
-    The disk is not measured: a benchmark of the store does that (`bench.py store`), and 1 GB/s is taken.
+    The disk is not measured (`bench.py store_io` does that) but assumed to read 1 GB/s.
     """
     left = np.full((_WIDTH, _WIDTH), 0.5, np.float32)
     source = np.ones(_COPY_BYTES, np.uint8)
@@ -127,7 +127,7 @@ def measure_cpu() -> Hardware:
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    run()  # the first touches the memory
+    run()  # the first run touches the memory
     seconds = []
     for _ in range(_REPETITIONS):
         started = time.perf_counter()

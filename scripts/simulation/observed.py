@@ -1,4 +1,4 @@
-"""How fast this machine was while an engine answered: fitted to the traces of its answers."""
+"""The speed of this machine while an engine answered, fitted to the traces of its answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Prefill:
     """One request on the engine's clock, seconds.
 
     Attributes:
-      cached, new: tokens of its prompt that were taken over, and that ran.
-      arrived_s: when it came.
-      packs_s: when the packs began that it ran in, one or several.
-      layers_s, ended_s: when its last layer was through, and its first token was there.
-      ttft_s: to its first token, as the client saw it.
+      cached, new: tokens of its prompt that were reused, and that ran.
+      arrived_s: its arrival.
+      packs_s: starts of its packs.
+      layers_s, ended_s: end of its last layer, and time of its first token.
+      ttft_s: time to first token, as measured by the client.
     """
 
     cached: int
@@ -37,7 +37,7 @@ class Prefill:
 
     @classmethod
     def of(cls, response: Response, ttft_s: float) -> Prefill:
-        """Of an answer with a trace."""
+        """Builds it from an answer with a trace."""
         report, trace = response.reuse, response.trace
         assert trace is not None
         layers = [span for span in trace.spans if span.kind == "layer"]
@@ -55,13 +55,13 @@ class Prefill:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What a machine did.
+    """The fitted speed of a machine.
 
     Attributes:
-      scale: times by which packs took longer than profiled ones of the same pieces, when another one had just run.
-      head_s: what the output head and the draw of the first token took of that, in profiled seconds.
-      host_work: what came on top of them.
-      num_fitted: packs that say so: such as ended a prompt, of which it is known how the others took part.
+      scale: factor by which packs took longer than profiled ones of the same pieces, directly after another pack.
+      head_s: part of that for the output head and sampling the first token, in profiled seconds.
+      host_work: times besides the packs.
+      num_fitted: packs that were fitted: those in which a prompt ended and whose pieces are all known.
     """
 
     scale: float
@@ -71,13 +71,13 @@ class Speed:
 
 
 class _Pack(NamedTuple):
-    """Some prefills' tokens that ran together.
+    """Pieces of prefills that ran together.
 
     Attributes:
-      ended_s: None where no prompt ended.
-      pieces: None where it is not known how many tokens each of them had.
-      num_begun, num_ended: prefills of which it was the first pack, the last.
-      arrived_s: when the first came of those that began in it; None without any.
+      ended_s: None if no prompt ended in it.
+      pieces: None if the number of tokens of each is unknown.
+      num_begun, num_ended: prefills that began and that ended in it.
+      arrived_s: earliest arrival of those that began in it; None if there are none.
     """
 
     started_s: float
@@ -89,10 +89,10 @@ class _Pack(NamedTuple):
 
 
 def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> Speed:
-    """The speed of a machine while it did these, in packs of so many tokens at most.
+    """Fits the speed of a machine to prefills in packs of at most this many tokens.
 
     Raises:
-      ValueError: fewer than four packs say something, or all of these came after a pause, or none.
+      ValueError: fewer than four packs can be fitted, or all or none of them ran after a pause.
     """
     before, behind, rows, taken = [], [], [], []
     free_s: float | None = -math.inf
@@ -110,18 +110,18 @@ def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> S
         has_ended_one = pack.num_ended == 1
     if len(rows) < 4 or not before or not behind:
         raise ValueError(
-            "wanted packs in which prompts end, some after a pause and some not, "
+            "wanted packs in which prompts end, both after a pause and without one, "
             f"got {len(rows)}, {len(before)} and {len(behind)}"
         )
-    import scipy.optimize  # half a second, which only fitting needs
+    import scipy.optimize  # takes half a second, and only fitting needs it
 
     weights, _ = scipy.optimize.nnls(np.asarray(rows), np.asarray(taken))
     scale, pack_s, piece_s, wake_s = weights.tolist()
     if not scale:
-        raise ValueError("wanted packs that take longer the more they compute, got others")
+        raise ValueError("wanted packs that take longer if they compute more tokens, got others")
     wanted = np.asarray(rows) @ weights
     jitter = np.asarray(taken) / wanted
-    # Drawn for packs of any size, scaled to the total time of these.
+    # Used for packs of any size, so scaled to the total time of these.
     jitter *= sum(taken) / wanted.sum() / jitter.mean()
     before_s = statistics.fmean(before)
     after_s = max(0.0, statistics.fmean(behind) - before_s)
@@ -132,8 +132,8 @@ def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> S
 
 
 def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
-    """All packs in order. A prompt that ends in one has all that is left of it there; one that goes on has the rest of
-    the pack, if it is the only such one."""
+    """All packs in order. A prompt that ends in a pack has all its remaining tokens there; if only one prompt continues
+    after the pack, it has the rest of the pack's tokens."""
     members: dict[float, list[int]] = {}
     for number, one in enumerate(prefills):
         for started_s in one.packs_s:

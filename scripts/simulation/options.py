@@ -1,4 +1,4 @@
-"""Command line of the simulator, and what it makes of it: a workload and a deployment. Runs nothing."""
+"""Command line of the simulator, and the workload and deployment that it describes."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ if TYPE_CHECKING:
     from scripts.simulation.workload import Workload
 
 _TYPICAL_TOKENS = (90, 110, 130, 160, 200, 260)
-"""Lengths of drawn passages where none are given: about what paragraphs of Wikipedia have."""
+"""Lengths of drawn passages if none are given: approximately those of Wikipedia's paragraphs."""
 _POOL_SHARE = 0.5
-"""Of what the weights leave of a device, for pages of requests, where neither --pool-bytes nor a device budget says."""
+"""Share of the memory left by the weights for pages of requests, without --pool-bytes and a device budget."""
 _USED_SHARE = 0.9
 _WEIGHTS_IN_WORKSPACE = 1.05
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
-    """Of `scripts/simulate.py`."""
+    """The argument parser of `scripts/simulate.py`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("what is asked, and when")
+    what = parser.add_argument_group("requests and their arrivals")
     add = what.add_argument
     add("--requests", type=int, default=10_000, help="how many (default 10,000)")
-    add("--warmup", type=int, default=0, help="of these, how many fill the caches first and count in no figure")
+    add("--warmup", type=int, default=0, help="how many of these only fill the caches and count in no figure")
     add("--rate", type=float, help="arrivals a second (default 5, with --arrivals as recorded)")
     add(
         "--arrivals",
         type=Path,
         metavar="FILE",
-        help="recorded ones: Azure's .csv, Mooncake's .jsonl (default: Poisson)",
+        help="recorded arrivals: Azure's .csv, Mooncake's .jsonl (default: Poisson)",
     )
     add("--trace", type=Path, metavar="FILE", help="retrieval trace: JSON lines with 'docs' (default: drawn)")
     add("--lengths", type=Path, metavar="FILE", help="JSON: tokens by passage id, or a list that passages draw from")
-    add("--passages", type=int, default=5000, help="drawn: how many there are (default 5,000)")
+    add("--passages", type=int, default=5000, help="drawn: number of passages (default 5,000)")
     add("--lists", type=int, default=20_000, help="drawn: distinct lists that requests retrieve (default 20,000)")
-    add("--zipf", type=float, default=0.9, help="drawn: exponent of how often passages, and lists, come (default 0.9)")
+    add("--zipf", type=float, default=0.9, help="drawn: exponent of the frequency of passages and lists (default 0.9)")
     add("--top-k", type=int, default=5, help="passages of a request (default 5)")
     add("--question-tokens", type=int, default=32, help="of each question (default 32)")
     add("--system-tokens", type=int, default=32, help="of the system prompt, 0 for none (default 32)")
     add("--answer-tokens", type=int, help="of each answer (default 16, with --arrivals as recorded)")
-    add("--seed", type=int, default=0, help="of all that is drawn (default 0)")
+    add("--seed", type=int, default=0, help="of all random draws (default 0)")
 
     add = parser.add_argument_group("what answers").add_argument
     add("--model", default="llama3-8b", help="a preset such as llama3-70b, or LAYERSxWIDTH[xHEADS] (default llama3-8b)")
-    add("--hardware", default="h100", help="a100, h100, h200, h800, a10g, v5e, v6e, or cpu: this one (default h100)")
+    add("--hardware", default="h100", help="a100, h100, h200, h800, a10g, v5e, v6e, or cpu (this one; default h100)")
     add("--tensor-parallel-size", type=int, default=1, help="devices of a replica (default 1)")
     add("--profile", type=Path, metavar="FILE", help="T(cached, new) of scripts/profile_prefill.py in place of FLOPs")
     add("--replicas", type=int, default=1, help="each with tiers of its own (default 1)")
@@ -70,14 +70,14 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
         default = ServeOptions.model_fields[name].default
         add(flag(ServeOptions, name), type=int, default=default, help=f"as with ccjax serve (default {default:,})")
 
-    add = parser.add_argument_group("what is wanted").add_argument
-    add("--size-for", metavar="GOAL", help="budgets and replicas for such as 'p99 TTFT < 1 s at 20 req/s'")
+    add = parser.add_argument_group("goals and output").add_argument
+    add("--size-for", metavar="GOAL", help="find budgets and replicas, such as for 'p99 TTFT < 1 s at 20 req/s'")
     add("--budgets", type=num_bytes, nargs="+", help="host budgets to try (default: 5, 20, 50, 100 %% of all passages)")
     add("--most-replicas", type=int, default=64, help="to try (default 64)")
-    add("--validate", action="store_true", help="measure the real engine on this CPU beside the simulation")
+    add("--validate", action="store_true", help="compare the simulation with the real engine on this CPU")
     add("--paper", type=Path, metavar="FILE", help="simulate the papers' experiments, and put the tables in that page")
     add("--plot", type=Path, metavar="FILE", help="with --paper: draw them (.svg or .png; needs matplotlib)")
-    add("--quick", action="store_true", help="with --paper: few requests, does it run at all")
+    add("--quick", action="store_true", help="with --paper: few requests, to see that it runs")
     add("--data", type=Path, help="folder with rag_trace/ and tokenizer_llama3/, for --validate")
     add("--json", action="store_true", help="print raw figures as one JSON object on the last line")
     add("--quiet", action="store_true", help="no progress bar")
@@ -85,10 +85,10 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """What is asked.
+    """The workload that the options describe.
 
     Raises:
-      ValueError, OSError: an option, or a file that it names, is not what it should be.
+      ValueError, OSError: an option, or a file that it names, is invalid.
     """
     import numpy as np
 
@@ -122,10 +122,10 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
-    """What answers.
+    """The deployment that the options describe.
 
     Raises:
-      ValueError: an option is not what it should be, or the model does not fit its devices.
+      ValueError: an option is invalid, or the model does not fit its devices.
     """
     from ccjax.models.llama3.presets import preset
     from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
@@ -151,9 +151,9 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
         pool = left if args.device_cache_bytes else int(left * _POOL_SHARE)
     if pool > left or pool < 2 * kv_spec.num_bytes(longest):
         raise ValueError(
-            f"--pool-bytes: wanted two of the longest requests ({2 * kv_spec.num_bytes(longest) / 1e9:.2f} GB) at "
-            f"least and what weights and --device-cache-bytes leave of {args.tensor_parallel_size} x {device.name} "
-            f"({left / 1e9:.1f} GB) at most, got {pool / 1e9:.2f} GB"
+            f"--pool-bytes: wanted at least two of the longest requests ({2 * kv_spec.num_bytes(longest) / 1e9:.2f} "
+            f"GB) and at most the rest of {args.tensor_parallel_size} x {device.name} after weights and "
+            f"--device-cache-bytes ({left / 1e9:.1f} GB), got {pool / 1e9:.2f} GB"
         )
     costs = roofline
     if args.profile is not None:

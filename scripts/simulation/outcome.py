@@ -19,9 +19,9 @@ class SimulationResults:
 
     Attributes:
       ttft_s, latency_s: [n] from arrival to the first and to the last token; NaN until then, and if refused.
-      computed, recomputed, prompt: [n] tokens that ran through the model, those of them of reused passages, and all of
-        the prompt.
-      hits, documents: [n] passages that were reused, and all.
+      computed, recomputed, prompt: [n] tokens that ran through the model, those among them that belong to reused
+        passages, and all tokens of the prompt.
+      hits, documents: [n] reused passages, and all passages.
       tier_tokens: tier -> [n] tokens of reused passages from it, including recomputed ones.
       replica: [n] the replica that answered.
     """

@@ -1,5 +1,5 @@
-"""The papers' experiments in virtual time: models, hardware, loads and budgets as the papers have them, workloads drawn
-to the figures that they give of theirs. Draws and writes nothing."""
+"""The papers' experiments in virtual time: models, hardware, loads and budgets from the papers, and random workloads
+that fit the papers' figures."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ A10G = dataclasses.replace(HARDWARE["a10g"], compute_ratio=0.77)
 GIB = 2**30
 _PLENTY = 10**6
 _APART_S = 60.0
-"""Between two of the requests that fill the caches, so that no system begins with a line that these left behind."""
+"""Gap between the requests that fill the caches, so that no system begins with a backlog from these."""
 
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSize:
-    """How much is simulated of each case: requests that count, and those before them that fill the caches."""
+    """Numbers of requests per case: those that count, and those before them that fill the caches."""
 
     measured: int
     warmup: int
@@ -48,7 +48,7 @@ class RunSize:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """What a paper compares, as settings here."""
+    """A system that a paper compares, as our settings."""
 
     name: str
     strategy: str
@@ -90,7 +90,7 @@ def wikipedia(
     seed: int = 0,
 ) -> Workload:
     """A stand-in for MMLU or Natural Questions over Wikipedia (RAGCache sec. 3.2, fig. 5): documents drawn by Zipf's
-    law, so that 3 % of those that are asked for are in 60 % (MMLU) or less (Natural Questions) of the requests."""
+    law, so that 3 % of those requested are in 60 % (MMLU) or less (Natural Questions) of the requests."""
     rng = np.random.default_rng(seed)
     tokens = np.clip(rng.lognormal(np.log(mean_tokens), 0.6, 4000), 64, 6000).astype(int).tolist()
     lists = _lists(4000, 3000, top_k, tuple(tokens), exponent, seed)
@@ -112,7 +112,7 @@ NQ = {"exponent": 0.7, "answer_tokens": 6}
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What answers: a model on devices, with memory for its caches."""
+    """A deployment: a model on devices, with memory for its caches."""
 
     config: LlamaConfig
     device: Hardware
@@ -129,7 +129,7 @@ def simulate(
     """One run and its figures.
 
     Args:
-      is_hurried: the requests before those that count come as fast as these.
+      is_hurried: the requests that fill the caches arrive as fast as those that count.
     """
     config = setup.config
     if not is_hurried:
@@ -216,7 +216,7 @@ def fig_23bcd(size: RunSize) -> list[Row]:
     for panel, config, devices, length, batch in cases:
         costs = RooflineCosts(config, A100, devices)
         full_s = costs.pack_s([SimulatedPiece(length, length)] * batch)
-        # 60 % of the prefix in the cache: what the paper grants prefix caching here.
+        # As in the paper, prefix caching finds 60 % of the prompt in the cache.
         prefix_s = costs.pack_s([SimulatedPiece(round(0.4 * length), length)] * batch)
         craft_s = costs.pack_s([SimulatedPiece(round(0.25 * length), length)] * batch)
         name = "Llama-3-70B" if config is LLAMA3_70B else "Llama-3-8B"
@@ -226,8 +226,8 @@ def fig_23bcd(size: RunSize) -> list[Row]:
 
 
 def fig_24_25(size: RunSize) -> Row:
-    """CacheCraft fig. 24 and 25: a trace from an empty cache, TTFT, tokens and hits over time; and what is stored at
-    its end, by chunk."""
+    """CacheCraft fig. 24 and 25: a trace from an empty cache, TTFT, tokens and hits over time; and the variants of each
+    chunk stored at its end."""
     workload = sys_x(size, 1.0)
     found: Row = {"systems": []}
     for system in (PREFIX, CRAFT_30):
@@ -282,7 +282,8 @@ def fig_18(size: RunSize) -> list[Row]:
 
 
 def fig_19(size: RunSize) -> list[Row]:
-    """RAGCache fig. 19: large models on two H800, MMLU. Llama2-70B has the shapes of Llama-3-70B but for its words."""
+    """RAGCache fig. 19: large models on two H800, MMLU. Llama-3-70B's shapes stand for Llama2-70B's, which differ only
+    in vocabulary."""
     rows = []
     for model, config, max_num_seqs, rates in _LARGE_MODELS:
         setup = Setup(config, H800, 20 * GIB, 384 * GIB, 2, max_num_seqs)
@@ -304,8 +305,8 @@ def fig_20(size: RunSize) -> list[Row]:
 
 
 def fig_21(size: RunSize) -> list[Row]:
-    """RAGCache fig. 21: cache-aware order on and off, a little more load than can be served: 1.1 times what the same
-    replica does when all requests come at once."""
+    """RAGCache fig. 21: cache-aware order on and off at 1.1 times the rate that the same replica serves if all requests
+    arrive at once."""
     off, on = (dataclasses.replace(RAGCACHE, name=f"window {window}", reorder_window=window) for window in (1, 32))
     rows = []
     for dataset, about, _ in _DATASETS:
@@ -329,4 +330,4 @@ FIGURES: dict[str, Callable[[RunSize], Any]] = {
     "ragcache_20": fig_20,
     "ragcache_21": fig_21,
 }
-"""Name -> what simulates it."""
+"""Name -> function that simulates it."""

@@ -1,4 +1,4 @@
-"""The papers' experiments as tables, with the papers' own figures beside them, and as plots. Simulates nothing."""
+"""The papers' experiments as tables, next to the papers' own figures, and as plots."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ccjax.evaluation.pages import markdown_table, plot_file
 from scripts.simulation.paper import CRAFT_30, CRAFT_39, DEFAULT, FULL, NAIVE, PREFIX, RAGCACHE, SGLANG, VLLM, Row
 
 _SATURATED = 5.0
-"""A system whose mean TTFT is so many times that at the lowest rate is saturated (as RAGCache counts throughput)."""
+"""A system is saturated if its mean TTFT is this many times that at the lowest rate (RAGCache's throughput)."""
 HEADING = "## The papers' experiments"
 Found = Mapping[str, Any]
 
 
 def write(found: Found, path: Path, plot: Path | None, took_s: float, size: str) -> None:
-    """Puts the tables behind what stands before `HEADING` in the page, in place of what stood there."""
+    """Replaces the part of the page from `HEADING` on by the tables."""
     before = path.read_text("utf-8").partition(HEADING)[0] if path.exists() else "# The simulator\n\n"
     path.write_text(before + page(found, plot, took_s, size), encoding="utf-8")
 
@@ -28,9 +28,9 @@ def page(found: Found, plot: Path | None, took_s: float, size: str) -> str:
     parts = [
         HEADING,
         f"`make simulate-paper`, {size}, {took_s:.0f} s on a CPU. Hardware is from data sheets, loads and budgets from "
-        "the papers. The workloads are drawn: popularity and lengths are our choice, to fit what the papers say of "
-        "theirs, and the A10G's efficiency is read off RAGCache's fig. 3. Beyond saturation TTFT grows with the "
-        "length of a run, so there only the order of systems means something.",
+        "the papers. The workloads are random: popularity and lengths are our choice, to fit the papers' descriptions, "
+        "and the A10G's efficiency is read off RAGCache's fig. 3. Beyond saturation TTFT grows with the length of a "
+        "run, so only the order of systems is meaningful there.",
         *_craft_22(found["craft_22"]),
         *_craft_23(found["craft_23a"], found["craft_23bcd"]),
         *_craft_24(found["craft_24_25"]),
@@ -67,7 +67,7 @@ def _span(values: Iterable[float]) -> str:
 
 
 def _is_saturated(row: Row, rows: Sequence[Row], *keys: str) -> bool:
-    """Whether the system of a row is, judged by its row at the lowest rate; `keys` say which rows are comparable."""
+    """Whether the system of a row is saturated, relative to the lowest rate of the rows that agree in `keys`."""
     own = [one for one in rows if all(one[key] == row[key] for key in ("system", *keys))]
     return _mean(row) > _SATURATED * _mean(min(own, key=lambda one: one["rate"]))
 
@@ -94,8 +94,8 @@ def _craft_22(rows: Sequence[Row]) -> list[str]:
         "come first: they recompute at most 15 %.",
         markdown_table(head, lines),
         "Paper, 8B at 240 and 70B at 120 a minute: 1.9 / 3.3 and 2.0 / 3.3 with nothing recomputed, 1.6 / 2.1 and 1.6 "
-        "/ 2.0 with 30 %. That reuse wins, and by more the higher the load, comes out; the sizes do not. Latency "
-        "gains at full load grow with the length of the run, and say only that full prefill is overloaded.",
+        "/ 2.0 with 30 %. As in the paper, reuse wins, by more at higher load; the sizes of the gains differ. Latency "
+        "gains at full load grow with the length of the run, and show only that full prefill is overloaded.",
     ]
 
 
@@ -120,10 +120,10 @@ def _craft_23(lengths: Sequence[Row], batches: Sequence[Row]) -> list[str]:
         "a: requests far apart, 39 % of each passage recomputed behind another prefix, against prefix caching.",
         markdown_table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows),
         "Paper: about 2.5 on average, at 18 % of tokens behind exact prefixes.",
-        "b to d: a batch at 25 % recomputed (prefix caching granted 60 %, as in the paper); costs alone.",
+        "b to d: a batch at 25 % recomputed (60 % cached for prefix caching, as in the paper); costs alone.",
         markdown_table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases),
         "Paper: 1.6 (8B) and 2.3 (70B) in b, 1.7 at 16,000 tokens in c. Ours are well above: a roofline gives close "
-        "to 1 / 0.25, for it has the products and nothing else. What its implementation adds the paper does not say.",
+        "to 1 / 0.25, since it has only the products; the paper does not say what its implementation adds.",
     ]
 
 
@@ -146,14 +146,14 @@ def _craft_24(found: Found) -> list[str]:
         markdown_table(("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused"), rows),
         f"p99 is {_ratio(prefix['ttft_s']['p99'], craft['ttft_s']['p99'])} times lower than with prefix caching (paper "
         f"3), {1 - craft['computed_share'] / prefix['computed_share']:.0%} fewer tokens are computed (paper 51 %). At "
-        f"the end all {len(variants)} chunks, as many as the paper has by our choice, are stored in {sum(variants)} "
-        f"variants, the most of one chunk {variants[0]} (paper 11), {variants[len(variants) // 2]} of the median one.",
+        f"the end all {len(variants)} chunks (the paper's number, chosen by us) are stored in {sum(variants)} "
+        f"variants: at most {variants[0]} of a chunk (paper 11), {variants[len(variants) // 2]} in the median.",
     ]
 
 
 def _gains(rows: Sequence[Row], *keys: str) -> tuple[list[list[str]], dict[str, list[float]]]:
-    """Lines of TTFT with the gains of RAGCache, and these where neither system is saturated; the last key is the
-    rate."""
+    """Table rows of TTFT with the gains of RAGCache, and those gains for which neither system is saturated; the last
+    key is the rate."""
     lines: list[list[str]] = []
     gains: dict[str, list[float]] = {VLLM.name: [], SGLANG.name: []}
     for place, group in by(rows, *keys).items():
@@ -185,10 +185,9 @@ def _ragcache_15(rows: Sequence[Row]) -> list[str]:
         "### RAGCache fig. 15: mean TTFT by rate",
         markdown_table(("model", "dataset", "rate", *_GAINS), lines),
         f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.2 to 4) and "
-        f"{_span(gains[SGLANG.name])} than SGLang (paper 1.1 to 3.5). The highest rate at which it stays below "
-        f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1), as "
-        "finely as the rates are set. Llama2-7B's KV takes four times the bytes, so it has fewer hits and less gain, "
-        "as in the paper.",
+        f"{_span(gains[SGLANG.name])} than SGLang (paper 1.1 to 3.5). The highest tested rate with a TTFT below "
+        f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1). "
+        "Llama2-7B's KV takes four times the bytes, so it has fewer hits and less gain, as in the paper.",
     ]
 
 
@@ -198,7 +197,7 @@ def _ragcache_18(rows: Sequence[Row]) -> list[str]:
         "### RAGCache fig. 18: top-k",
         markdown_table(("top-k", "rate", *_GAINS), lines),
         f"At these rates RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.7 to 3.1), "
-        f"{_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.5): more than in the paper, as the others stand "
+        f"{_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.5): more than in the paper, since the others are "
         "close to saturation here.",
     ]
 
@@ -230,8 +229,8 @@ def _ragcache_20(rows: Sequence[Row]) -> list[str]:
         "Hit rate / mean TTFT at 0.8 requests a second.",
         markdown_table(("dataset", "host memory", *policies), lines),
         f"PGDSF's hits are {hits['gdsf']} times GDSF's (paper 1.02 to 1.32), {hits['lru']} LRU's (1.06 to 1.62) and "
-        f"{hits['lfu']} LFU's (1.06 to 1.75). Once all that is asked for fits, policies are alike. Draws by Zipf's law "
-        "do not drift, which suits LFU better than real requests do.",
+        f"{hits['lfu']} LFU's (1.06 to 1.75). Once all requested passages fit, all policies are alike. Popularity by "
+        "Zipf's law does not drift, which favours LFU over its results on real requests.",
     ]
 
 
@@ -255,7 +254,7 @@ def _ragcache_21(rows: Sequence[Row]) -> list[str]:
         markdown_table(("dataset", "host memory", "rate", "off", "on", "gain"), lines),
         f"Mean TTFT is {_span(gains)} times lower with the order on, {statistics.median(gains):.2f} in the median "
         "(paper 1.2 "
-        "to 2.1). How much a window of 32 does depends on how full it is, so on how far beyond saturation the rate is.",
+        "to 2.1). The effect of a window of 32 depends on how full it is, so on how far the rate exceeds saturation.",
     ]
 
 

@@ -1,8 +1,7 @@
-"""One replica in virtual time: the engine's scheduler over a cost model, in the order of calls that
-`ccjax.engine.batch` makes.
+"""One replica in virtual time: the engine's scheduler over a cost model, called in the order of `ccjax.engine.batch`.
 
 Differences: a pack starts and ends in one call, so a request that arrives meanwhile is queued from its end on; nothing
-fails and nothing is cancelled; one answer per request; one flow and one priority.
+fails or is cancelled; one answer per request, one flow and one priority.
 """
 
 from __future__ import annotations
@@ -258,7 +257,7 @@ class SimulatedReplica:
         self._load(job, planned, ticket)
 
     def _load(self, job: SimulatedJob, planned: Planned, ticket: LoadTicket) -> None:
-        """When its KV will be on the device."""
+        """Starts the loads; sets the time at which the request's KV will be on the device."""
         host_tokens = disk_tokens = 0
         for one in planned.plan.segments:
             tier = ticket.tiers.get(one.variant_id) if one.variant_id is not None else None
@@ -274,7 +273,7 @@ class SimulatedReplica:
             job.loaded_at_s = max(job.loaded_at_s, self._on_link(HOST, self.cache.num_bytes(host_tokens), self.now_s))
 
     def _on_link(self, tier: str, num_bytes: int, now_s: float) -> float:
-        """When this many bytes are through a link, after what was submitted before."""
+        """Queues a transfer of this many bytes on a link; returns the time at which it ends."""
         free_s = max(now_s, self._link_free_s[tier]) + self._costs.link_s(tier, num_bytes)
         self._link_free_s[tier] = free_s
         return free_s
@@ -365,7 +364,7 @@ class SimulatedReplica:
             self.cache.unpin(ticket)
 
     def _as_costs(self) -> StepCosts:
-        """What the engine measures for the scheduler."""
+        """The costs that the engine measures for the scheduler."""
         last = self._scheduler_costs
         if (last.decode_step_s, last.answer_tokens) != (self._decode_step_s, self._answer_tokens):
             self._scheduler_costs = StepCosts(self._token_s, self._decode_step_s, self._answer_tokens)

@@ -10,7 +10,7 @@ from scripts.simulation.sizing import DeploymentSize, Tried
 
 
 def print_figures(figures: Mapping[str, Any], took: Mapping[str, float]) -> None:
-    """One run."""
+    """Prints the figures of one run."""
     parts = ("mean", "p50", "p90", "p99")
     times = (("TTFT", figures["ttft_s"]), ("whole answer", figures["latency_s"]))
     rows = [(name, *("" if found is None else f"{found[one]:.4f}" for one in parts)) for name, found in times]
@@ -25,13 +25,13 @@ def print_figures(figures: Mapping[str, Any], took: Mapping[str, float]) -> None
         ("replicas busy", f"{text(figures['busy_share'], '.2f')} of them on average"),
         ("preemptions", f"{figures['preempted']:,}"),
         ("virtual time", f"{figures['virtual_s']:,.1f} s"),
-        ("took", f"{took['wall_s']:.1f} s, of the processor {took['cpu_s']:.1f} s"),
+        ("took", f"{took['wall_s']:.1f} s, {took['cpu_s']:.1f} s of processor time"),
     )
     show(("", ""), counts, "run")
 
 
 def print_sizes(goal: str, needed: Mapping[int, DeploymentSize], tried: Sequence[Tried], distinct_bytes: int) -> None:
-    """What a search found."""
+    """Prints the result of a search."""
     rows = [
         (
             f"{one.size.host_cache_bytes / 1e9:.1f} GB",
@@ -45,4 +45,4 @@ def print_sizes(goal: str, needed: Mapping[int, DeploymentSize], tried: Sequence
         for one in sorted(tried, key=lambda one: (one.size.host_cache_bytes, one.size.replicas))
     ]
     head = ("host budget", "of all passages", "replicas", "value", "tokens computed", "busy", "")
-    show(head, rows, goal, () if needed else ["no size that was tried meets it"])
+    show(head, rows, goal, () if needed else ["no size that was tried meets the goal"])

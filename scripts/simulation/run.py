@@ -23,8 +23,7 @@ _ADVANCE_EVERY = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """The simulated deployment; each replica has tiers of its own, including the lower one: a shared store is not
-    modelled.
+    """The simulated deployment. Each replica has its own tiers: a shared store is not modelled.
 
     Attributes:
       cache, scheduler: of each replica.
@@ -110,7 +109,7 @@ class Simulation:
 
 
 class _Router:
-    """The state of `ccjax.cluster.router`: the last summary of each replica, and what was sent there since."""
+    """The state of `ccjax.cluster.router`: each replica's last summary, and the requests sent there since."""
 
     def __init__(self, replicas: list[SimulatedReplica], deployment: Deployment) -> None:
         self._replicas = {str(name): one for name, one in enumerate(replicas)}

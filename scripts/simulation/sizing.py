@@ -48,8 +48,8 @@ def parse_goal(text: str) -> Goal:
     found = _GOAL.fullmatch(text.strip().lower())
     if found is None:
         raise ValueError(
-            f"size-for: wanted such as 'p99 TTFT < 1 s at 20 req/s' (mean, p50, p90, p99; TTFT, latency; s, ms), "
-            f"got {text!r}"
+            "size-for: wanted a goal such as 'p99 TTFT < 1 s at 20 req/s' (mean, p50, p90, p99; TTFT, latency; s, ms)"
+            f", got {text!r}"
         )
     statistic, figure, most, unit, rate = found.groups()
     goal = Goal(statistic, figure, float(most) / (1000 if unit == "ms" else 1), float(rate))
@@ -79,7 +79,7 @@ class Tried:
 def search(
     goal: Goal, budgets: Sequence[int], most_replicas: int, simulate: Callable[[DeploymentSize], Mapping[str, Any]]
 ) -> tuple[dict[int, DeploymentSize], list[Tried]]:
-    """For each budget the fewest replicas that meet the goal, budgets that none meets left out; and all that was tried.
+    """(Fewest replicas that meet the goal by budget, without budgets for which none do; all sizes that were tried).
 
     More replicas are assumed to be no worse, so the number is doubled until one meets the goal, then bisected. A larger
     budget is assumed to need no more replicas than a smaller one, which bounds its search.

@@ -1,8 +1,8 @@
-"""The real engine on this CPU beside the simulator: the same requests at the same times, TTFT of both.
+"""The simulator compared with the real engine on this CPU: TTFT of the same requests at the same times.
 
-A small model with random weights, a real retrieval trace, Poisson arrivals. What prefills cost is profiled just before.
-How fast the machine was is read off the traces of the measured requests, as that changes within minutes here: what the
-simulator is asked is what is reused, who waits for whom, and what TTFT comes of it.
+A small model with random weights, a real retrieval trace, Poisson arrivals. The cost of prefills is profiled just
+before. The speed of the machine, which changes within minutes, is fitted to the traces of the measured requests, so the
+comparison covers what is reused, which requests wait for which, and the resulting TTFT.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from scripts.simulation.workload import Passages, Workload, poisson
 
 STRATEGIES = ("prefix", "cachecraft")
 LOADS = (0.3, 0.6)
-"""Arrivals, in multiples of what one request at a time gives."""
+"""Arrival rates, in multiples of the rate of one request at a time."""
 SHAPE = (4, 256, 4)
 """Layers, width and heads of the model."""
 TARGET = 0.15
@@ -76,7 +76,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     """Measures and simulates every strategy at every load, and prints both.
 
     Raises:
-      ValueError: the trace is not there.
+      ValueError: the trace is missing.
     """
     data = data_folder(args.data)
     count = min(args.requests, _MOST_REQUESTS)
@@ -129,7 +129,7 @@ def _measure(
 
 
 def _profile(bench: ReplayBench) -> PrefillProfile:
-    """Of several profiles the least times: what slows this machine down for a second or two is no part of a prefill."""
+    """The least times of several profiles, to exclude slow moments of this machine."""
     profiles = [measure_profile(bench) for _ in range(_NUM_PROFILES)]
     least = np.min([one.grid.seconds for one in profiles], axis=0)
     grid = dataclasses.replace(profiles[0].grid, seconds=tuple(map(tuple, least.tolist())))
@@ -145,7 +145,7 @@ def _case(
     seed: int,
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    """One strategy at one load, both ways."""
+    """One strategy at one load, measured and simulated."""
     prefills: list[Prefill] = []
     with bench.engine(strategy, policy=_POLICY, share=_BUDGET_SHARE) as engine:
         rate = load * _fill(engine, bench, advance)
@@ -173,7 +173,7 @@ def _case(
 
 
 def _fill(engine: Engine, bench: ReplayBench, advance: Callable[[], None]) -> float:
-    """Asks the past one by one; how many of its second half were answered a second."""
+    """Sends the past requests one by one; returns the answers per second over their second half."""
     ask_all(engine, bench.past[: len(bench.past) // 2], advance)
     started_s = time.perf_counter()
     second = ask_all(engine, bench.past[len(bench.past) // 2 :], advance)
@@ -181,7 +181,7 @@ def _fill(engine: Engine, bench: ReplayBench, advance: Callable[[], None]) -> fl
 
 
 def _prompt(model: LoadedModel, question: WorkloadQuestion) -> Prompt:
-    """As the engine puts it together."""
+    """The prompt as the engine assembles it."""
     assert model.tokenizer is not None and model.template is not None
     builder = PromptBuilder(model.tokenizer, model.template)
     request = request_of(question.text, documents_of(question.passages))
@@ -196,8 +196,11 @@ def _simulate(
     costs: GridCosts,
     host_work: HostWork,
 ) -> tuple[np.ndarray, float]:
-    """TTFT of the measured requests, the past before them one by one, of several draws of how long packs take; and
-    their mean share of computed tokens."""
+    """Simulates the past one by one and then the measured requests, with several draws of the durations of packs.
+
+    Returns:
+      (TTFT of the measured requests in all draws, their mean share of computed tokens).
+    """
     numbers: dict[str, int] = {}
     lists, systems = [], []
     for prompt in prompts:

@@ -65,14 +65,14 @@ class Workload:
         """The same requests with their gaps scaled to `rate` per second on average."""
         check_mass("rate", rate)
         if not rate or not self.arrival_s[-1]:
-            raise ValueError(f"rate: wanted more than 0, and requests that do not come all at once, got {rate}")
+            raise ValueError(f"rate: wanted more than 0, and requests that do not arrive all at once, got {rate}")
         return dataclasses.replace(self, arrival_s=self.arrival_s * (len(self) / rate / self.arrival_s[-1]))
 
     def unhurried(self, count: int, gap_s: float) -> Workload:
         """The same requests, the first `count` of them `gap_s` seconds apart and the rest with their own gaps: filling
         the caches then leaves no backlog."""
         if not 0 <= count <= len(self):
-            raise ValueError(f"count: wanted 0 to {len(self)}, the requests that there are, got {count}")
+            raise ValueError(f"count: wanted 0 to {len(self)}, the number of requests, got {count}")
         check_mass("gap_s", gap_s)
         first_s = self.arrival_s[count] if count < len(self) else 0.0
         slow, rest = np.arange(count) * gap_s, self.arrival_s[count:] - first_s
@@ -93,20 +93,20 @@ def chunk_of(number: int) -> Chunk:
 def zipf_lists(
     num_passages: int, num_lists: int, top_k: int, tokens: Sequence[int], *, exponent: float, seed: int
 ) -> list[Passages]:
-    """Lists of `top_k` distinct passages, each drawn with odds `rank ** -exponent`, most alike first.
+    """Lists of `top_k` distinct passages, each drawn with odds `rank ** -exponent`.
 
     RAGCache fig. 5 has 3 % of the documents in 60 % of MMLU's requests: 10,000 passages with an exponent of 0.9 come
-    close to that. Order within a list is as drawn, so the same passages may stand in several orders.
+    close to that. Order within a list is as drawn, so the same passages may occur in several orders.
 
     Args:
-      tokens: lengths, of which each passage has one, drawn.
+      tokens: lengths, from which each passage's is drawn.
     """
     check_count("num_passages", num_passages)
     check_count("num_lists", num_lists)
     check_count("top_k", top_k)
     check_mass("exponent", exponent)
     if top_k > num_passages:
-        raise ValueError(f"top_k: wanted at most {num_passages}, the passages that there are, got {top_k}")
+        raise ValueError(f"top_k: wanted at most {num_passages}, the number of passages, got {top_k}")
     rng = np.random.default_rng(seed)
     odds = np.arange(1, num_passages + 1, dtype=np.float64) ** -exponent
     edges = np.cumsum(odds / odds.sum())
@@ -174,7 +174,7 @@ def recorded(path: Path) -> tuple[np.ndarray, np.ndarray]:
         with path.open(encoding="utf-8", newline="") as lines:
             if path.suffix == ".csv":
                 for row in csv.DictReader(lines):
-                    # Seven digits of a second; Python's clock has six.
+                    # Seven decimals of a second; Python parses six.
                     times.append(datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp())
                     answers.append(int(row["GeneratedTokens"]))
             else:
@@ -183,7 +183,7 @@ def recorded(path: Path) -> tuple[np.ndarray, np.ndarray]:
                     times.append(one["timestamp"] / 1e3)
                     answers.append(int(one["output_length"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: wanted arrivals as Azure's .csv or Mooncake's .jsonl has them: {error!r}") from error
+        raise ValueError(f"{path}: wanted arrivals like Azure's .csv or Mooncake's .jsonl: {error!r}") from error
     if not times:
         raise ValueError(f"{path}: wanted arrivals, got none")
     order = np.argsort(np.asarray(times), kind="stable")

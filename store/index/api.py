@@ -35,8 +35,8 @@ class StoreChanges:
       added: variant id -> the bytes of its last commit record, None if it has to be read from the store.
       removed: variant id -> the data object that is gone, None if the store has to be checked. A variant may be in
         both, because its deletion may be announced after another process announced that it rewrote the variant.
-      is_complete: False if the index does not know everything since that cursor, because it was lost, trimmed or not
-        notified: the store has to be listed.
+      is_complete: False if changes since that cursor are missing, because the index was lost, trimmed or not notified:
+        the store has to be listed.
     """
 
     cursor: str
@@ -119,14 +119,14 @@ class SharedIndex(Protocol):
     def notify(
         self, added: Mapping[str, bytes | None], removed: Mapping[str, str | None], *, is_complete: bool = True
     ) -> None:
-        """Announces what this process committed (with the record bytes, None if too long to send) and deleted (with the
+        """Announces commits of this process (with the record bytes, None if too long to send) and deletions (with the
         data objects, None if unknown). With `is_complete` off, more happened than that, and receivers must list the
         store."""
         ...
 
     def changes(self, cursor: str | None) -> StoreChanges:
-        """What others announced since `cursor`, or the first part of it; an empty result means that there is no more.
-        None returns no changes and the current cursor."""
+        """The changes of others since `cursor`, or the first part of them; an empty result means that there are no
+        more. With None, returns no changes and the current cursor."""
         ...
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class LeaseRows(Protocol):
 
     def take(self, rows: Sequence[tuple[str, str]], seconds: float) -> int:
         """Writes the value under each key, expiring after `seconds`, in order up to the first key that exists; returns
-        how many."""
+        the number written."""
         ...
 
     def values_of(self, keys: Collection[str]) -> Mapping[str, str]:

@@ -38,7 +38,7 @@ class SealedOrders:
             try:
                 return Order(order.key, self._identity.unseal("order", order.key, order.value), order.attempt)
             except SealError as error:
-                _log.warning("store: %s; the order is not believed", error)
+                _log.warning("store: %s; the order is ignored", error)
                 self.num_forged += 1
                 self._board.finish(order.key)
         return None

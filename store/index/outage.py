@@ -40,7 +40,7 @@ class Outage:
         with self._lock:
             if self._reason is None:
                 return
-            error = IndexUnavailableError(f"{self._name} did not answer lately: {self._reason}")
+            error = IndexUnavailableError(f"{self._name} did not answer recently: {self._reason}")
             is_due = not self._is_probing and time.monotonic() >= self._next_probe_s
             self._is_probing = self._is_probing or is_due
         if is_due:

@@ -110,7 +110,7 @@ class RedisIndex:
 
     @classmethod
     def of_url(cls, url: str, namespace: str, identity: StoreIdentity | None = None) -> RedisIndex:
-        """The index of a `redis://` or `rediss://` URL, as `store.index.open_index` has it. Raises ValueError."""
+        """The index of a `redis://` or `rediss://` URL, see `store.index.open_index`. Raises ValueError."""
         return cls(Server(_settings(url)), namespace, identity)
 
     @property
@@ -142,7 +142,7 @@ class RedisIndex:
 
 
 class RedisLeaseRows:
-    """The leases of one namespace, as `store.index.leases.LeaseRows` has them."""
+    """The leases of one namespace, a `store.index.leases.LeaseRows`."""
 
     def __init__(self, server: Server, prefix: str) -> None:
         self._server = server
@@ -201,9 +201,9 @@ def _settings(url: str) -> dict[str, Any]:
         port, database = parts.port, parts.path.removeprefix("/")
         options = urllib.parse.parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
-        raise ValueError(f"{_WANTED}, got one that cannot be read (quote what is special in a password)") from None
+        raise ValueError(f"{_WANTED}, got a malformed one (percent-encode special characters of a password)") from None
     if not parts.hostname or parts.fragment or not (database.isdecimal() or not database):
-        raise ValueError(f"{_WANTED}, got one without host, or with more than a number behind it")
+        raise ValueError(f"{_WANTED}, got one without host, or with a path that is no number")
     allowed = _TLS_OPTIONS if parts.scheme == "rediss" else set()
     if not options.keys() <= allowed or any(len(values) != 1 for values in options.values()):
         raise ValueError(f"{_WANTED} with {sorted(allowed) or 'no'} options, each once; got others")

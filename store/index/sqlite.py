@@ -123,7 +123,7 @@ class SqliteIndex:
 
 
 class SqliteLeaseRows:
-    """The leases of one namespace, as `store.index.leases.LeaseRows` has them."""
+    """The leases of one namespace, a `store.index.leases.LeaseRows`."""
 
     def __init__(self, database: Database, namespace: str, clock: Callable[[], float]) -> None:
         self._database = database
@@ -213,7 +213,7 @@ class SqliteOrders:
         return self._database.run(lambda connection: connection.execute(statement, place).fetchone()[0], writes=False)
 
     def _purge(self, connection: sqlite3.Connection) -> float:
-        """Deletes what has expired; returns the time used for that."""
+        """Deletes expired orders; returns the time used for that."""
         now_s = self._clock()
         connection.execute("DELETE FROM orders WHERE expires_s <= ?", (now_s,))
         return now_s

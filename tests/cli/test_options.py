@@ -50,7 +50,7 @@ def test_groups_of_a_file_mean_what_flat_lines_mean(file) -> None:
         ("cache: {strategy: h2o}", "cache: strategy: no such option, it belongs to reuse"),
         ("cache: {stor: x}", "cache: stor: no such option, did you mean store?"),
         ("cache: {pin-share: 2}", "cache: pin-share: wanted a share from 0 to 1, got '2'"),
-        ("store: file:///x\ncache: {store: file:///y}", "cache: store: comes twice, first as store"),
+        ("store: file:///x\ncache: {store: file:///y}", "cache: store: given twice, first as store"),
         ("index-kind: {a: b}", "index-kind: wanted one of ('auto', 'flat', 'ivf', 'hnsw'), got {'a': 'b'}"),
     ],
 )

@@ -27,7 +27,7 @@ SETTINGS = ServerSettings(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what starts a real cluster, unless it is asked for: `-m cluster`."""
+    """Skips tests that start a real cluster, except with `-m cluster`."""
     if "cluster" not in (config.getoption("markexpr") or ""):
         ours = [item for item in items if item.nodeid.startswith("tests/cluster/")]
         left_out = {item for item in ours if item.get_closest_marker("cluster")}
@@ -37,10 +37,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclasses.dataclass
 class Cluster:
-    """A front on a socket, and what is behind it.
+    """A front on a socket, with its replicas.
 
     Attributes:
-      searcher: where the front looks up passages, none of the replicas'.
+      searcher: the front's own retriever.
     """
 
     url: str
@@ -58,7 +58,7 @@ class Cluster:
         return httpx.post(f"{self.url}{path}", json=json, headers=bearer(key), timeout=60)
 
     def ask(self, method: str, path: str, json=None) -> httpx.Response:
-        """As whoever looks after the caches."""
+        """Sends a call with the admin key."""
         return httpx.request(method, f"{self.url}{path}", json=json, headers=bearer(ADMIN_KEY), timeout=60)
 
 

@@ -1,5 +1,4 @@
-"""Replicas in this process: the real server application behind the front, without Ray, and losses where a test wants
-them."""
+"""Replicas in this process: the real server application behind the front, without Ray, with simulated losses."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ MAX_BODY_BYTES = 20_000
 
 
 class LocalReplicas:
-    """`ccjax.cluster.front.Replicas` over applications, asked in turn.
+    """`ccjax.cluster.front.Replicas` over applications, called in turn.
 
     Attributes:
-      calls, prompts: what came, in order.
-      plan: for each of the next calls, the error to raise and after how many pieces; None for none.
-      unreachable: replicas, by number, that cannot be told what goes to all.
-      generators: what each of them counts.
-      states: what is said to be there instead of running replicas. Where that is none, calls wait, as with Ray.
+      calls, prompts: received ones, in order.
+      plan: for each of the next calls, the error to raise and after how many parts; None for none.
+      unreachable: replicas, by number, that calls to all replicas do not reach.
+      generators: metrics of each.
+      states: reported states in place of running replicas. If they have no live replica, calls wait, as with Ray.
     """
 
     def __init__(self, *apps: App) -> None:
@@ -84,7 +83,7 @@ def running_front(
     no_replica_s: float = NO_REPLICA_S,
     clock: Clock = REAL,
 ) -> Iterator[tuple[Front, str]]:
-    """A front with the documents of `server`, and its settings unless there are others, and its URL."""
+    """A front with the documents of `server`, and by default its settings, and its URL."""
     settings = settings or server.service.settings
     reader = PromptReader(load_prompt_builder(model), server.retriever, settings)
     front = Front(replicas, reader, settings, no_replica_s=no_replica_s, clock=clock)

@@ -1,4 +1,4 @@
-"""`scripts/serve.py --cluster ray` as users run it, with its processes in reach."""
+"""`scripts/serve.py --cluster ray` as users run it, with access to its processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclasses.dataclass
 class Load:
-    """What came of requests, and how long each took."""
+    """Status codes of requests, and how long each took."""
 
     statuses: list[int] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -75,12 +75,12 @@ class Serving:
         return sum(value for (found, *_), value in self.metrics().items() if found == name)
 
     def running(self) -> int:
-        """Replicas that answer, where no other is about to come or go; else 0."""
+        """Number of replicas that answer, if none is starting or stopping; else 0."""
         counts = httpx.get(f"{self.url}/ready", timeout=60).json()["replicas"]
         return counts.get("running", 0) if len(counts) == 1 else 0
 
     def pids(self, title: str) -> list[int]:
-        """Its descendants whose command line begins so."""
+        """Its descendants whose command line begins with this."""
         parents = {int(path.name): _parent(path) for path in Path("/proc").iterdir() if path.name.isdecimal()}
         found = []
         for pid in parents:
@@ -126,7 +126,7 @@ def serving(folder: Path, *arguments: str, under: Sequence[str] = ()) -> Iterato
 
 
 def end(server: Serving, timeout_s: float = 60.0) -> int:
-    """SIGTERM, then a kill of all that is left; the exit code."""
+    """Sends SIGTERM, then kills the remaining processes; returns the exit code."""
     left = server.pids("")
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
@@ -158,7 +158,7 @@ def documents(name: str, count: int = 3) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def loading(cluster: Serving, num_clients: int = 3, max_tokens: int = 20) -> Iterator[Load]:
-    """What comes of requests that some clients send all the while, each one after the other."""
+    """Results of requests that some clients send continuously, each one after the other."""
     load = Load()
     is_over = threading.Event()
 
@@ -184,12 +184,12 @@ def loading(cluster: Serving, num_clients: int = 3, max_tokens: int = 20) -> Ite
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Caches of one's own."""
+    """An environment with its own caches."""
     return os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "HOME": str(folder)}
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and more than its exit code is left of it."""
+    """Whether the process exists and is no zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

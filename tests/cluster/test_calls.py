@@ -1,4 +1,4 @@
-"""Requests that are carried out away from their socket: what the application sends comes back, piece by piece."""
+"""Requests that are answered away from their socket: the application's answer is streamed back part by part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def body(data=b"", more=False):
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def test_the_application_sees_the_request_as_it_came():
+def test_the_application_sees_the_original_request():
     seen = {}
 
     async def app(scope, receive, send):
@@ -40,7 +40,7 @@ def test_the_application_sees_the_request_as_it_came():
     assert seen[PASSAGES] == (Document("text", "7"),)
 
 
-def test_pieces_come_as_they_are_sent():
+def test_parts_arrive_as_they_are_sent():
     async def check():
         sent, go_on = [], asyncio.Event()
 
@@ -64,7 +64,7 @@ def test_pieces_come_as_they_are_sent():
     asyncio.run(asyncio.wait_for(check(), 120))
 
 
-def test_who_reads_slowly_holds_the_application_back():
+def test_a_slow_reader_blocks_the_application():
     async def check():
         sent = []
 
@@ -85,7 +85,7 @@ def test_who_reads_slowly_holds_the_application_back():
 
 
 @pytest.mark.parametrize("is_sending", [True, False])
-def test_the_application_is_told_that_the_client_left(is_sending):
+def test_the_application_is_told_that_the_client_disconnected(is_sending):
     async def check():
         told = []
 
@@ -106,7 +106,7 @@ def test_the_application_is_told_that_the_client_left(is_sending):
     asyncio.run(asyncio.wait_for(check(), 120))
 
 
-def test_an_application_that_stays_is_ended(monkeypatch):
+def test_an_application_that_ignores_a_disconnect_is_cancelled(monkeypatch):
     monkeypatch.setattr(calls, "_TO_LEAVE_S", 0.05)
     ended = []
 
@@ -125,7 +125,7 @@ def test_an_application_that_stays_is_ended(monkeypatch):
     asyncio.run(asyncio.wait_for(check(), 120))
 
 
-def test_a_task_that_is_cancelled_tells_the_application():
+def test_cancelling_the_task_tells_the_application():
     told, has_question = [], asyncio.Event()
 
     async def app(scope, receive, send):
@@ -145,7 +145,7 @@ def test_a_task_that_is_cancelled_tells_the_application():
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_what_an_application_raises_comes_out(begins):
+def test_an_exception_of_the_application_is_raised(begins):
     async def app(scope, receive, send):
         if begins:
             await send(start())
@@ -155,7 +155,7 @@ def test_what_an_application_raises_comes_out(begins):
         asyncio.run(perform_whole(app, CALL))
 
 
-def test_what_it_raises_after_its_answer_does_not():
+def test_an_exception_after_the_answer_is_not_raised():
     async def app(scope, receive, send):
         await send(start(500))
         await send(body(b"sorry"))
@@ -174,7 +174,7 @@ def test_an_application_that_ends_without_an_answer_is_an_error(sends):
         asyncio.run(perform_whole(app, CALL))
 
 
-def test_big_bodies_come_through_both_ways():
+def test_large_bodies_pass_in_both_directions():
     async def app(scope, receive, send):
         message = await receive()
         await send(start())
@@ -185,7 +185,7 @@ def test_big_bodies_come_through_both_ways():
     assert answer.body == data[::-1]
 
 
-def test_pieces_without_a_beginning_are_no_answer():
+def test_parts_without_a_head_are_no_answer():
     async def pieces():
         yield b"tail"
 

@@ -1,4 +1,4 @@
-"""What clients of the front get is what a single server gives, to the byte."""
+"""Clients of the front get the answers of a single server, to the byte."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _CHANGING = [
 
 
 def told(url, request):
-    """Status, headers and body, but for ids and times."""
+    """Status, headers and body, without ids and times."""
     method, path, content, headers = request
     answer = httpx.request(method, f"{url}{path}", content=content, headers=headers, timeout=60)
     body = answer.content
@@ -100,7 +100,7 @@ def told(url, request):
 
 
 def test_every_answer_is_that_of_a_single_server(tiny_model, start_server):
-    """One replica, so that its cache goes through the same as the single server's: both begin empty."""
+    """One replica, so that its cache has the same history as the single server's: both begin empty."""
     statuses = []
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(start_server(SETTINGS)) for _ in range(2)]
@@ -124,7 +124,7 @@ def test_a_body_without_a_length_is_bounded(servers, cluster):
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_of_a_body_that_is_too_long_no_more_is_kept_than_shows_it(servers, tiny_model):
+def test_only_the_beginning_of_a_body_that_is_too_long_is_kept(servers, tiny_model):
     piece = b" " * (MAX_BODY_BYTES // 8)
     sent = []
 
@@ -145,8 +145,8 @@ def test_of_a_body_that_is_too_long_no_more_is_kept_than_shows_it(servers, tiny_
 
 
 @pytest.mark.parametrize("salt", [None, "apart"])
-def test_the_front_knows_chunks_as_replicas_name_them_for_each_tenant(servers, tiny_model, tmp_path, salt):
-    """Else no call of a tenant would ever be sent to where its passages are."""
+def test_front_and_replicas_use_the_same_chunk_ids_for_each_tenant(servers, tiny_model, tmp_path, salt):
+    """Otherwise no call of a tenant would be routed to the replica with its passages."""
     keys = tmp_path / "keys"
     keys.write_text("anna:anna-key-0123456789\nbob:bob-key-0123456789\n")
     keys.chmod(0o600)
@@ -188,7 +188,7 @@ async def _answer_nothing(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
-def test_openais_client_reads_the_front(servers, cluster):
+def test_openais_client_works_with_the_front(servers, cluster):
     with servers[0].client() as single, cluster.client() as client:
         assert [model.id for model in client.models.list().data] == ["tiny"]
         fields = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "extra_body": {"documents": PASSAGES}}
@@ -198,8 +198,8 @@ def test_openais_client_reads_the_front(servers, cluster):
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted and len(chunks) > 5
 
 
-def test_a_stream_comes_piece_by_piece(cluster):
-    """The first piece is there while the engine is kept from going on."""
+def test_a_stream_is_forwarded_as_it_arrives(cluster):
+    """The first part arrives while the engine is blocked."""
     body = chat(stream=True, max_tokens=200, ignore_eos=True)
     url = f"{cluster.url}{CHAT}"
     with httpx.stream("POST", url, json=body, headers=bearer(API_KEY), timeout=60) as answer:
@@ -207,10 +207,10 @@ def test_a_stream_comes_piece_by_piece(cluster):
         assert "role" in next(lines)
         engine = cluster.servers[0].engine
         assert engine.batch_counts.running == 1
-    wait_until(lambda: engine.batch_counts.running == 0)  # who leaves gives the seat back
+    wait_until(lambda: engine.batch_counts.running == 0)  # a disconnect frees the slot
 
 
-def test_what_the_front_looked_up_reaches_the_replica(servers, cluster, monkeypatch):
+def test_passages_found_by_the_front_reach_the_replica(servers, cluster, monkeypatch):
     question = [{"role": "user", "content": "Where does Carla sail with Minerva?"}]
     body = chat(messages=question, reuse="off")  # what is cached differs
     wanted = patience.post(f"{servers[0].url}{CHAT}", json=body, headers=bearer(API_KEY)).json()
@@ -237,7 +237,7 @@ def test_the_router_sees_the_chunks_that_the_engine_sees(cluster):
 
 
 @pytest.mark.parametrize("key", [None, "open", ADMIN_KEY])
-def test_nothing_is_searched_for_whoever_has_no_key(cluster, monkeypatch, key):
+def test_nothing_is_searched_without_a_key(cluster, monkeypatch, key):
     searched = []
     stages = cluster.searcher.stages
     monkeypatch.setattr(
@@ -249,7 +249,7 @@ def test_nothing_is_searched_for_whoever_has_no_key(cluster, monkeypatch, key):
     assert len(searched) == 1
 
 
-def test_documents_are_told_apart_on_every_replica(cluster):
+def test_documents_are_pinned_and_removed_on_every_replica(cluster):
     document = {"id": "d1", "text": "Quentin keeps forty bees in a blue hive behind the mill."}
     for _ in cluster.servers:  # one after the other
         assert cluster.post(CHAT, chat(documents=[document])).status_code == 200
@@ -269,7 +269,7 @@ def test_documents_are_told_apart_on_every_replica(cluster):
     assert cluster.ask("GET", "/v1/cache/documents/d1").status_code == 404
 
 
-def test_what_one_replica_knows_is_found(cluster):
+def test_a_document_of_one_replica_is_found(cluster):
     document = {"id": "d2", "text": "Rosalind mends clocks for the whole valley."}
     assert cluster.post(CHAT, chat(documents=[document])).status_code == 200
     assert cluster.ask("GET", "/v1/cache/documents/d2").json()["data"][0]["id"] == "d2"
@@ -278,7 +278,7 @@ def test_what_one_replica_knows_is_found(cluster):
         wait_until(lambda path=f"/v1/cache/warm/{job['id']}": cluster.ask("GET", path).json()["status"] == "completed")
 
 
-def test_an_order_that_not_all_took_is_no_success(cluster):
+def test_a_call_that_not_all_replicas_accepted_fails(cluster):
     cluster.replicas.unreachable = {1}
     answer = cluster.ask("DELETE", "/v1/cache/documents/d1")
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"

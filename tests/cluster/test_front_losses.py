@@ -1,4 +1,4 @@
-"""Replicas that are lost, fail or refuse, and how a front ends: what clients are told then."""
+"""Errors that clients get when replicas are lost, fail or refuse, and when a front ends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_replica_lost_before_its_answer_costs_a_retry(cluster, body, num_piece
     assert outcomes(cluster) == {"tried again": num_lost, "given up": 0, "answer begun": 0}
 
 
-def test_after_some_retries_the_client_is_told(cluster):
+def test_after_some_retries_the_client_gets_an_error(cluster):
     cluster.replicas.plan = [(LOST, 0)] * (MAX_RETRIES + 1)
     answer = cluster.post(CHAT, BODY)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
@@ -63,7 +63,7 @@ def test_a_stream_that_had_begun_ends_with_one_error(cluster):
     assert outcomes(cluster)["answer begun"] == 1
 
 
-def test_another_body_that_had_begun_stays_short_of_its_length(cluster):
+def test_another_body_that_had_begun_stays_shorter_than_declared(cluster):
     async def app(scope, receive, send):
         headers = [(b"content-type", b"application/json"), (b"content-length", b"20")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -79,7 +79,7 @@ def test_another_body_that_had_begun_stays_short_of_its_length(cluster):
 
 
 @pytest.mark.parametrize(("status", "body"), [(400, {"messages": []}), (404, {**BODY, "model": "other"})])
-def test_a_refusal_is_not_tried_again(cluster, status, body):
+def test_a_refusal_is_not_retried(cluster, status, body):
     assert cluster.post(CHAT, body).status_code == status
     assert len(cluster.replicas.calls) == 1
 
@@ -93,7 +93,7 @@ def test_without_replicas_the_client_is_told_why(cluster):
 
 
 @pytest.mark.parametrize("num_pieces", [0, 4])
-def test_an_unforeseen_failure_is_logged_and_says_nothing_of_its_inside(cluster, caplog, num_pieces):
+def test_an_unforeseen_failure_is_logged_without_revealing_details(cluster, caplog, num_pieces):
     cluster.replicas.plan = [(KeyError("secret"), num_pieces)]
     answer = cluster.post(CHAT, STREAM)
     error = answer.json() if num_pieces == 0 else json.loads(events(answer.text)[-2])
@@ -104,7 +104,7 @@ def test_an_unforeseen_failure_is_logged_and_says_nothing_of_its_inside(cluster,
 
 @contextlib.contextmanager
 def under_way(cluster: Cluster, *bodies):
-    """The answers to requests that are under way until the block is left."""
+    """The answers to requests that are in progress until the block ends."""
     with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor() as pool:
         with contextlib.ExitStack() as busy:
             for server in cluster.servers:
@@ -115,7 +115,7 @@ def under_way(cluster: Cluster, *bodies):
         stack.close()
 
 
-def test_a_front_that_drains_answers_what_it_took_and_refuses_the_rest(cluster):
+def test_a_draining_front_answers_accepted_requests_and_refuses_others(cluster):
     with under_way(cluster, BODY, STREAM) as answers:
         cluster.front.drain()
         assert not cluster.front.is_drained
@@ -131,7 +131,7 @@ def test_a_front_that_drains_answers_what_it_took_and_refuses_the_rest(cluster):
     wait_until(lambda: cluster.front.is_drained)
 
 
-def test_a_front_that_breaks_off_tells_everybody(cluster):
+def test_a_front_that_aborts_tells_every_client(cluster):
     long = {**STREAM, "max_tokens": 400, "ignore_eos": True}
     with httpx.stream("POST", f"{cluster.url}{CHAT}", json=long, headers=bearer(API_KEY), timeout=60) as begun:
         lines = begun.iter_lines()
@@ -150,7 +150,7 @@ def test_a_front_that_breaks_off_tells_everybody(cluster):
 
 @contextlib.contextmanager
 def under_way_beside(cluster: Cluster):
-    """A plain request that the front has passed on and that is not answered."""
+    """A plain request that the front has forwarded and that is not answered."""
     before = len(cluster.replicas.calls)
     body = {**BODY, "max_tokens": 400, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor() as pool:

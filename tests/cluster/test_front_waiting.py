@@ -1,4 +1,4 @@
-"""Requests that come, or are under way, while no replica is there."""
+"""Requests that arrive, or are in progress, while no replica is available."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Begin = Callable[..., contextlib.AbstractContextManager[Cluster]]
 
 
 class Passing:
-    """Time that passes where somebody sleeps, and nowhere else: at most `limit_s`, after which they sleep for ever."""
+    """A clock that advances only during sleeps, by at most `limit_s` in all; later sleeps never end."""
 
     def __init__(self, limit_s: float = 1000.0) -> None:
         self.now_s, self.limit_s = 0.0, limit_s
@@ -46,7 +46,7 @@ def time() -> Passing:
 
 @pytest.fixture
 def begin(tiny_model, servers, time) -> Begin:
-    """A front that waits `no_replica_s` for a replica, while none is there."""
+    """A front that waits `no_replica_s` for a replica, while none is available."""
 
     @contextlib.contextmanager
     def start(no_replica_s: float, settings: ServerSettings = SETTINGS) -> Iterator[Cluster]:
@@ -62,10 +62,10 @@ def begin(tiny_model, servers, time) -> Begin:
 
 
 def refused_after(answer: httpx.Response, time: Passing) -> float:
-    """The seconds that a refusal took, of the first request, which says that no replica runs."""
+    """The seconds until the first request was refused because no replica runs."""
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1", answer.text
     error = answer.json()["error"]
-    assert error["code"] == "no_replica" and error["message"].startswith("no replica runs, and none came within ")
+    assert error["code"] == "no_replica" and error["message"].startswith("no replica runs, and none started within ")
     return time.now_s
 
 
@@ -82,7 +82,7 @@ def test_a_request_is_refused_once_its_time_is_over(begin, time, more):
 
 @pytest.mark.parametrize("no_replica_s", [0.1, 60.0])
 @pytest.mark.parametrize("of_server", [False, True], ids=["of the request", "of the server"])
-def test_a_timeout_goes_before_the_fronts_own(begin, time, of_server, no_replica_s):
+def test_a_requests_timeout_overrides_the_fronts(begin, time, of_server, no_replica_s):
     more = {} if of_server else {"timeout_s": 2.0}
     settings = SETTINGS.replace(request_timeout_s=2.0 if of_server else 50.0)
     with begin(no_replica_s, settings) as cluster:
@@ -105,7 +105,7 @@ def test_a_replica_that_comes_in_time_answers(begin, time, stream):
 
 
 @pytest.mark.parametrize(("waited_s", "status"), [(0.0, 200), (49.0, 200), (50.1, 504)])
-def test_what_was_waited_counts_towards_the_timeout(servers, waited_s, status):
+def test_waiting_counts_towards_the_timeout(servers, waited_s, status):
     headers = ((b"content-type", b"application/json"), (b"authorization", f"Bearer {API_KEY}".encode()))
     content = json.dumps({**BODY, "timeout_s": 50.0}).encode()
     call = Call("POST", CHAT.encode(), b"", headers, content, waited_s=waited_s)
@@ -114,8 +114,8 @@ def test_what_was_waited_counts_towards_the_timeout(servers, waited_s, status):
 
 
 @pytest.mark.parametrize("states", [{"running": 1, "starting": 1}, {"stopping": 1}, {"recovering": 2}], ids=str)
-def test_whoever_has_a_replica_is_not_hurried(begin, time, states):
-    """Plain answers come whole, so that nothing is heard for long; and a replica that stops ends what it took."""
+def test_a_request_with_a_replica_has_no_deadline(begin, time, states):
+    """Plain answers arrive whole, so nothing arrives for long; and a stopping replica finishes its requests."""
     with begin(0.2) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         cluster.replicas.states = states
         with contextlib.ExitStack() as busy:
@@ -136,7 +136,7 @@ def test_readiness_says_that_no_replica_runs(begin):
         assert httpx.get(f"{cluster.url}/ready", timeout=60).status_code == 200
 
 
-def test_what_goes_to_all_is_refused_at_once_and_metrics_go_on(begin):
+def test_calls_to_all_replicas_are_refused_at_once_and_metrics_continue(begin):
     with begin(60.0) as cluster:
         for method, path in (("GET", "/v1/cache/documents"), ("DELETE", "/v1/cache/documents/x"), ("GET", "/v1/live")):
             answer = cluster.ask(method, path)
@@ -146,11 +146,11 @@ def test_what_goes_to_all_is_refused_at_once_and_metrics_go_on(begin):
         assert 'ccjax_cluster_replicas{state="starting"} 2.0' in text
 
 
-def test_a_front_that_breaks_off_waits_for_nobody(begin, time):
+def test_a_front_that_aborts_does_not_wait(begin, time):
     time.limit_s = 2.0
     with begin(60.0) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         answer = pool.submit(cluster.post, CHAT, BODY)
-        wait_until(lambda: cluster.front._answering and time.now_s > 1.0, timeout_s=60)  # it gave its call up by now
+        wait_until(lambda: cluster.front._answering and time.now_s > 1.0, timeout_s=60)  # its call has ended by now
         cluster.front.drain()
         assert not cluster.front.is_drained
         cluster.front.break_off()
@@ -158,7 +158,7 @@ def test_a_front_that_breaks_off_waits_for_nobody(begin, time):
         wait_until(lambda: cluster.front.is_drained)
 
 
-def test_who_leaves_is_waited_for_no_longer(begin, time):
+def test_waiting_ends_when_the_client_leaves(begin, time):
     time.limit_s = 2.0
     with begin(60.0) as cluster:
         with pytest.raises(httpx.ReadTimeout):
@@ -183,12 +183,12 @@ def test_who_leaves_is_waited_for_no_longer(begin, time):
         ({"stopping": 1, "starting": 1}, True),
     ],
 )
-def test_who_is_there(counts, is_there):
+def test_states_of_live_replicas(counts, is_there):
     assert has_live_replica(counts) is is_there
 
 
 class Looks:
-    """What each look finds; the last one for ever."""
+    """The result of each check; the last one is repeated."""
 
     def __init__(self, *found: int) -> None:
         self.left = list(found)
@@ -201,7 +201,7 @@ class Looks:
 
 
 async def after(looks: Looks, num_looks: int, cancelled: list[bool] | None = None) -> AsyncIterator[str]:
-    """Two pieces, once somebody looked so often."""
+    """Two parts, after this many checks."""
     try:
         while looks.count < num_looks:
             await asyncio.sleep(0)
@@ -213,12 +213,12 @@ async def after(looks: Looks, num_looks: int, cancelled: list[bool] | None = Non
         raise
 
 
-def test_one_look_that_finds_nobody_is_not_believed(time):
+def test_one_check_without_a_replica_is_not_enough(time):
     looks = Looks(*[0, 1] * 15, 1)
     assert asyncio.run(ReplicaWait(looks, 0.0, None, clock=time.clock).first(after(looks, 40))) == "first"
 
 
-def test_two_looks_in_a_row_are_and_the_answer_is_told_to_end(time):
+def test_two_checks_in_a_row_end_the_answer(time):
     cancelled: list[bool] = []
     looks = Looks(1, 0, 0)
     with pytest.raises(NoLiveReplicaError):
@@ -226,7 +226,7 @@ def test_two_looks_in_a_row_are_and_the_answer_is_told_to_end(time):
     assert cancelled == [True] and looks.count == 3
 
 
-def test_a_look_that_takes_long_delays_no_answer(time):
+def test_a_slow_check_delays_no_answer(time):
     looks = Looks(1)
 
     async def never() -> Mapping[str, int]:
@@ -237,7 +237,7 @@ def test_a_look_that_takes_long_delays_no_answer(time):
     assert asyncio.run(ReplicaWait(never, 0.0, None, clock=time.clock).first(after(looks, 1))) == "first"
 
 
-def test_what_has_no_beginning_is_an_error(time):
+def test_an_answer_without_parts_is_an_error(time):
     async def nothing() -> AsyncIterator[str]:
         return
         yield
@@ -247,7 +247,7 @@ def test_what_has_no_beginning_is_an_error(time):
 
 
 def test_times_without_a_replica_add_up(time):
-    """Replicas that come and die at once keep nobody for ever."""
+    """Replicas that start and die at once do not keep a request waiting for ever."""
 
     async def run() -> list[bool]:
         looks = Looks(*[0] * 20, *[1, *[0] * 20] * 50)

@@ -1,4 +1,4 @@
-"""When a generator works: it is to take nothing from the replicas whose CPUs it shares."""
+"""When a generator works: it must not take time from the replicas whose CPUs it shares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.polling import wait_until
 
 
 class Orders:
-    """Counts how often it was asked for work; there is none."""
+    """Counts requests for orders; there are none."""
 
     def __init__(self) -> None:
         self.times_asked = 0
@@ -30,7 +30,7 @@ class Orders:
 
 @contextlib.contextmanager
 def working(monkeypatch, idle, *, needs_idle_cpus):
-    """Orders that a generator asks for, while the block runs; `idle` gives the CPUs that are idle."""
+    """Orders that a generator requests while the block runs; `idle` gives the number of idle CPUs."""
     monkeypatch.setattr(generator, "idle_cpus", lambda seconds, wait: wait(0.001) or idle())
     orders, stopping = Orders(), threading.Event()
     thread = threading.Thread(
@@ -47,7 +47,7 @@ def working(monkeypatch, idle, *, needs_idle_cpus):
 
 
 @pytest.mark.parametrize("error", [OSError("no index"), RuntimeError("a broken order")])
-def test_an_order_that_fails_is_not_the_last(monkeypatch, error):
+def test_a_failed_order_is_followed_by_others(monkeypatch, error):
     def fail(orders, *, is_cancelled):
         orders.times_asked += 1
         raise error
@@ -60,7 +60,7 @@ def test_an_order_that_fails_is_not_the_last(monkeypatch, error):
 
 @pytest.fixture
 def busy_cpus():
-    """Every CPU of this machine has something to do."""
+    """Keeps every CPU of this machine busy."""
     command = [sys.executable, "-S", "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(os.cpu_count() or 1)]
     yield
@@ -76,7 +76,7 @@ def test_idle_cpus_are_counted(busy_cpus):
     assert set(passed) == {0.3}
 
 
-def test_of_low_priority_it_works_only_while_a_cpu_is_idle(monkeypatch):
+def test_with_low_priority_it_works_only_while_a_cpu_is_idle(monkeypatch):
     room, looks = [0.0], []
 
     def idle():
@@ -97,6 +97,6 @@ def test_of_low_priority_it_works_only_while_a_cpu_is_idle(monkeypatch):
         assert orders.times_asked == sum(room == 0.6 for room in looks)
 
 
-def test_with_a_device_of_its_own_it_asks_for_no_room(monkeypatch):
+def test_with_its_own_device_it_does_not_wait_for_idle_cpus(monkeypatch):
     with working(monkeypatch, lambda: 0.0, needs_idle_cpus=False) as orders:
         wait_until(lambda: orders.times_asked > 1)

@@ -1,4 +1,4 @@
-"""What several replicas say of the same, put together: by hand-made bodies, and through the front."""
+"""Merged answers of several replicas: from hand-made bodies, and through the front."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def together(path: str, *told: bytes, method: str = "GET", query: str = "", num_
     return merged(call, told, len(told) if num_asked is None else num_asked)
 
 
-def test_documents_are_those_that_any_replica_has_each_version_once():
+def test_documents_of_all_replicas_are_listed_each_version_once():
     first = listing(document("a", "1"), document("b"), document("b", "2"))
     second = listing(document("a"), document("a", "1"), document("c"))
     found = together(DOCUMENTS, first, second)
@@ -61,7 +61,7 @@ def test_documents_are_those_that_any_replica_has_each_version_once():
         ("offset=9", "", False),
     ],
 )
-def test_pages_are_cut_of_all(query, names, has_more):
+def test_pagination_covers_all_documents(query, names, has_more):
     found = together(
         DOCUMENTS, listing(document("b"), document("d")), listing(document("a"), document("c")), query=query
     )
@@ -69,7 +69,7 @@ def test_pages_are_cut_of_all(query, names, has_more):
     assert (found["total"], found["has_more"]) == (4, has_more)
 
 
-def test_memory_is_added_up_and_the_store_is_one():
+def test_memory_is_summed_and_the_store_is_shared():
     first = document("a", bytes={"host": 10, "disk": 100}, chunks=1, variants=3, frequency_reuse=2.0, last_used=5.0)
     second = document("a", bytes={"host": 7, "disk": 300}, chunks=2, variants=1, pinned_until=9.0, erasing=True)
     (found,) = together(f"{DOCUMENTS}/a", listing(first), listing(second))["data"]
@@ -87,13 +87,13 @@ def test_memory_is_added_up_and_the_store_is_one():
     assert (later["data"][0]["last_used"], later["data"][0]["pinned_until"]) == (8.0, 1.0)
 
 
-def test_of_one_replica_it_is_what_that_says():
+def test_the_answer_of_a_single_replica_is_unchanged():
     body = listing(document("a"), document("b", "1"))
     assert together(DOCUMENTS, body) == json.loads(body)
     assert together(f"{DOCUMENTS}/a", body, num_asked=2)["replicas"] == 1  # the other knows nothing of it
 
 
-def test_a_removal_says_what_went_everywhere():
+def test_counts_of_a_removal_are_merged():
     def removal(chunks: int, variants: int, host: int, disk: int, is_own: bool) -> bytes:
         counts = {"chunks": chunks, "kept_chunks": 0, "variants": variants, "bytes": {"host": host, "disk": disk}}
         named = {"object": "cache.removal", "id": "a", "version": None, "erased": True}
@@ -122,7 +122,7 @@ def live(name: str, **more) -> dict:
     } | more
 
 
-def test_the_live_view_is_that_of_all_and_of_each():
+def test_the_live_view_covers_all_replicas_and_each():
     first = live("a")
     disk = first["tiers"][1] | {"used_bytes": 30, "num_variants": 4}
     second = live("a", tiers=[first["tiers"][0], disk], num_variants=5, answered=1, uptime_s=2.0)
@@ -202,10 +202,10 @@ def test_the_listing_is_of_all_replicas(cluster):
     assert cluster.ask("GET", f"{DOCUMENTS}/{names[2]}").json()["replicas"] == 2
 
 
-def test_a_listing_that_is_not_whole_is_none(cluster):
+def test_a_partial_listing_is_refused(cluster):
     cluster.replicas.unreachable = {1}
     answer = cluster.ask("GET", DOCUMENTS)
-    assert answer.status_code == 503 and "1 of 2 replicas could not be told or asked" in answer.text
+    assert answer.status_code == 503 and "1 of 2 replicas could not be reached" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -220,13 +220,13 @@ def test_a_listing_that_is_not_whole_is_none(cluster):
         ("/v1/live", ADMIN_KEY, 401),
     ],
 )
-def test_what_each_replica_refuses_is_refused(cluster, servers, path, key, status):
+def test_a_call_refused_by_all_replicas_is_refused(cluster, servers, path, key, status):
     urls = cluster.url, servers[0].url
     found, wanted = (httpx.get(f"{url}{path}", headers=bearer(key), timeout=60) for url in urls)
     assert found.status_code == wanted.status_code == status and found.json() == wanted.json()
 
 
-def test_the_live_view_counts_what_all_answered(cluster):
+def test_the_live_view_counts_answers_of_all_replicas(cluster):
     def view() -> dict:
         return httpx.get(f"{cluster.url}/v1/live", headers=bearer(API_KEY), timeout=60).json()
 
@@ -247,7 +247,7 @@ def test_the_live_view_counts_what_all_answered(cluster):
 
 
 def test_the_page_is_the_fronts_own(cluster, servers):
-    """So it is there while no replica is."""
+    """So it is available while no replica is."""
     cluster.replicas.states = {"starting": 2}
     for path in ("/", "/page/app.js", "/page/style.css"):
         wanted, found = (httpx.get(f"{url}{path}", timeout=60) for url in (servers[0].url, cluster.url))

@@ -1,5 +1,5 @@
-"""A real cluster on this machine: two replicas and a generator of the demo model over one store, and what is done to
-them. `make test-cluster` runs it; the tests run in order, the last one ends the cluster."""
+"""A real cluster on this machine, with faults: two replicas and a generator of the demo model over one store. `make
+test-cluster` runs it; the tests run in order, the last one ends the cluster."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def running(folder: Path, port: int) -> Iterator[Serving]:
 
 @pytest.fixture
 def cluster(running: Serving) -> Serving:
-    """Whole again, whatever the test before did."""
+    """The cluster, recovered from the previous test."""
     running.wait_for(2)
     return running
 
@@ -94,7 +94,7 @@ def test_answers_are_those_of_one_server(cluster: Serving, folder: Path) -> None
     assert len({text for text, *_ in wanted}) > 1
 
 
-def test_the_same_passages_meet_their_replica_and_others_spread(cluster: Serving) -> None:
+def test_the_same_passages_are_routed_to_their_replica_and_others_spread(cluster: Serving) -> None:
     passages = documents("bees")
     cluster.chat("What is it?", documents=passages)
     time.sleep(1.5)  # until the summary with them was published
@@ -118,7 +118,7 @@ def test_a_burst_is_not_refused(cluster: Serving) -> None:
     assert answers == [200] * 40
 
 
-def test_a_stream_comes_piece_by_piece_and_whoever_leaves_frees_the_seat(cluster: Serving) -> None:
+def test_a_stream_arrives_in_parts_and_a_disconnect_frees_its_slot(cluster: Serving) -> None:
     body = {"messages": [{"role": "user", "content": "Tell."}], "max_tokens": 900, "ignore_eos": True}
     json_body = {**body, "stream": True, "retrieval": False}
     with httpx.stream("POST", f"{cluster.url}{CHAT}", json=json_body, timeout=120) as answer:
@@ -166,7 +166,7 @@ def test_a_replica_that_is_killed_costs_its_streams_and_nothing_else(cluster: Se
     assert victim not in cluster.pids(REPLICA)
 
 
-def test_while_no_replica_runs_requests_wait_and_not_for_ever(cluster: Serving) -> None:
+def test_while_no_replica_runs_requests_wait_for_a_limited_time(cluster: Serving) -> None:
     wanted = cluster.text("Who has a boat?", reuse="exact")
     for victim in cluster.pids(REPLICA):
         os.kill(victim, signal.SIGKILL)
@@ -184,14 +184,14 @@ def test_while_no_replica_runs_requests_wait_and_not_for_ever(cluster: Serving) 
     print(f"no replica: who waited is answered after {time.monotonic() - killed:.1f} s")
 
 
-def test_metrics_have_what_generators_count(cluster: Serving) -> None:
+def test_metrics_include_those_of_generators(cluster: Serving) -> None:
     name = "ccjax_orders_taken_total"
     wait_until(lambda: (name, "0") in cluster.metrics(generators=True), timeout_s=60)
     assert [key for key in cluster.metrics(generators=True) if key[0] == name] == [(name, "0")]
     assert {key[-1] for key in cluster.metrics() if key[0] == name} == {"0", "1"}
 
 
-def test_a_generator_that_is_killed_comes_back_and_no_request_notices(cluster: Serving) -> None:
+def test_a_killed_generator_is_replaced_without_affecting_requests(cluster: Serving) -> None:
     (victim,) = cluster.pids(GENERATOR)
     with loading(cluster) as load:
         time.sleep(0.5)
@@ -202,7 +202,7 @@ def test_a_generator_that_is_killed_comes_back_and_no_request_notices(cluster: S
     assert set(load.statuses) == {200}
 
 
-def test_a_joiner_with_other_options_rolls_the_replicas_and_no_request_fails(
+def test_a_joining_host_with_other_options_replaces_replicas_without_failures(
     cluster: Serving, folder: Path, port: int
 ) -> None:
     before = cluster.pids(REPLICA)
@@ -220,7 +220,7 @@ def test_a_joiner_with_other_options_rolls_the_replicas_and_no_request_fails(
     assert set(load.statuses) == {200}, load.statuses
 
 
-def test_what_cannot_start_says_why_in_a_line(folder: Path) -> None:
+def test_a_failed_start_is_explained_in_one_line(folder: Path) -> None:
     ray, nobody = ("--cluster", "ray"), f"127.0.0.1:{free_port()}"
     assert f"--cluster-address: no answer from a Ray cluster at {nobody}" in refusal(
         folder, *ray, "--cluster-address", nobody
@@ -233,8 +233,8 @@ def test_what_cannot_start_says_why_in_a_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_that_ends_while_it_waits_for_hosts_leaves_nothing(folder: Path, number: int) -> None:
-    """No host has such a resource, and some may join that does."""
+def test_a_server_that_ends_while_waiting_for_hosts_leaves_nothing_behind(folder: Path, number: int) -> None:
+    """No host has such a resource, but one that has may join."""
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", "--cluster", "ray", *QUICK]
     command += ["--replica-resources", "unobtainable=1"]
     with (folder / "waiting").open("w") as log:
@@ -251,7 +251,7 @@ def test_a_server_that_ends_while_it_waits_for_hosts_leaves_nothing(folder: Path
         process.kill()
 
 
-def test_sigterm_answers_what_was_taken_and_ends(cluster: Serving) -> None:
+def test_sigterm_finishes_accepted_requests_and_ends(cluster: Serving) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         taken = [pool.submit(cluster.stream, "Tell.", **LONG), pool.submit(cluster.chat, "Tell me.", **LONG)]
         wait_until(lambda: cluster.total("ccjax_num_requests_running") == 2)

@@ -1,5 +1,5 @@
-"""Replicas on Ray whose model lies on two processes, a device each: what a single process answers, also after one of
-them was killed."""
+"""Replicas on Ray whose model is split over two processes with a device each: answers are those of a single process,
+also after one of them was killed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_answers_are_those_of_one_process(cluster: Serving, folder: Path) -> Non
     assert len(cluster.pids(REPLICA)) == len(cluster.pids(FOLLOWER)) == 1
 
 
-def test_a_follower_that_is_killed_takes_its_replica_along_and_both_come_again(cluster: Serving) -> None:
+def test_a_killed_follower_ends_its_replica_and_both_are_replaced(cluster: Serving) -> None:
     wanted = cluster.text(QUESTIONS[0], retrieval=True)
     (leader,), (follower,) = cluster.pids(REPLICA), cluster.pids(FOLLOWER)
     os.kill(follower, signal.SIGKILL)
@@ -51,7 +51,7 @@ def test_a_follower_that_is_killed_takes_its_replica_along_and_both_come_again(c
     assert len(cluster.pids(REPLICA)) == len(cluster.pids(FOLLOWER)) == 1
 
 
-def test_the_end_leaves_no_process(cluster: Serving) -> None:
+def test_shutdown_leaves_no_process(cluster: Serving) -> None:
     running = [*cluster.pids(REPLICA), *cluster.pids(FOLLOWER)]
     assert len(running) == 2 and end(cluster) == 0
     wait_until(lambda: not any(map(is_alive, running)))

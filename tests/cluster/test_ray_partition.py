@@ -59,7 +59,7 @@ def other() -> Iterator[Host]:
     host.end()
 
 
-def test_requests_go_on_beside_a_host_that_is_cut_off(other: Host, tmp_path: Path) -> None:
+def test_requests_continue_while_a_host_is_cut_off(other: Host, tmp_path: Path) -> None:
     port = free_port()
     options = ["--cluster", "ray", "--store", f"file://{tmp_path}/store", "--generators", "0"]
     head = [*options, "--replicas", "1", "--cluster-host", HERE, "--cluster-port", str(port)]

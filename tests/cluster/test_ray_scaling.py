@@ -1,4 +1,4 @@
-"""A real cluster whose number of replicas follows the requests under way."""
+"""A real cluster whose number of replicas follows the requests in progress."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.polling import wait_until
 
 pytestmark = pytest.mark.cluster
 NUM_CLIENTS = 28
-"""More than the 16 requests under way that one replica is wanted for, less than two are."""
+"""More requests than the 16 in progress for one replica, fewer than for two."""
 
 
 def answering(cluster: Serving) -> set[str]:
-    """Replicas that answered something."""
+    """Number of replicas that have answered a request."""
     name = "ccjax_e2e_request_latency_seconds_count"
     return {labels[-1] for (found, *labels), value in cluster.metrics().items() if found == name and value}
 
 
-def test_a_second_replica_comes_under_load_and_goes_without_it_and_no_request_is_lost(tmp_path: Path) -> None:
+def test_a_second_replica_starts_under_load_and_stops_without_losing_requests(tmp_path: Path) -> None:
     options = ["--cluster", "ray", "--replicas", "1:2", "--scale-up-after-s", "2", "--scale-down-after-s", "4"]
     options += ["--store", f"file://{tmp_path}/store", "--generators", "0"]
     with serving(tmp_path, *options) as cluster:
@@ -35,7 +35,7 @@ def test_a_second_replica_comes_under_load_and_goes_without_it_and_no_request_is
         assert set(load.statuses) == {200}
         second = set(cluster.pids(REPLICA)) - {first}
         assert len(second) == 1
-        # Two that ask all the while want one replica, and have both at work when one is told to end.
+        # Two continuous clients need one replica, and use both when one is stopped.
         with loading(cluster, 2, max_tokens=250) as few:
             started = time.monotonic()
             cluster.wait_for(1)

@@ -1,4 +1,4 @@
-"""A real cluster whose store is a bucket and whose index is in Redis, both of which go away and come back."""
+"""A real cluster whose store is a bucket and whose index is in Redis, with outages of both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cluster
 
 
 class Redis:
-    """A Redis that keeps nothing."""
+    """A Redis without persistence."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -39,7 +39,7 @@ class Redis:
         self._process.wait()
 
     def keys(self) -> set[str] | None:
-        """None where it does not answer."""
+        """None if it does not answer."""
         command = ["redis-cli", "-p", str(self.port), "--scan", "--pattern", "ccjax:*"]
         done = subprocess.run(command, capture_output=True, text=True)
         return None if done.returncode else set(done.stdout.split())
@@ -80,26 +80,26 @@ def cluster(running: Serving) -> Serving:
 
 
 def tiers(cluster: Serving, name: str) -> set[str | None]:
-    """Where the passages of these documents come from."""
+    """The tiers of these documents' passages."""
     report = cluster.chat("What is it?", documents=documents(name), reuse="exact").json()["reuse"]
     return {one["tier"] for one in report["per_document"] if one["role"] == "document"}
 
 
 def stored(cluster: Serving) -> float:
-    """Variants that the replicas know to be in the bucket."""
+    """Variants in the bucket as far as the replicas know."""
     found = cluster.metrics().items()
     return sum(value for (name, *labels), value in found if name == "ccjax_store_num_variants" and "disk" in labels)
 
 
 def wait_until_written(cluster: Serving) -> None:
-    """Nobody asks for anything any more, and for two seconds nothing new was stored."""
+    """Waits until nothing new was stored for two seconds."""
     counts = [-1.0, stored(cluster)]
     while counts[-1] != counts[-2]:
         time.sleep(2.0)
         counts.append(stored(cluster))
 
 
-def test_answers_go_on_without_the_bucket_and_sharing_works_again_with_it(cluster: Serving, gate: Gate) -> None:
+def test_answers_continue_without_the_bucket_and_sharing_resumes_with_it(cluster: Serving, gate: Gate) -> None:
     wanted = cluster.text("What is it?", documents=documents("before"), reuse="exact")
     with loading(cluster) as load:
         time.sleep(1.0)
@@ -127,7 +127,7 @@ def test_answers_go_on_without_the_bucket_and_sharing_works_again_with_it(cluste
     assert tiers(cluster, "afterwards") == {"disk"} and tiers(cluster, "before") == {"disk"}
 
 
-def test_answers_go_on_without_redis_and_leases_are_there_again_with_it(cluster: Serving, redis: Redis) -> None:
+def test_answers_continue_without_redis_and_leases_resume_with_it(cluster: Serving, redis: Redis) -> None:
     tiers(cluster, "told")
     assert redis.keys(), "nothing is told by Redis at all"
     with loading(cluster) as load:

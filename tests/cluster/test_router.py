@@ -1,4 +1,4 @@
-"""The books that a sending process keeps of replicas, with Ray's own classes and no cluster."""
+"""The ledger that a sending process keeps of replicas, with Ray's own classes and without a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = PromptSummary(tuple((chunk, 100) for chunk in CHUNKS), 10)
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Ray takes a second, which only the process that runs these tests should spend."""
+    """Importing Ray takes a second, which only the process that runs these tests should spend."""
     global DeploymentID, RequestMetadata, PendingRequest, ReplicaID, module, NUMBER, STATS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own
@@ -60,7 +60,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def router(clock):
-    router = object.__new__(module.CacheAwareRouter)  # what Ray's own part needs a cluster for is not used here
+    router = object.__new__(module.CacheAwareRouter)  # without Ray's part, which needs a cluster
     router.initialize_state()
     return router
 
@@ -84,7 +84,7 @@ async def send(router, replica, name="r", prompt=PROMPT):
     router.on_request_routed(pending(prompt, name), replica.replica_id, None)
 
 
-def test_a_request_goes_where_its_chunks_are(router):
+def test_a_request_is_routed_to_its_chunks(router):
     one, two = Replica("one"), Replica("two")
     for number, (better, worse) in enumerate([(one, two), (two, one)]):
         better.publish(number, CHUNKS[:2])
@@ -92,7 +92,7 @@ def test_a_request_goes_where_its_chunks_are(router):
         assert order(router, [one, two]) == order(router, [two, one]) == [better.name, worse.name]
 
 
-def test_what_was_sent_since_counts_until_a_summary_says_so(router, clock):
+def test_calls_sent_since_a_summary_count_until_the_next(router, clock):
     one, two = Replica("one"), Replica("two")
     one.publish(1, CHUNKS)
     two.publish(1, CHUNKS[:2])
@@ -106,7 +106,7 @@ def test_what_was_sent_since_counts_until_a_summary_says_so(router, clock):
     assert order(router, [one, two]) == ["one", "two"]
 
 
-def test_what_was_sent_just_before_a_summary_may_not_be_in_it(router, clock):
+def test_calls_sent_just_before_a_summary_may_be_missing_from_it(router, clock):
     one, two = Replica("one"), Replica("two")
     one.publish(1, CHUNKS)
     two.publish(1, CHUNKS[:2])
@@ -118,7 +118,7 @@ def test_what_was_sent_just_before_a_summary_may_not_be_in_it(router, clock):
     assert order(router, [one, two]) == ["two", "one"]
 
 
-def test_an_old_summary_says_nothing_and_looks_no_idler_than_the_others(router, clock):
+def test_an_old_summary_is_ignored_and_does_not_look_idle(router, clock):
     one, two = Replica("one"), Replica("two")
     one.publish(1, CHUNKS)
     two.publish(1, (), waiting=50)
@@ -128,7 +128,7 @@ def test_an_old_summary_says_nothing_and_looks_no_idler_than_the_others(router, 
     assert order(router, [one, two]) == ["two", "one"]
 
 
-def test_without_chunks_the_one_with_less_under_way_goes_first(router):
+def test_without_chunks_the_less_busy_replica_is_first(router):
     one, two = Replica("one"), Replica("two")
     for replica in (one, two):
         replica.publish(1)

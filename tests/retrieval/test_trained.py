@@ -200,7 +200,7 @@ def test_a_damaged_file_costs_time_and_no_answer(
         path.write_bytes(data if damage == "flip" else data[:-9])
     with caplog.at_level(logging.WARNING):
         index = PassageIndex.open(tmp_path, SETTINGS, kind="ivf", recall=0.9)
-    assert index.trained is None and "until the index is made again" in caplog.text
+    assert index.trained is None and "until the index is rebuilt" in caplog.text
     assert recall(index, clustered(2000, 0), clustered(20, 1)) == 1.0
     again = index.improve()
     assert again is not None and index.trained == again

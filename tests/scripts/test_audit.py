@@ -15,7 +15,7 @@ OURS = {"name": "ccjax", "skip_reason": "not found"}
     [
         ([CLEAN, OURS], 0, "0 of 1 packages"),
         ([CLEAN, FLAWED, OURS], 1, "b 2: CVE-1, fixed in 3"),
-        ([CLEAN, UNKNOWN], 0, "nothing is known of 1: c"),
+        ([CLEAN, UNKNOWN], 0, "the index does not know 1: c"),
         ([UNKNOWN, OURS], 77, "SKIPPED"),
         ([], 77, "SKIPPED"),
     ],

@@ -159,7 +159,7 @@ def test_defaults_are_printed_too_and_mean_what_none_given_means(read):
 def test_passwords_in_urls_are_not_printed(read):
     content = {"store": "file:///x", "store-index": "redis://user:hidden@host/1"}
     lines = config_lines(read(content))
-    assert "# store-index: redis://...@host/1 (what is secret is not shown)" in lines and "store: file:///x" in lines
+    assert "# store-index: redis://...@host/1 (without its secrets)" in lines and "store: file:///x" in lines
 
 
 @pytest.mark.parametrize(

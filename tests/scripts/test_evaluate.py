@@ -152,7 +152,7 @@ def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
         ("calibrate", ["--strategies", "full"], "--strategies: wanted"),
         ("calibrate", ["--strategies", "default"], "--strategies: wanted"),
         ("calibrate", ["--strategies", "auto:0.1"], "--strategies: wanted"),
-        ("calibrate", ["--worlds", "2", "--questions", "/some.jsonl"], "--worlds: wanted the demo"),
+        ("calibrate", ["--worlds", "2", "--questions", "/some.jsonl"], "--worlds: wanted only with the demo"),
         ("calibrate", ["--target", "1.5", "--limit", "2"], "target"),
         ("calibrate", ["--confidence", "1", "--limit", "2"], "confidence"),
         ("calibrate", ["--focus-windows", "3", "0", "--limit", "2"], "--focus-windows: wanted an integer"),
@@ -205,7 +205,7 @@ def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
     value = json.loads(done.stdout.splitlines()[-1])
     worlds = value.pop("worlds")
     assert value == json.loads(path.read_text())
-    assert [len(shares) for shares in worlds.values()] == [1, 1] and "of 1 fresh towns" in done.stdout
+    assert [len(shares) for shares in worlds.values()] == [1, 1] and "of 1 new towns" in done.stdout
     assert [len(trials) for trials in value["trials"].values()] == [1, 3]
     cut = [trial for trial in value["trials"]["cachecraft"] if trial["focus_window"] == 3]
     layers = value["settings"]["focus_cut_layers"]

@@ -173,7 +173,7 @@ def test_targets_are_judged_and_what_is_missing_is_not_measured():
     faster = [row(DEVICE, ttft_s=0.059), *measured[:1]]
     assert gpu_report.targets(results(*faster))[1].verdict == "reached"
     other = [row(DEVICE, ttft_s=0.01, as_named=False), *measured[:1]]
-    assert gpu_report.targets(results(*other))[1].got is None, "it is not what the case is named after"
+    assert gpu_report.targets(results(*other))[1].got is None, "the case did not do what its name says"
 
 
 def test_tables_show_every_figure_and_notes_every_gap():
@@ -316,7 +316,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path):
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert not found["is_complete"] and found["suites"]["cases"][0]["ttft_s"] > 0.0
-    assert "cut off" in gpu_report._source(found)
+    assert "interrupted" in gpu_report._source(found)
 
 
 def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):

@@ -22,9 +22,9 @@ def test_only_the_named_place_is_changed():
 @pytest.mark.parametrize(
     ("mutant", "words"),
     [
-        (change(within=""), "stands 2 times in the file, not once"),
+        (change(within=""), "occurs 2 times in the file, not once"),
         (change(within="Three"), "there are 0 definitions of Three"),
-        (change(old="2 + 2"), "stands 0 times in Two.one"),
+        (change(old="2 + 2"), "occurs 0 times in Two.one"),
         (change(new="1 + 1"), "replaced by itself"),
         (change(new="1 +"), "it is no Python"),
     ],

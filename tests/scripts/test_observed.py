@@ -129,7 +129,7 @@ def test_noise_moves_it_little_and_is_told():
 
 @pytest.mark.parametrize("arrivals_s", [[0.0, 10.0, 20.0, 30.0, 40.0], [0.0, 10.0]], ids=["pauses alone", "two"])
 def test_too_little_is_refused(arrivals_s):
-    with pytest.raises(ValueError, match="wanted packs in which prompts end, some after a pause and some not, got"):
+    with pytest.raises(ValueError, match="wanted packs in which prompts end, both after a pause and without one, got"):
         fit(replay(arrivals_s, [(0, 100)] * len(arrivals_s)), COSTS, PACK)
 
 

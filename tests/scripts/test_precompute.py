@@ -222,7 +222,7 @@ def test_a_signal_ends_it_cleanly(start, tmp_path, number, code):
     os.killpg(process.pid, number)  # as a terminal does: to the workers as well
     _, errors = process.communicate(timeout=600)
     found = report(tmp_path, "ended")
-    assert process.returncode == code and "run the same command again to go on" in errors
+    assert process.returncode == code and "run the same command again to continue" in errors
     assert found["interrupted"] == signal.Signals(number).name and found["failed"] == []
     stored = sum(found[name]["stored"] for name in ("passages", "framed", "behind_neighbours"))
     assert 0 < stored == found["run"]["computed"] < 3 * NUM_DOCS
@@ -266,7 +266,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
         return done.stderr.splitlines()[-1]
 
     text = refusal("--disk-cache-bytes", "1kB")
-    wanted = re.match(r"ccjax precompute: error: --store: wanted room for (\d+)", text)
+    wanted = re.match(r"ccjax precompute: error: --store: wanted space for (\d+)", text)
     assert wanted is not None and "1000 left of" in text
     assert not (tmp_path / "store").exists()
     assert run_here("dry", "--documents", docs, "--dry-run", "--disk-kv-dtype", "int8").returncode == 0

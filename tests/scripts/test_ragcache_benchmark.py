@@ -439,7 +439,7 @@ def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
     assert [one["part"] for one in figures["scheduling"]["cases"]][-2:] == ["total", "window"]
     assert figures["scheduling"]["nodes"] == 300 and len(figures["profile"]["seconds"]) > 1
     text = page.read_text()
-    for words in ("the combination is ours", "the others synthetic", "drawn, not recorded", "](picture.svg)"):
+    for words in ("the combination is ours", "the others synthetic", "random requests", "](picture.svg)"):
         assert words in text
     assert text.count("\n## ") == 4 and picture.read_text().count("</svg>") == 1
 

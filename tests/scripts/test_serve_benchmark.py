@@ -361,7 +361,7 @@ def test_a_soak_ends_with_every_answer_whole(tiny_bench, servers_here):
     assert case["page_usage"] == [0.0, 0.0]
     late = ["--soak", "inf", "--requests", 2, "--timeout-s", 0.001]
     done = in_process.bench("serve", "--quick", "--json", *tiny_bench, *late)
-    assert done.returncode == 1 and "2 of 2 answers were not whole: TimeoutError" in done.stderr
+    assert done.returncode == 1 and "2 of 2 answers were incomplete: TimeoutError" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["failures"]
 
 

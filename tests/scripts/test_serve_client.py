@@ -92,7 +92,7 @@ def test_the_closed_loop_keeps_so_many_under_way(server: Scripted, monkeypatch: 
         ({"status": 500}, "failed", "HTTP 500"),
         ({"ending": "abort"}, "failed", "RemoteProtocolError"),
         ({"ending": "hang"}, "failed", "TimeoutError"),
-        ({"ending": "no done"}, "failed", "ended before"),
+        ({"ending": "no done"}, "failed", "ended early"),
         ({"ending": "error"}, "failed", "the server failed"),
         ({"ending": "short"}, "failed", "wanted 3 tokens of answer, got 2"),
         ({"ending": "mute"}, "ok", None),

@@ -52,7 +52,7 @@ def test_sizes_are_searched(capsys):
     [
         (["--hardware", "tpu9"], "hardware: wanted one of"),
         (["--model", "llama9"], "wanted one of llama3-8b"),
-        (["--size-for", "soon"], "size-for: wanted such as"),
+        (["--size-for", "soon"], "size-for: wanted a goal such as"),
         (["--model", "llama3-70b"], "--pool-bytes: wanted"),
         (["--warmup", "300"], "--warmup: wanted fewer than"),
         (["--eviction-policy", "none"], "eviction policy: wanted one of"),

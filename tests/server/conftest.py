@@ -35,7 +35,7 @@ MAX_MODEL_LEN = 512
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server with what is behind it, for comparison."""
+    """A running server with its engine and retriever, for comparison."""
 
     url: str
     service: Service
@@ -52,7 +52,7 @@ class Server:
 
 @pytest.fixture(scope="package", autouse=True)
 def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engines pad to few sizes, as those of tests/engine do; as long as a server lives that tests share."""
+    """Makes engines pad to few sizes, as in tests/engine, for the life of a shared server."""
     with contextlib.nullcontext() if request.config.getoption("--all") else sizes.few_shapes():
         yield
 
@@ -74,8 +74,8 @@ def docs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.AbstractContextManager[Server]]:
-    """`start_server(settings, **engine_settings)` runs a server of its own as a context manager; what it caches comes
-    from requests alone unless it `prepares`."""
+    """`start_server(settings, **engine_settings)` runs a server as a context manager; unless it `prepares`, it caches
+    only for requests."""
 
     @contextlib.contextmanager
     def start(
@@ -127,7 +127,7 @@ def running(service: Service) -> Iterator[str]:
 def running_app(app: Any) -> Iterator[str]:
     """The same for any ASGI application."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # who does not read is felt soon
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # soon full if a client does not read
     config = uvicorn.Config(app, log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -1,5 +1,5 @@
-"""scripts/serve.py whose engine stands still while a file is there: `python -m tests.server.held_serve FILE ARGUMENTS`.
-It stops before a step that decodes, and at a start before the second step that is compiled. It pads to few sizes."""
+"""scripts/serve.py whose engine pauses while a file exists: `python -m tests.server.held_serve FILE ARGUMENTS`. It
+pauses before a decode step, and at start before the second compilation. It pads to few sizes."""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ FILE = Path(sys.argv[1])
 
 
 def held(run, free: int = 0):
-    """`run`, which waits from the call after the first `free` ones on."""
+    """A `run` that waits from the call after the first `free` ones on."""
     numbers = itertools.count()
 
     def wait_and_run(*args, **kwargs):
@@ -32,6 +32,6 @@ SIZES = few_shapes()
 SIZES.__enter__()
 DecodeBatch.step = held(DecodeBatch.step)
 warmup.compile_pack = held(warmup.compile_pack, 1)
-draining._REFUSAL_S = 300  # however slow the machine is
+draining._REFUSAL_S = 300  # for slow machines
 
 sys.exit(main(sys.argv[2:]))

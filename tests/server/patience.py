@@ -1,5 +1,5 @@
-"""httpx's functions with patience: its default, 5 s, fails on a busy machine and says nothing of a server. And a client
-that loses it just when a test wants that."""
+"""httpx's functions with long timeouts, since the default of 5 s fails on a busy machine; and a client that disconnects
+when a test wants it."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ post = functools.partial(httpx.post, timeout=60.0)
 
 @contextlib.contextmanager
 def leaving(url: str, json: Any) -> Iterator[None]:
-    """A chat whose client is there while the block lasts, and then leaves without an answer."""
+    """A chat whose client stays while the block runs, and then disconnects without an answer."""
     request = httpx.Request("POST", f"{url}/v1/chat/completions", json=json)
     with socket.create_connection((request.url.host, request.url.port)) as client:
         head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())

@@ -1,5 +1,5 @@
-"""Many users at once, over the socket and with OpenAI's own client: everyone gets the answer that the same request gets
-when nobody else is there."""
+"""Many users at once, over the socket and with OpenAI's own client: every answer is that of the same request on an idle
+server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = tuple(name.removesuffix(".md").capitalize() for name in DOCUMENTS)
 
 
 def chat(number: int) -> dict[str, Any]:
-    """A chat of its own: question, order and number of passages, reuse, length, greedy or drawn with a seed."""
+    """A chat of its own: question, order and number of passages, reuse, length, greedy or sampled with a seed."""
     name = NAMES[number % len(NAMES)]
     texts = list(DOCUMENTS.values())
     texts = texts[number % 5 :] + texts[: number % 5]
@@ -34,7 +34,7 @@ def chat(number: int) -> dict[str, Any]:
 async def answered(
     client: openai.AsyncOpenAI, request: dict[str, Any], *, stream: bool = True
 ) -> tuple[str, str | None, int, int]:
-    """Text, reason to finish, prompt tokens and answer tokens of a chat."""
+    """Text, finish reason, prompt tokens and answer tokens of a chat."""
     if not stream:
         whole = await client.chat.completions.create(model="tiny", **request)
         (choice,) = whole.choices
@@ -51,7 +51,7 @@ async def answered(
 
 
 def test_32_chats_at_once_get_the_answers_they_get_alone(server: Server) -> None:
-    """Alone all are streamed, together every third comes whole."""
+    """Alone all are streamed, together every third is not."""
     requests = [chat(number) for number in range(NUM_CHATS)]
 
     async def ask() -> tuple[list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""The admin API over a real socket: status codes, keys, ids with slashes, warm jobs, and what requests see of it."""
+"""The admin API over a real socket: status codes, keys, ids with slashes, warm jobs, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(start_server: StartServer) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def empty(server: Server) -> None:
-    """Each test begins with nothing in the cache."""
+    """Each test begins with an empty cache."""
     for item in server.engine.documents.list():
         with contextlib.suppress(ValueError):
             server.engine.documents.erase(item.document_id)
@@ -99,7 +99,7 @@ def test_documents_are_listed_looked_up_and_invalidated(server: Server) -> None:
     assert ask(server, ANNA)["per_document"][1]["reused_tokens"] == 0
 
 
-def test_an_erasure_takes_what_stood_behind_it(server: Server) -> None:
+def test_an_erasure_includes_variants_computed_behind_the_document(server: Server) -> None:
     ask(server, ANNA, BOB)
     body = call(server, "DELETE", "/documents/anna?erase=true").json()
     assert body["erased"] and body["variants"] == 2 and server.engine.cache.num_variants == 1  # the system prompt
@@ -121,7 +121,7 @@ NAMES = [
 ]
 
 
-def test_every_id_can_be_named(server: Server) -> None:
+def test_every_document_id_is_accepted(server: Server) -> None:
     for name in NAMES:
         ask(server, ANNA | {"id": name, "version": name}, BOB)
         path, version = urllib.parse.quote(name), urllib.parse.quote(name, safe="")
@@ -176,7 +176,7 @@ WRONG_BODIES = [
 ]
 
 
-def test_a_wrong_call_is_refused_by_name_and_changes_nothing(server: Server) -> None:
+def test_an_invalid_call_names_the_argument_and_changes_nothing(server: Server) -> None:
     ask(server, ANNA)
     before = server.engine.documents.list()
     assert before[0].variants == 1 and before[0].pinned_until is None
@@ -243,7 +243,7 @@ def test_a_warm_job_waits_behind_all_clients_unless_it_is_urgent(
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_warm_job_computes_documents_ahead_of_the_question(server: Server, at_once: bool) -> None:
+def test_a_warm_job_computes_documents_before_the_question(server: Server, at_once: bool) -> None:
     response = call(server, "POST", "/warm", json={"documents": [ANNA, BOB, ANNA], "at_once": at_once})
     job = response.json()
     assert response.status_code == 202 and response.headers["location"] == f"/v1/cache/warm/{job['id']}"
@@ -266,7 +266,7 @@ def test_the_servers_own_documents_are_warmed_and_known_by_their_files_name(serv
     assert call(server, "DELETE", "/documents/anna.md?erase=true").json()["in_documents_directory"] is True
 
 
-def test_a_warm_job_gives_way_and_ends_when_told(server: Server) -> None:
+def test_a_warm_job_yields_to_requests_and_can_be_cancelled(server: Server) -> None:
     with busy(server):  # the engine is in other hands
         job = call(server, "POST", "/warm", json={"documents": [ANNA]}).json()
         assert call(server, "GET", f"/warm/{job['id']}").json()["done"] == 0
@@ -286,7 +286,7 @@ def test_too_many_warm_jobs_are_refused(server: Server) -> None:
         finish(server, job.json())
 
 
-def test_an_order_waits_for_the_request_that_runs_and_health_does_not(server: Server) -> None:
+def test_a_call_waits_for_the_running_request_and_health_does_not(server: Server) -> None:
     ask(server, ANNA)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, busy(server):
         order = pool.submit(call, server, "DELETE", "/documents/anna?erase=true")
@@ -296,7 +296,7 @@ def test_an_order_waits_for_the_request_that_runs_and_health_does_not(server: Se
     assert order.result().status_code == 200 and server.engine.documents.list() == ()
 
 
-def test_what_cannot_be_deleted_yet_is_a_503_that_names_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_deletion_is_a_503_that_names_the_rest(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def incomplete(*_: Any) -> None:
         raise EraseIncompleteError("document 'anna': 7 objects", [f"key{number}" for number in range(7)])
 
@@ -343,7 +343,7 @@ def test_metrics_count_the_calls_by_a_bounded_outcome(server: Server) -> None:
     assert after[("ccjax_unfinished_erasures",)] == 0
 
 
-def test_the_description_of_the_api_has_the_admin_calls(server: Server) -> None:
+def test_the_openapi_schema_has_the_admin_calls(server: Server) -> None:
     schema = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     paths = {path: set(methods) for path, methods in schema["paths"].items() if path.startswith("/v1/cache")}
     assert paths == {
@@ -359,7 +359,7 @@ def test_the_description_of_the_api_has_the_admin_calls(server: Server) -> None:
     assert {"ttl_s", "host"} <= schema["components"]["schemas"]["PinBody"]["properties"].keys()
 
 
-def test_a_changed_file_drops_its_old_passages_alone(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_changed_file_drops_only_its_old_passages(start_server: StartServer, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     body = "\n\n".join(f"## Part {n}\n\n" + f"Sentence {n} tells of the number {n}. " * 8 for n in range(3))

@@ -1,4 +1,4 @@
-"""What the API answers, asked by OpenAI's own client over a socket and compared with the engine behind it."""
+"""Answers of the API to OpenAI's own client over a socket, compared with those of the engine behind it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_chat_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, includ
         assert last is with_choice[-1] and last.usage is None
 
 
-def test_the_stream_ends_as_openai_ends_it(server: Server) -> None:
+def test_the_stream_ends_like_openais(server: Server) -> None:
     body = {"prompt": "Anna", "max_tokens": 2, "stream": True}
     response = patience.post(f"{server.url}/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -139,14 +139,14 @@ def test_completions_default_to_openais_16_tokens(client: openai.OpenAI) -> None
     assert client.completions.create(model="tiny", prompt="Emma").usage.completion_tokens == 16
 
 
-def test_chat_without_a_limit_goes_on_until_the_model_ends(server: Server, client: openai.OpenAI) -> None:
+def test_chat_without_a_limit_continues_until_the_model_ends(server: Server, client: openai.OpenAI) -> None:
     wanted = expected(server, PASSAGES, max_new_tokens=None)
     answer = ask(client, max_tokens=None, extra={"reuse": "off"})
     assert answer.choices[0].finish_reason == wanted.finish_reason
     assert answer.usage.completion_tokens == len(wanted.token_ids) > 64
 
 
-def test_max_completion_tokens_goes_before_its_older_name(client: openai.OpenAI) -> None:
+def test_max_completion_tokens_overrides_its_older_name(client: openai.OpenAI) -> None:
     assert ask(client, max_tokens=9, max_completion_tokens=3).usage.completion_tokens == 3
 
 
@@ -261,7 +261,7 @@ def test_retrieved_passages_give_way_to_a_long_question(server: Server, client: 
         count(retrieval={"top_k": 5}, truncate=False)
 
 
-def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
+def test_unsupported_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
     plain = ask(client).choices[0].message.content
     extra = {
         "cache_salt": "house",
@@ -278,7 +278,7 @@ def test_what_changes_nothing_is_accepted(client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content == plain
 
 
-def test_ignore_eos_goes_on_to_the_length_asked_for(
+def test_ignore_eos_continues_to_the_requested_length(
     server: Server, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import openai
@@ -311,7 +311,7 @@ def test_models_version_and_tokenize(server: Server, client: openai.OpenAI) -> N
     assert chat["count"] == ask(client).usage.prompt_tokens
 
 
-def test_the_description_of_the_api_names_our_fields_and_resolves(server: Server) -> None:
+def test_the_openapi_schema_has_our_fields_and_resolves(server: Server) -> None:
     schema = patience.get(f"{server.url}/openapi.json").json()
     fields = schema["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "documents", "retrieval", "reuse", "truncate"} <= fields.keys()

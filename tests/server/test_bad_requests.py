@@ -1,4 +1,4 @@
-"""Bad input gets a 4xx in OpenAI's shape that names the field and the limit, and the next good request is answered."""
+"""Bad input gets a 4xx in OpenAI's format that names the field and the limit, and the next good request is answered."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_broken_bodies(server: Server) -> None:
         answer = patience.post(f"{server.url}{CHAT}", content=content, headers=headers)
         error = assert_refused(answer, 400, None, *words)
         assert error["code"] == code and "body" in error["message"]
-    # Not a number is no temperature.
+    # NaN is no temperature.
     body = json.dumps({"messages": QUESTION, "temperature": float("nan")})
     headers = {"Content-Type": "application/json; charset=utf-8"}
     assert_refused(patience.post(f"{server.url}{CHAT}", content=body, headers=headers), 400, "temperature", "0 to 2")

@@ -1,4 +1,4 @@
-"""Several answers to one prompt (`n`), asked for by OpenAI's own client, whole and streamed."""
+"""Several answers to one prompt (`n`), requested by OpenAI's own client, whole and streamed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def complete(client: openai.OpenAI, n: int, **more: Any) -> Any:
     return client.completions.create(model="tiny", prompt="Bob works", n=n, **fields)
 
 
-def test_a_chat_has_as_many_choices_as_were_asked_for(server: Server, client: openai.OpenAI) -> None:
+def test_a_chat_has_the_requested_number_of_choices(server: Server, client: openai.OpenAI) -> None:
     answer = chat(client, 3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     for choice in answer.choices:

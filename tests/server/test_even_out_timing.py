@@ -1,4 +1,4 @@
-"""What clients of one tenant can see of each other's questions: with timing evened out nothing, else all."""
+"""What clients of one tenant can learn of each other's questions: nothing with evened-out timing, else all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EVENED_OUT = ServerSettings(even_out_timing=True, page=False, repair_when_idle=F
 AS_USUAL = ServerSettings(page=False, repair_when_idle=False)
 RESPONSE = Response("ab", (1, 2), "stop", ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True), 1, 0.1, 0.1)
 MOST_S = 10.0
-"""What computing a prompt takes at most on the clock of these tests."""
+"""Longest time for computing a prompt on the clock of these tests."""
 
 
 class Clock:
-    """Time that passes where something computes or sleeps, and nowhere else; while `is_held()` nobody wakes up. Who
-    sleeps does so from when it last looked, whatever the engine's thread has computed since then."""
+    """A clock that only computing and sleeping advance; while `is_held()` no sleep ends. A sleep counts from the
+    sleeper's last look at the clock, whatever the engine's thread has computed since then."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -47,7 +47,7 @@ class Clock:
 
 
 def passages(seed: int, num_words: int = 20) -> list[str]:
-    """Three that nobody asked for."""
+    """Three passages that were never requested."""
     random = np.random.default_rng(seed)
     return [" ".join("".join(map(chr, random.integers(97, 123, 4))) for _ in range(num_words)) for _ in range(3)]
 
@@ -65,7 +65,7 @@ def ask(url: str, texts: list[str], **more):
 
 @pytest.mark.parametrize("settings", [EVENED_OUT, AS_USUAL], ids=["evened out", "as usual"])
 def test_passages_of_another_client_behind_another_prefix(start_server, monkeypatch, settings):
-    """Both take as long to the first token, on a clock that only rows of a prefill move."""
+    """Both take as long to the first token, on a clock that only rows of a prefill advance."""
     clock = Clock()
 
     def step(layer, x, *args, **kwargs):
@@ -79,7 +79,7 @@ def test_passages_of_another_client_behind_another_prefix(start_server, monkeypa
         whole.append(getattr(event, "response", None))
 
     monkeypatch.setattr(Job, "_emit", emitted)
-    clock.is_held = lambda: not any(whole)  # the engine is done with an answer before time goes on for who waits for it
+    clock.is_held = lambda: not any(whole)  # the engine completes an answer before time advances for its client
     monkeypatch.setattr(pack_module, "paged_layer_step", step)
     with start_server(settings, strategy="reuse", reorder_window=1) as server:
         worker, engine = server.service.backend.worker, server.engine
@@ -93,7 +93,7 @@ def test_passages_of_another_client_behind_another_prefix(start_server, monkeypa
             ask(server.url, texts, reuse="fast", max_tokens=1)
             return clock.now_s - before_s
 
-        ask(server.url, passages(1))  # what all prompts begin with is known to all
+        ask(server.url, passages(1))  # the common beginning of all prompts is cached for all
         first, second, third = passages(2)
         fresh_s = seconds([third, first, second])
         for document in engine.documents.list():
@@ -107,7 +107,7 @@ def test_passages_of_another_client_behind_another_prefix(start_server, monkeypa
             assert theirs_s < fresh_s / 2
 
 
-def test_nothing_is_told_of_reuse(start_server):
+def test_nothing_about_reuse_is_reported(start_server):
     texts = passages(3)
     with start_server(EVENED_OUT) as server:
         ask(server.url, texts)
@@ -125,7 +125,7 @@ def test_nothing_is_told_of_reuse(start_server):
         assert refused.status_code == 400 and "trace" in refused.json()["error"]["message"]
 
 
-def test_page_is_refused_beside_it():
+def test_the_page_is_refused_with_evened_out_timing():
     with pytest.raises(ConfigError, match="page: wanted it off"):
         ServerSettings(even_out_timing=True)
 

@@ -1,4 +1,4 @@
-"""scripts/serve.py on two processes that hold one model: answers, the end, and what happens when one is killed."""
+"""scripts/serve.py with one model on two processes: answers, shutdown, and the effect of killing one."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _DEVICES = "--xla_force_host_platform_device_count="
 
 @pytest.fixture
 def environment(usual: dict[str, str]) -> dict[str, str]:
-    """Of processes with a device each."""
+    """The environment of processes with a device each."""
     flags = [flag for flag in usual.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES)]
     return usual | {"XLA_FLAGS": " ".join([f"{_DEVICES}1", *flags])}
 
 
 @contextlib.contextmanager
 def serving(environment: dict[str, str], arguments: list[str]) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """The URL of a ready server and its processes, the one that answers first."""
+    """The URL of a ready server and its processes, the answering one first."""
     group = ["--coordinator-address", f"127.0.0.1:{free_port()}", "--num-processes", "2"]
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--tensor-parallel-size", "2", *group, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -74,7 +74,7 @@ def small(model: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory, start_server: StartServer) -> tuple[str, dict[str, Any]]:
-    """The store that a server in this process has left, and what it answered to `ASKED`."""
+    """The store of an earlier server in this process, and its answer to `ASKED`."""
     store = f"file://{tmp_path_factory.mktemp('single') / 'store'}"
     with start_server(ServerSettings(), max_model_len=128, tenant_salt="", store=store) as server:
         return store, patience.post(f"{server.url}{CHAT}", json=ASKED).json()
@@ -102,10 +102,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_both_answer_together_and_where_one_is_killed_the_other_ends(
+def test_two_processes_answer_together_and_end_together(
     environment: dict[str, str], tiny_model: Path, kept: list[str], single: tuple[str, dict[str, Any]], killed: int
 ) -> None:
-    """With what a server on one device answers."""
+    """Their answers are those of a server on one device."""
     wanted = single[1]["choices"][0]["message"]
     bodies = [{**ASKED, "reuse": reuse} for reuse in ("off", "exact", "exact")]
     with serving(environment, [*small(tiny_model), *kept]) as (url, processes):
@@ -119,7 +119,7 @@ def test_both_answer_together_and_where_one_is_killed_the_other_ends(
             assert code == 1 and "process 1 has gone" in errors, errors
 
 
-def test_told_to_end_both_end(environment: dict[str, str], tiny_model: Path, kept: list[str]) -> None:
+def test_both_processes_end_on_a_signal(environment: dict[str, str], tiny_model: Path, kept: list[str]) -> None:
     with serving(environment, [*small(tiny_model), *kept]) as (_, processes):
         processes[0].terminate()
         assert [ended(process)[0] for process in processes] == [0, 0]
@@ -146,7 +146,7 @@ def test_told_to_end_both_end(environment: dict[str, str], tiny_model: Path, kep
         ),
     ],
 )
-def test_what_does_not_fit_together_is_refused(refusal: Refusal, arguments: list[str], words: list[str]) -> None:
+def test_incompatible_options_are_refused(refusal: Refusal, arguments: list[str], words: list[str]) -> None:
     line = refusal(["--port", "0", *arguments])
     assert all(word in line for word in words), line
 

@@ -1,4 +1,4 @@
-"""What a server does between requests, and what it stops doing: repairs, news of the store, given up prefills."""
+"""A server's work between requests, and what requests interrupt: repairs, changes in the store, abandoned prefills."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def post(server: Server, **more) -> httpx.Response:
 
 
 def leave_approximate(server: Server) -> None:
-    """Two requests straight to the engine, after which a chunk is stored as it was repaired."""
+    """Two requests directly to the engine, after which a repaired chunk is stored."""
     for passages in (PASSAGES, PASSAGES[::-1]):
         server.engine.generate("Who sings?", passages, max_new_tokens=1)
     assert num_approximate(server)
@@ -43,7 +43,7 @@ def num_approximate(server: Server) -> int:
 
 @pytest.fixture
 def at_rest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """`at_rest()` is True once the worker found nothing to repair, so that it sleeps until a request comes."""
+    """`at_rest()` is True once the worker found nothing to repair, so that it sleeps until a request arrives."""
     outcomes: list[bool] = []
     repair_one = EngineCache.repair_one
 
@@ -56,7 +56,7 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 
 class Gate:
-    """Holds the next layer of a request, or of idle work, until it is opened; counts their layers."""
+    """Blocks the next layer of a request, or of idle work, until it is opened; counts their layers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held, self.open = threading.Event(), threading.Event()
@@ -128,7 +128,7 @@ def test_a_quality_target_is_taken_and_reported(start_server: StartServer) -> No
     with start_server() as server:
         for passages in (PASSAGES, PASSAGES[::-1]):
             report = post(server, documents=passages, quality_target=0.9).json()["reuse"]
-        # Nothing was calibrated: only exact reuse keeps a promise.
+        # Without a calibration only exact reuse keeps a target.
         assert report["exact"] and report["quality_target"] == 0.9 and report["quality_bound"] == 1.0
         assert not report["calibrated"] and report["mode"] == "bounded"
         refused = post(server, quality_target=1.5)
@@ -172,7 +172,7 @@ def test_repairs_can_be_switched_off(start_server: StartServer) -> None:
         assert backend.worker.call(lambda: num_approximate(server)).result()
 
 
-def test_what_another_engine_stored_is_used_without_a_restart(
+def test_variants_of_another_engine_are_used_without_a_restart(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/store"

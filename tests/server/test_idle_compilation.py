@@ -24,7 +24,7 @@ AHEAD = ("ccjax_background_compilations_total",)
 WAITED_FOR = ("ccjax_compilations_total",)
 
 
-def test_idle_time_compiles_the_rest_and_gives_way_to_requests(
+def test_idle_time_compiles_the_rest_and_yields_to_requests(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Key files: who gets in, what changes without a restart, and that no key is ever shown; tenants and their caches."""
+"""Key files: accepted clients, changes without a restart, and that no key is ever shown; tenants and their caches."""
 
 import functools
 import logging
@@ -23,7 +23,7 @@ PASSAGES = [
 
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
-    """The monotonic clock of the keys, which only tests move."""
+    """The monotonic clock of the keys, which only tests advance."""
     seconds = [100.0]
     monkeypatch.setattr(ccjax.server.keys.time, "monotonic", lambda: seconds[0])
     return seconds
@@ -58,7 +58,7 @@ def test_keys_and_tenants_of_a_file(write):
     assert len(names) == 3 and not any(name in key for name in names for key in (ANNA, BOB, PLAIN))
 
 
-def test_every_key_is_compared_whichever_fits(write, monkeypatch):
+def test_every_key_is_compared_whichever_matches(write, monkeypatch):
     """In constant time is: as many comparisons for the first key, the last one and none, each by compare_digest."""
     ring = KeyRing("api_key_file", None, write(f"anna:{ANNA}\nbob:{BOB}\n{PLAIN}\n"))
     calls = []
@@ -72,7 +72,7 @@ def test_every_key_is_compared_whichever_fits(write, monkeypatch):
         assert calls == [(32, 32)] * 3
 
 
-def test_a_changed_file_counts_without_a_restart(write, now, caplog):
+def test_a_changed_file_is_used_without_a_restart(write, now, caplog):
     path = write(f"anna:{ANNA}\n")
     ring = KeyRing("api_key_file", None, path)
     write(f"anna:{ANNA}\nanna:{BOB}\n")  # rotation: the new key first beside the old one
@@ -89,7 +89,7 @@ def test_a_changed_file_counts_without_a_restart(write, now, caplog):
 
 
 @pytest.mark.parametrize("damage", ["gone", "bad line", "not UTF-8"])
-def test_a_file_that_cannot_be_used_any_more_changes_nothing_and_is_told_of_once(write, now, caplog, damage):
+def test_a_file_that_becomes_invalid_changes_nothing_and_is_logged_once(write, now, caplog, damage):
     path = write(f"anna:{ANNA}\n")
     ring = KeyRing("api_key_file", None, path)
     if damage == "gone":
@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_used_any_more_changes_nothing_and_is_told_of_once
         for _ in range(3):
             now[0] += 1.5
             assert tenant(ring, ANNA) == "anna" and ring.find(BOB) is None
-    assert caplog.text.count("the keys stay as they were") == 1 and BOB not in caplog.text
+    assert caplog.text.count("the previous keys stay valid") == 1 and BOB not in caplog.text
     write(f"bob:{BOB}\n")
     now[0] += 1.5
     assert ring.find(ANNA) is None and tenant(ring, BOB) == "bob"
@@ -162,7 +162,7 @@ def test_settings_and_keys_show_no_key(write):
     assert "same-secret" not in str(caught.value)
 
 
-def test_salts_of_tenants_never_meet():
+def test_salts_of_tenants_never_collide():
     keys = [None, Key("", "1"), Key("anna", "2"), Key("bob", "3")]
     texts = ["", "x", "anna", '["anna", ""]', '["anna"', "bob"]
     assert salt_of("x", None) == salt_of("x", keys[1])
@@ -195,7 +195,7 @@ def tenants(start_server, tmp_path_factory):
 
 
 def test_a_tenants_cache_is_hit_by_its_keys_only(tenants):
-    # Behind a system prompt of its own: what other tests have asked for is not in the way.
+    # With a system prompt of its own, so that other tests' requests have no effect.
     messages = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Who paints?"}]
     asked = functools.partial(ask, tenants.url, messages=messages)
     assert num_reused(asked(ANNA)) == 0
@@ -236,7 +236,7 @@ def test_a_salt_is_bounded(tenants):
 
 
 def warmed(tenants, **fields) -> dict:
-    """What a warm job of one passage came to."""
+    """The result of a warm job of one passage."""
     headers = {"Authorization": f"Bearer {ADMIN}"}
     begun = patience.post(f"{tenants.url}/v1/cache/warm", json={"at_once": True, **fields}, headers=headers)
     if begun.status_code != 202:
@@ -267,7 +267,7 @@ def reused_of_passages(response) -> int:
     ],
     ids=str,
 )
-def test_what_is_warmed_for_somebody_is_found_by_them_alone(tenants, fields, key, salt):
+def test_documents_warmed_for_a_tenant_are_found_by_that_tenant_alone(tenants, fields, key, salt):
     passage = {"text": f"Zoe keeps {len(str(fields))} tall clocks in the attic, and winds them on Sundays."}
     assert warmed(tenants, documents=[passage], **fields)["computed"] == 1
     everybody = [(one, of) for one in (ANNA, BOB, PLAIN) for of in (None, "apart", "other")]
@@ -281,12 +281,12 @@ def test_what_is_warmed_for_somebody_is_found_by_them_alone(tenants, fields, key
 
 
 @pytest.mark.parametrize("tenant", ["", "eve", "anna "])
-def test_nothing_is_warmed_for_a_tenant_that_no_key_names(tenants, tenant):
+def test_warming_for_an_unknown_tenant_is_refused(tenants, tenant):
     refused = warmed(tenants, documents=PASSAGES, tenant=tenant)
     assert refused["param"] == "tenant" and repr(tenant) in refused["message"]
 
 
-def test_a_server_of_one_salt_warms_under_that_alone(start_server):
+def test_a_server_with_a_salt_warms_under_that_salt_only(start_server):
     settings = ServerSettings(admin_key=ADMIN)
     with start_server(settings, tenant_salt="house") as server:
         assert warmed(server, documents=PASSAGES[:1], cache_salt="house")["computed"] == 1

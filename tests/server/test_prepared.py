@@ -1,4 +1,4 @@
-"""Passages that were prepared before anybody asks, through the socket: what a request then reuses, and how."""
+"""Passages that were prepared before any request, through the socket: what a request then reuses, and how."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def warm(server: Server, passages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ask(server: Server, passages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """What was reused of each passage, or of those that the server finds."""
+    """The reuse of each passage, or of those that the server finds."""
     messages = [{"role": "user", "content": "Who sings?"}]
     body = {"messages": messages, "max_tokens": 1} | ({} if passages is None else {"documents": passages})
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
@@ -53,7 +53,7 @@ def share(parts: list[dict[str, Any]], kind: str) -> float:
     return sum(one[f"{kind}_tokens"] for one in parts) / sum(one["num_tokens"] for one in parts)
 
 
-def test_the_default_server_reuses_what_was_warmed_and_repairs_little(start_server, frame) -> None:
+def test_the_default_server_reuses_warmed_passages_and_repairs_little(start_server, frame) -> None:
     settings = ServerSettings(admin_key=ADMIN)
     with start_server(settings, frame=str(frame)) as server:
         job = warm(server, PASSAGES)
@@ -70,7 +70,7 @@ def test_the_default_server_reuses_what_was_warmed_and_repairs_little(start_serv
         )
 
 
-def test_without_the_frame_they_are_reused_as_computed_alone(start_server) -> None:
+def test_without_the_frame_passages_are_reused_as_computed_alone(start_server) -> None:
     with start_server(ServerSettings(admin_key=ADMIN), frame="none") as server:
         warm(server, PASSAGES)
         assert server.engine.cache.num_variants == 1 + 5
@@ -96,7 +96,7 @@ def metric(server: Server, name: str) -> float:
     return value
 
 
-def test_the_servers_own_documents_are_prepared_before_anybody_asks(start_server, frame, caplog) -> None:
+def test_the_servers_own_documents_are_prepared_before_any_request(start_server, frame, caplog) -> None:
     with caplog.at_level("INFO"), start_server(ServerSettings(top_k=5), prepares=True, frame=str(frame)) as server:
         wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
         assert metric(server, 'ccjax_prepared_passages_total{status="computed"}') == 5
@@ -107,7 +107,7 @@ def test_the_servers_own_documents_are_prepared_before_anybody_asks(start_server
         wait_until(lambda: text in caplog.messages)
 
 
-def test_changed_documents_are_prepared_anew(start_server, frame, docs_dir) -> None:
+def test_changed_documents_are_prepared_again(start_server, frame, docs_dir) -> None:
     settings = ServerSettings(top_k=5, refresh_interval_s=0.05)
     with start_server(settings, prepares=True, frame=str(frame)) as server:
         wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
@@ -120,19 +120,19 @@ def test_changed_documents_are_prepared_anew(start_server, frame, docs_dir) -> N
             added.unlink()
 
 
-def test_preparing_stops_where_the_room_ends_and_evicts_nothing(start_server, caplog) -> None:
-    """Room for some of the five passages, each of which takes two variants."""
+def test_preparing_stops_when_space_runs_out_and_evicts_nothing(start_server, caplog) -> None:
+    """There is space for some of the five passages, with two variants each."""
     with caplog.at_level("INFO"):
         with start_server(ServerSettings(), prepares=True, frame="none", host_cache_bytes=24_000) as server:
             wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
             usage = server.engine.cache.usage()["host"]
             assert 2 < usage.num_variants < 1 + 5 and usage.evicted == 0, usage
             wait_until(
-                lambda: any("stay unprepared, for the cache is nearly full" in message for message in caplog.messages)
+                lambda: any("stay unprepared, since the cache is nearly full" in message for message in caplog.messages)
             )
 
 
-def test_nothing_is_prepared_where_that_is_switched_off_or_nothing_may_be_stored(start_server) -> None:
+def test_nothing_is_prepared_if_disabled_or_read_only(start_server) -> None:
     for settings in ({"prepares": False}, {"prepares": True, "strategy": "full"}):
         with start_server(ServerSettings(), **settings) as server:
             backend = server.service.backend

@@ -1,4 +1,4 @@
-"""Who is served first, who is refused, who comes too late and who does not read, over real sockets."""
+"""Order of service, refusals, deadlines, and clients that do not read, over real sockets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(server: Server, **fields: Any) -> httpx.Response:
 
 
 class Starts:
-    """Who left the line, by user, in order."""
+    """The users whose requests left the queue, in order."""
 
     def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         self.users: list[str] = []
@@ -59,7 +59,7 @@ class Starts:
 
 
 def all_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-    """The answers to requests that stand in line, in this order, before the first one starts."""
+    """The answers to requests that are queued, in this order, before the first one starts."""
 
     async def send() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
@@ -76,7 +76,9 @@ def all_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Resp
     return asyncio.run(send())
 
 
-def test_a_flood_keeps_nobody_out_and_who_is_urgent_goes_first(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_blocks_no_other_client_and_urgent_requests_go_first(
+    narrow: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts = Starts(narrow, monkeypatch)
     flood = [body("Who?", user="flood", max_tokens=1) for _ in range(40)]
     polite = [body("Who?", user="polite", max_tokens=1) for _ in range(2)]
@@ -87,16 +89,16 @@ def test_a_flood_keeps_nobody_out_and_who_is_urgent_goes_first(narrow: Server, m
     assert [answer.status_code for answer in answers] == [200] * 45
     order = starts.users
     assert order[0] == "flood too" and order[-1] == "idle"
-    # Three flows take turns: nobody waits for more than a round and one prompt of each, where 40 came first.
+    # Three flows take turns: a client waits at most for a round and one prompt of each, though 40 arrived first.
     assert order.index("other") <= 3 and order.index("polite") <= 3
     assert [number for number, user in enumerate(order) if user == "polite"][1] <= 5
 
 
-def test_who_floods_the_line_is_refused_before_others_are(narrow: Server) -> None:
+def test_a_client_that_floods_the_queue_is_refused_before_others(narrow: Server) -> None:
     share = narrow.engine.config.flow_share
     limit = narrow.engine.config.max_queue
     assert limit is not None
-    most = math.ceil(share * limit / (1 + share))  # what it has is `share` times what is left then
+    most = math.ceil(share * limit / (1 + share))  # then it has `share` times the rest
 
     async def flood() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
@@ -123,7 +125,7 @@ def test_who_floods_the_line_is_refused_before_others_are(narrow: Server) -> Non
         assert "flow 'flood'" in answer.json()["error"]["message"] and int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_deadline_in_line_is_504(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_in_the_queue_is_504(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     import openai
 
     starts = Starts(narrow, monkeypatch)
@@ -145,7 +147,7 @@ def test_a_deadline_in_line_is_504(narrow: Server, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After five steps it is much later, as far as deadlines go."""
+    """After five steps the clock of deadlines is much later."""
     free = narrow.engine.batch_counts.free_pages
     fields = body("Who?", max_tokens=20, stream=True, timeout_s=5000.0, ignore_eos=True)
     decoder, scheduler = narrow.engine._loop._decoder, narrow.engine._loop._scheduler
@@ -163,7 +165,7 @@ def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server, monkeypatch:
     assert ask(narrow).status_code == 200
 
 
-def test_a_deadline_in_mid_answer_is_504_where_nothing_was_sent(narrow: Server) -> None:
+def test_a_deadline_in_mid_answer_is_504_if_nothing_was_sent(narrow: Server) -> None:
     step = narrow.engine._loop._decoder.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(narrow.engine._loop._decoder, "step", lambda *args: (time.sleep(0.01), step(*args))[1])
@@ -171,7 +173,7 @@ def test_a_deadline_in_mid_answer_is_504_where_nothing_was_sent(narrow: Server) 
     assert ask(narrow).status_code == 200
 
 
-def test_time_spent_before_the_line_counts(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_before_the_queue_counts(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     validate = narrow.engine.validate
     left = []
     submit = narrow.service.backend.worker._start
@@ -190,7 +192,7 @@ def test_time_spent_before_the_line_counts(narrow: Server, monkeypatch: pytest.M
     assert ask(narrow, timeout_s=5000).status_code == 200 and 0 < left[0] <= 5000 - 0.05
 
 
-def test_a_body_says_who_asks_how_urgently_and_for_how_long() -> None:
+def test_a_body_has_user_priority_and_timeout() -> None:
     def request(limit_s: float | None = None, **fields: Any) -> Any:
         chat = ChatBody(messages=[{"role": "user", "content": "x"}], **fields)
         return chat.to_request((), reuse="off", timeout_s=limit_s, request_id="x")
@@ -211,18 +213,18 @@ def test_the_server_has_a_limit_of_its_own(narrow: Server, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("wait_s", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (70.5, "71")])
-def test_a_full_line_says_when_to_come_again(wait_s: float, header: str) -> None:
+def test_a_full_queue_says_when_to_retry(wait_s: float, header: str) -> None:
     refusal = as_api_error(OverloadError("wanted fewer", wait_s))
     assert refusal.status == 429 and refusal.response().headers["retry-after"] == header
 
 
-def test_what_the_device_could_not_do_may_be_asked_again() -> None:
+def test_a_request_that_failed_on_the_device_may_be_sent_again() -> None:
     refusal = as_api_error(DeviceMemoryError("too little memory"))
     assert refusal.status == 503 and refusal.code == "out_of_memory" and refusal.headers == {"Retry-After": "1"}
     assert as_api_error(DeadlineError("late")).status == 504
 
 
-def test_metrics_tell_of_line_batch_and_pages(narrow: Server) -> None:
+def test_metrics_cover_queue_batch_and_pages(narrow: Server) -> None:
     queued = "ccjax_request_queue_time_seconds_count"
     before = metrics(narrow)
     counts = narrow.engine.batch_counts
@@ -246,7 +248,7 @@ def test_metrics_tell_of_line_batch_and_pages(narrow: Server) -> None:
     assert after[(queued,)] == before[(queued,)] + 2
 
 
-def test_metrics_tell_of_answers_that_were_tried_again(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_count_retried_answers(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     before = metrics(narrow)
     step, failed = narrow.engine._loop._decoder.step, []
 
@@ -263,7 +265,7 @@ def test_metrics_tell_of_answers_that_were_tried_again(narrow: Server, monkeypat
 
 
 class Unread:
-    """A client that asks for a long stream and does not read it, with little room for what comes."""
+    """A client that requests a long stream and does not read it, with small buffers."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         host, port = url.removeprefix("http://").split(":")
@@ -277,7 +279,7 @@ class Unread:
         self.socket.sendall(head.encode() + data)
 
     def read(self) -> str:
-        """All that was sent, after all."""
+        """Reads all that was sent."""
         self.socket.settimeout(120)
         parts = []
         while not b"".join(parts[-2:]).endswith(b"0\r\n\r\n"):
@@ -289,13 +291,13 @@ class Unread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends as a process does that is killed with data unread."""
+        """Ends like a process that is killed with data unread."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
-    """The jobs to come; `_events` of each holds what its client was not sent yet."""
+    """Later jobs; `_events` of each has the events not yet sent to its client."""
     jobs: list[Any] = []
     submit = server.service.backend.worker.submit
 
@@ -308,10 +310,10 @@ def held_back(monkeypatch: pytest.MonkeyPatch, server: Server) -> list[Any]:
 
 
 LONG = {"max_tokens": 120, "logprobs": True, "top_logprobs": 20}
-"""A stream of about 190 KB: more than the socket buffers here take."""
+"""A stream of about 190 KB: more than the socket buffers here."""
 
 
-def test_who_does_not_read_holds_up_nobody_and_keeps_no_more_than_the_answer(
+def test_a_client_that_does_not_read_delays_no_other_and_buffers_only_its_answer(
     narrow: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = held_back(monkeypatch, narrow)
@@ -338,7 +340,7 @@ def test_a_client_that_died_unread_is_noticed(narrow: Server, monkeypatch: pytes
     wait_until(lambda: narrow.engine.batch_counts.running == 0)
 
 
-def test_a_connection_ends_whose_client_takes_nothing() -> None:
+def test_a_connection_whose_client_reads_nothing_is_closed() -> None:
     with listen("127.0.0.1", 0, stall_timeout_s=1.0) as listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(listener.getsockname())
@@ -358,6 +360,6 @@ def test_a_connection_ends_whose_client_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_a_bad_time_to_stall_is_refused(seconds: float) -> None:
+def test_an_invalid_stall_timeout_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
         listen("127.0.0.1", 0, stall_timeout_s=seconds)

@@ -28,7 +28,7 @@ def answer(num_tokens):
 
 
 def is_refused(quotas, tenant="anna", name="k") -> float | None:
-    """After how many seconds to come again; None where the request was taken, which it leaves at once."""
+    """Seconds until a retry; None if the request was accepted, which then ends at once."""
     try:
         quotas.enter(tenant, name).leave()
     except QuotaError as error:
@@ -68,7 +68,7 @@ def test_tokens_a_minute(quotas_of):
     assert is_refused(quotas) is not None
 
 
-def test_who_has_no_tenant_is_counted_by_key_and_who_leaves_is_forgotten(quotas_of):
+def test_without_a_tenant_the_key_is_counted_and_idle_ones_are_forgotten(quotas_of):
     quotas = quotas_of("[default]\nrequests = 1\n")
     quotas.enter("", "first key")
     assert is_refused(quotas, "", "first key") is not None

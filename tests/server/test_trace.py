@@ -1,4 +1,4 @@
-"""`trace` in requests: what it tells agrees with the reuse report, with the text and with the clock."""
+"""`trace` in requests: it agrees with the reuse report, with the text and with the clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ask(server: Server, order: list[int], *, question: str = "Who sails?", **mor
 
 
 def marked(segment: dict[str, Any]) -> dict[str, int]:
-    """Tokens by what became of them, counted one by one as the page does."""
+    """Numbers of tokens by action, counted one by one as on the page."""
     again = set(segment["recomputed_offsets"])
     if segment["action"] == "compute":
         assert not again
@@ -78,7 +78,7 @@ def check_clock(trace: dict[str, Any], num_layers: int) -> None:
         assert prefill["start_s"] <= span["start_s"] <= span["end_s"] <= prefill["end_s"]
 
 
-def test_every_token_is_told_and_the_numbers_are_those_of_the_report(start_server: Start) -> None:
+def test_every_token_is_traced_and_the_numbers_match_the_report(start_server: Start) -> None:
     with start_server() as server:  # that has none of the passages
         first = ask(server, [0, 1, 2])
         second = ask(server, [2, 0, 1])
@@ -95,7 +95,7 @@ def test_every_token_is_told_and_the_numbers_are_those_of_the_report(start_serve
         assert "Who sails?" in "".join(second["trace"]["segments"][-1]["tokens"])
 
 
-def test_a_stream_tells_the_same_on_its_last_chunk(server: Server) -> None:
+def test_a_stream_has_the_trace_in_its_last_chunk(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "Who?"}], "documents": PASSAGES[:2], "max_tokens": 3}
     for more in ({}, {"stream_options": {"include_usage": True}}):
         json_body = body | {"stream": True, "trace": True} | more
@@ -106,7 +106,7 @@ def test_a_stream_tells_the_same_on_its_last_chunk(server: Server) -> None:
         check_clock(chunks[-1]["trace"], 2)
 
 
-def test_who_does_not_ask_gets_none_and_costs_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_request_there_is_no_trace_and_no_cost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a tracer without a request for one")
 
@@ -127,9 +127,7 @@ def test_several_answers_to_one_prompt_are_one_prefill(server: Server) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["cacheblend", "full"])
-def test_marks_are_right_where_deviation_chooses_and_where_nothing_is_reused(
-    start_server: Start, strategy: str
-) -> None:
+def test_marks_are_right_with_deviations_and_without_reuse(start_server: Start, strategy: str) -> None:
     ratio = {"recompute_ratio": 0.3} if strategy == "cacheblend" else {}
     with start_server(strategy=strategy, **ratio) as server:
         ask(server, [0, 1, 2])
@@ -140,8 +138,8 @@ def test_marks_are_right_where_deviation_chooses_and_where_nothing_is_reused(
 
 
 @pytest.mark.parametrize("started_s, queue", [(105.0, (3.0, 5.0)), (100.5, (3.0, 3.0))], ids=["usual", "begun early"])
-def test_phases_are_what_they_are_called(started_s: float, queue: tuple[float, float]) -> None:
-    """With `retrieval_stages` an answer may leave the line before its passages are all found."""
+def test_phases_match_their_names(started_s: float, queue: tuple[float, float]) -> None:
+    """With `retrieval_stages` an answer may leave the queue before all its passages are found."""
     spans = (Span("load", 0, 105.0, 105.5), Span("layer", 0, 105.25, 106.0))
     trace = RequestTrace((), 1, 103.0, started_s, (107.0, 107.5, 109.0), spans, 4.0, False)
     told = trace_json(trace, None, arrived_s=100.0, found_s=102.0, submitted_s=103.0)
@@ -158,7 +156,7 @@ def test_phases_are_what_they_are_called(started_s: float, queue: tuple[float, f
     assert told["token_s"] == [7.0, 7.5, 9.0]
 
 
-def test_tokens_joined_are_the_text_also_where_they_cut_characters() -> None:
+def test_joined_tokens_are_the_text_even_if_they_split_characters() -> None:
     tokenizer = ByteTokenizer()
     for text in ("Größe 漢字 🦜!", "", "plain\n\n"):
         ids = tokenizer.encode(text, allow_special=False)
@@ -170,7 +168,7 @@ def test_tokens_joined_are_the_text_also_where_they_cut_characters() -> None:
     assert token_texts((1, 2), None) == ["", ""]
 
 
-def test_the_live_view_counts_what_was_answered(start_server: Start) -> None:
+def test_the_live_view_counts_answers(start_server: Start) -> None:
     with start_server() as server:
         before = patience.get(f"{server.url}/v1/live").json()
         assert before["answered"] == 0 and before["documents"] == [] and before["queue"]["running"] == 0
@@ -181,13 +179,13 @@ def test_the_live_view_counts_what_was_answered(start_server: Start) -> None:
             total = sum(answer["reuse"][f"{name}_tokens"] for answer in (own, found))
             assert live["tokens"][name] == total == sum(one[name] for one in live["recent"])
         assert live["answered"] == 2
-        # Only the server's own documents: what others bring along is not for everybody.
+        # Only the server's own documents: those in requests are private.
         assert {one["id"] for one in live["documents"]} <= set(DOCUMENTS) and live["documents"][0]["requests"] == 1
         usage = {tier: used.used_bytes for tier, used in server.engine.cache.usage().items()}
         assert {one["tier"]: one["used_bytes"] for one in live["tiers"]} == usage
 
 
-def test_the_page_is_whole_strict_and_open_the_rest_wants_the_key(start_server: Start) -> None:
+def test_the_page_is_complete_strict_and_open_and_the_rest_requires_the_key(start_server: Start) -> None:
     with start_server(ServerSettings(api_key="k", top_k=2)) as server:
         page = httpx.get(f"{server.url}/")
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")

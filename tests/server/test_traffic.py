@@ -1,4 +1,4 @@
-"""Many clients at once, clients that leave, a full line, and the metrics that tell of it."""
+"""Many clients at once, clients that leave, a full queue, and their metrics."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def metrics(server: Server) -> dict[tuple[str, ...], float]:
 
 @contextlib.contextmanager
 def busy(server: Server) -> Iterator[None]:
-    """While it lasts, the engine begins no request."""
+    """A context in which the engine begins no request."""
     with server.engine._exclusive():
         yield
 
 
 @contextlib.contextmanager
 def held_steps(engine: Engine, after: int = 0) -> Iterator[None]:
-    """While it lasts, no more than `after` decode steps are done."""
+    """A context in which at most `after` decode steps are done."""
     go_on, numbers = threading.Event(), itertools.count()
     step = engine._loop._decoder.step
 
@@ -76,7 +76,7 @@ def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:
     assert [answer.result().status_code for answer in waiting] == [200] * 3
 
 
-def test_metrics_tell_memory_and_compilations(server: Server) -> None:
+def test_metrics_include_memory_and_compilations(server: Server) -> None:
     compiled = ("ccjax_compilations_total",)
     assert patience.post(f"{server.url}/v1/chat/completions", json=body("Who?")).status_code == 200
     before = metrics(server)
@@ -85,7 +85,7 @@ def test_metrics_tell_memory_and_compilations(server: Server) -> None:
     assert metrics(server)[compiled] > before[compiled]
 
 
-def test_a_full_line_is_429_and_then_serves_again(
+def test_a_full_queue_is_429_and_then_serves_again(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]],
 ) -> None:
     import openai
@@ -127,7 +127,7 @@ def test_a_client_that_leaves_mid_stream_frees_the_engine(server: Server) -> Non
     assert patience.post(f"{server.url}/v1/chat/completions", json=body("And now?")).status_code == 200
 
 
-def test_a_client_that_leaves_the_line_is_never_run(server: Server) -> None:
+def test_a_client_that_leaves_the_queue_is_never_run(server: Server) -> None:
     worker = server.service.backend.worker
     cancelled = ("ccjax_request_errors_total", "cancelled")
     before = metrics(server)

@@ -1,4 +1,4 @@
-"""The jobs of the engine: order, refusals, cancelling and ending, with answers that the test steers step by step."""
+"""The jobs of the engine: order, refusals, cancelling and ending, with answers that the test controls step by step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REPORT = ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True)
 
 
 class Steered:
-    """An engine that answers with the prompt's words, one request after the other, one word a delta, each only after
-    `step` was released.
+    """An engine that answers with the prompt's words, one request after the other, one word per delta, each after a
+    release of `step`.
 
     The word "layers" stands for a prefill: a layer for each release, until the request is cancelled.
     """
@@ -128,7 +128,7 @@ def test_a_failure_reaches_its_own_client_only() -> None:
     run(scenario)
 
 
-def test_what_the_engine_refuses_is_refused_and_leaves_nothing() -> None:
+def test_a_refusal_by_the_engine_leaves_nothing_behind() -> None:
     preloads = Preloads()
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
@@ -146,7 +146,7 @@ def test_what_the_engine_refuses_is_refused_and_leaves_nothing() -> None:
     run(scenario, preload=preloads)
 
 
-def test_jobs_that_are_broken_off_are_told_why() -> None:
+def test_aborted_jobs_get_the_reason() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
         await until(lambda: worker.num_running == 1)
@@ -174,7 +174,7 @@ def test_too_many_calls_are_refused() -> None:
     run(scenario)
 
 
-def test_a_worker_that_is_shut_finishes_what_it_has() -> None:
+def test_a_worker_that_is_shut_finishes_its_jobs() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         held = threading.Event()
         call = worker.call(held.wait)
@@ -229,7 +229,7 @@ def test_a_job_is_cancelled_between_the_layers_of_its_prefill() -> None:
 
 
 class Idle:
-    """Idle work of so many pieces."""
+    """Idle work of this many pieces."""
 
     def __init__(self, pieces: int) -> None:
         self.left, self.done = pieces, 0
@@ -249,7 +249,7 @@ def test_idle_time_goes_to_idle_work_before_and_after_requests() -> None:
         assert worker.num_running == 0
         steered.step.release()
         assert await text(worker.submit(request("a"))) == "a"
-        idle.left = 2  # left behind by the request
+        idle.left = 2  # left by the request
         await until(lambda: idle.done == 5)
         steered.step.release()
         assert await text(worker.submit(request("b"))) == "b"
@@ -257,7 +257,7 @@ def test_idle_time_goes_to_idle_work_before_and_after_requests() -> None:
     run(scenario, idle_work=idle)
 
 
-def test_idle_work_gives_way_to_a_request() -> None:
+def test_idle_work_yields_to_a_request() -> None:
     begun = threading.Event()
 
     def endless(is_wanted: Callable[[], bool]) -> bool:
@@ -278,7 +278,7 @@ def test_idle_work_gives_way_to_a_request() -> None:
     run(scenario, idle_work=endless)
 
 
-def test_idle_work_gives_way_to_a_request_that_is_being_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_work_yields_to_a_request_in_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_IDLE_AFTER_S", 0.0)
     begun, ended_work = threading.Event(), threading.Event()
 
@@ -302,7 +302,7 @@ def test_idle_work_gives_way_to_a_request_that_is_being_made_ready(monkeypatch: 
     run(scenario, idle_work=endless)
 
 
-def test_idle_work_that_broke_off_goes_on_though_the_expected_request_never_came(
+def test_interrupted_idle_work_resumes_if_the_expected_request_never_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_module, "_IDLE_AFTER_S", 0.0)
@@ -313,7 +313,7 @@ def test_idle_work_that_broke_off_goes_on_though_the_expected_request_never_came
         while not is_wanted():
             threading.Event().wait(0.001)
         broken_off.set()
-        return False  # as the engine says of what it broke off
+        return False  # as the engine does for interrupted work
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         await until(begun.is_set)
@@ -343,7 +343,7 @@ def test_idle_work_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) ->
     assert "no disk today" in caplog.text
 
 
-def test_a_waiting_job_leaves_the_line_at_once_and_never_runs() -> None:
+def test_a_cancelled_queued_job_leaves_at_once_and_never_runs() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         first, second, third = (worker.submit(request(prompt)) for prompt in ("a", "b", "c"))
         await until(lambda: worker.num_running == 1)
@@ -371,7 +371,7 @@ def test_cancelling_a_complete_answer_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_closing_finishes_the_line_or_drops_it(drain: bool) -> None:
+def test_closing_finishes_the_queue_or_drops_it(drain: bool) -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
         await until(lambda: worker.num_running == 1)
@@ -392,7 +392,7 @@ def test_closing_finishes_the_line_or_drops_it(drain: bool) -> None:
 
 
 class Preloads:
-    """Notes what was begun for requests in line, and what was closed."""
+    """Records preloads that were begun for queued requests, and closed."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -411,7 +411,7 @@ class Preloads:
                 self.preloads.log.append(f"close {self.request.prompt}")
 
 
-def test_what_a_request_in_line_will_need_is_read_ahead_until_its_first_token() -> None:
+def test_a_queued_requests_kv_is_preloaded_until_its_first_token() -> None:
     preloads = Preloads()
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
@@ -431,7 +431,7 @@ def test_what_a_request_in_line_will_need_is_read_ahead_until_its_first_token() 
     run(scenario, preload=preloads)
 
 
-def test_a_preload_ends_with_a_request_that_is_cancelled_in_line_or_fails() -> None:
+def test_a_preload_ends_with_a_request_that_is_cancelled_in_the_queue_or_fails() -> None:
     preloads = Preloads()
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
@@ -448,8 +448,8 @@ def test_a_preload_ends_with_a_request_that_is_cancelled_in_line_or_fails() -> N
     run(scenario, preload=preloads)
 
 
-def test_an_answer_that_is_whole_as_its_client_leaves_ends_its_job() -> None:
-    """The engine gave the last piece before it could see that nobody wants it: nothing more comes from there."""
+def test_an_answer_complete_when_its_client_leaves_ends_its_job() -> None:
+    """The engine emitted the last delta before it could see the cancellation: no more events follow."""
     emits: list[Callable[[Delta | Exception], None]] = []
     ended: list[Job] = []
 

@@ -1,4 +1,4 @@
-"""A Llama directory with random weights and its own tokenizer, complete as Hugging Face models are."""
+"""A Llama directory with random weights and its own tokenizer, complete like a Hugging Face model."""
 
 from __future__ import annotations
 

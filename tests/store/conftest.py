@@ -1,6 +1,5 @@
-"""The kinds of places that the store's tests run on. "s3" is a double that answers at once; it is moto in the modules
-that say `ON_MOTO = True`, those of the calls themselves, and everywhere with `--all`. `-m rgw` runs them on Ceph's S3,
-a real server, instead."""
+"""The kinds of places that the store's tests run on. "s3" is a fast double; in modules with `ON_MOTO = True`, which
+test the calls themselves, and everywhere with `--all`, it is moto. `-m rgw` uses Ceph's S3, a real server, instead."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import ccjax.store.index.redis
 from tests.store import servers
 from tests.store.places import KEYS, Place, directory, gs_bucket, s3_bucket
 
-# A test that asks for the argument runs on each of these; see the fixtures below and in test_tiers.py.
+# A test with the argument runs on each of these; see the fixtures below and in test_tiers.py.
 KINDS = {
     "place_kind": ["file", "s3", "gs"],
     "bucket_kind": ["s3", "gs"],
@@ -35,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch) -> None:
-    """No server is given up because the machine is busy; tests of outages set other waits."""
+    """Prevents timeouts on a busy machine; tests of outages set other waits."""
     for name in ("START_S", "ANSWER_S", "TRANSFER_S"):
         monkeypatch.setattr(ccjax.store.buckets, name, 300.0)
     for module in (ccjax.store.index.database, ccjax.store.index.redis):
@@ -44,7 +43,7 @@ def patience(monkeypatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch, patience) -> None:
-    """A shared index that takes calls and answers none is given up after a second, and looked for without a pause."""
+    """A shared index that does not answer times out after a second, and is probed without a pause."""
     for module in (ccjax.store.index.database, ccjax.store.index.redis):
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
     monkeypatch.setattr(ccjax.store.index.outage, "PROBE_INTERVAL_S", 0.05)
@@ -52,7 +51,7 @@ def impatient(monkeypatch, patience) -> None:
 
 @pytest.fixture
 def num_waits(monkeypatch) -> Callable[[], int]:
-    """`num_waits()` is how many calls so far found out for themselves that a shared index does not answer."""
+    """`num_waits()` is the number of calls so far that waited for a shared index in vain."""
     found = []
     begin = ccjax.store.index.outage.Outage.begin
     monkeypatch.setattr(ccjax.store.index.outage.Outage, "begin", lambda *each: found.append(each) or begin(*each))
@@ -62,7 +61,7 @@ def num_waits(monkeypatch) -> Callable[[], int]:
 @pytest.fixture
 def stride(request) -> Callable[[int], int]:
     """Tests that damage an object byte by byte take every `stride(number)`-th one, an odd number so that all bits of a
-    byte have their turn; every one with `--all`."""
+    byte are tested; with `--all` every one."""
     return lambda number: 1 if request.config.getoption("--all") else number
 
 
@@ -99,7 +98,7 @@ def port_of(request) -> Callable[[str], int]:
 
 @pytest.fixture
 def make_place(tmp_path, port_of, monkeypatch) -> Callable[[str], Place]:
-    """`make_place(kind)` is an empty place; its credentials and server names are in the environment from then on."""
+    """`make_place(kind)` creates an empty place, and sets its credentials and server names in the environment."""
 
     def make(kind: str, port: int | None = None) -> Place:
         prefix = f"a b/{uuid.uuid4().hex}"  # a space, as a reminder that keys are quoted on their way
@@ -123,7 +122,7 @@ def place(place_kind, make_place) -> Place:
 
 @pytest.fixture
 def process_place(process_kind, make_place) -> Place:
-    """For tests that start processes: a directory or a bucket, of which one kind has to do."""
+    """For tests that start processes: a directory, or a bucket of only one kind."""
     return make_place(process_kind)
 
 

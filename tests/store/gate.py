@@ -1,4 +1,4 @@
-"""A TCP relay in front of a test server, which can fail the way that networks do."""
+"""A TCP relay in front of a test server, which can fail like networks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Gate:
         self.port = self._listener.getsockname()[1]
 
     def shut(self) -> None:
-        """Refuses connections, and breaks those that there are."""
+        """Refuses connections, and breaks existing ones."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which close alone would not
         self._listener.close()
         self._break()
 
     def silence(self) -> None:
-        """Takes connections and requests, and answers nothing."""
+        """Accepts connections and requests, and answers nothing."""
         self._is_silent = True
         self._break()
 
     def open(self) -> None:
-        """Passes everything on again, on new connections."""
+        """Relays everything again, on new connections."""
         self._break()
         self._is_silent = False
         if self._listener.fileno() < 0:

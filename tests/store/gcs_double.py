@@ -1,9 +1,8 @@
 """A stand-in for Google Cloud Storage: `python -m tests.store.gcs_double` prints its port and serves until killed.
 
-It knows the calls of the JSON API that tensorstore makes (upload, download with ranges, listing in pages, deletion),
-and enforces `ifGenerationMatch` and `ifGenerationNotMatch` under one lock, which is what commits rest on. A server that
-really is compatible cannot be installed from a package, so what only Google's own does is not tested: quotas,
-retention, its credentials, its exact errors.
+It supports tensorstore's calls of the JSON API (upload, download with ranges, listing in pages, deletion), and enforces
+`ifGenerationMatch` and `ifGenerationNotMatch` under one lock, on which commits depend. No package has a fully
+compatible server, so features of Google's own are not tested: quotas, retention, its credentials, its exact errors.
 
 Buckets: "chunks"; "forbidden" answers 403; "lax" ignores preconditions; any other is missing.
 """
@@ -19,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 PAGE = 20
-"""Names a page of a listing holds: few, so that tests turn pages."""
+"""Names per page of a listing: few, so that tests read several pages."""
 
 _objects: dict[tuple[str, str], tuple[int, bytes]] = {}  # (bucket, name) -> (generation, content)
 _lock = threading.Lock()
@@ -27,7 +26,7 @@ _generations = itertools.count(1_700_000_000_000_000)
 
 
 class ObjectHandler(BaseHTTPRequestHandler):
-    """What requests of both stand-ins have in common."""
+    """Base of the request handlers of both doubles."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -43,7 +42,7 @@ class ObjectHandler(BaseHTTPRequestHandler):
         return True
 
     def read_body(self) -> bytes | None:
-        """The whole body, or None where the client was killed in the middle."""
+        """The whole body, or None if the client was killed in the middle."""
         length = int(self.headers.get("Content-Length", 0))
         content = self.rfile.read(length)
         self.close_connection |= len(content) < length
@@ -97,7 +96,7 @@ class Handler(ObjectHandler):
         return bucket, unquote(name.removeprefix("/"))
 
     def _refusal(self, bucket: str, name: str) -> int | None:
-        """The status of a request that must not go on."""
+        """The status of a request that is refused."""
         if bucket not in ("chunks", "lax"):
             return 403 if bucket == "forbidden" else 404
         generation = _objects.get((bucket, name), (0, b""))[0]

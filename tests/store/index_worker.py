@@ -13,8 +13,8 @@ from ccjax.store.index import open_index
 
 
 def race(url: str, namespace: str, start_file: str, num_keys: str) -> None:
-    """Asks for leases that another process asks for too, one by one in any order; prints the ones that it got. Both get
-    one before either goes on."""
+    """Tries to acquire leases at the same time as another process, one by one in any order; prints the acquired ones.
+    Both get one before either continues."""
     index = open_index(url, namespace)
     index.leases.held(["x"])
     print("started", flush=True)
@@ -32,7 +32,7 @@ def race(url: str, namespace: str, start_file: str, num_keys: str) -> None:
 
 
 def hold(url: str, namespace: str, seconds: str) -> None:
-    """Takes a lease and an order, and says so; gives neither up."""
+    """Takes a lease and an order, and reports it; releases neither."""
     index = open_index(url, namespace)
     assert index.leases.acquire(["v"], float(seconds)) and index.orders.take(float(seconds)) is not None
     print("held", flush=True)

@@ -1,4 +1,4 @@
-"""KV, records and stores that the store's tests share. Imports no jax."""
+"""KV, records and stores shared by the store's tests. Imports no jax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHERS = StoreIdentity("model-b")
 
 
 def make_kv(variant_id: str, num_tokens: int = 5, kv_spec: KVSpec = SPEC, writer: int = 0) -> np.ndarray:
-    """Signed normal KV that only this variant (and writer) has; any process can make it again."""
+    """Signed normal KV unique to this variant (and writer); any process can generate it again."""
     rng = np.random.default_rng([zlib.crc32(variant_id.encode()), num_tokens, writer])
     return rng.standard_normal(kv_spec.shape(num_tokens), dtype=np.float32).astype(kv_spec.np_dtype)
 
@@ -29,7 +29,7 @@ def make_record(variant_id: str, num_tokens: int = 5, kv_spec: KVSpec = SPEC) ->
 
 
 def url_of(where: Path | str) -> str:
-    """The URL of a directory; a URL stays as it is."""
+    """The URL of a directory; a URL is unchanged."""
     return where.as_uri() if isinstance(where, Path) else where
 
 
@@ -82,7 +82,7 @@ def bytes_on_disk(path: Path) -> int:
 
 
 def object_of(place: Any, variant_id: str, store: TieredStore, identity: StoreIdentity) -> str:
-    """Puts a variant and says which data object it is in."""
+    """Stores a variant; returns its data object."""
     before = set(place.object_keys(identity))
     put(store, variant_id)
     (new,) = set(place.object_keys(identity)) - before

@@ -1,4 +1,4 @@
-"""Where the tests put their stores, with a back door to the objects: a directory, or a bucket of one of the servers."""
+"""Locations of the tests' stores, with direct access to the objects: a directory, or a bucket of one of the servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "AKIDTEST12345", "AWS_SECRET_ACCESS_KEY": "secretse
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A store URL, and the objects below it by key. `spec` is tensorstore's, so no code of ours stands between.
+    """A store URL, and the objects below it by key, accessed by tensorstore's `spec` without our code.
 
     Attributes:
       kind: "file", "s3" (a mock), "gs" (a double) or "rgw" (S3 of Ceph).
@@ -32,7 +32,7 @@ class Place:
     spec: dict[str, Any]
 
     def below(self, name: str) -> Place:
-        """Another root beside what this one holds."""
+        """Another root below this one."""
         base, mark, options = self.url.partition("?")
         spec = {**self.spec, "path": f"{self.spec['path']}{name}/"}
         return Place(self.kind, f"{base}/{name}{mark}{options}", spec)
@@ -77,7 +77,7 @@ class Place:
         self.write(key, bytes(raw))
 
     def let_pass(self, seconds: float, patch: pytest.MonkeyPatch) -> None:
-        """Makes everything that is there `seconds` older, and a minute more."""
+        """Makes all existing objects `seconds` and a minute older."""
         if self.kind == "file":
             then = time.time() - seconds - 60
             for file in Path(self.spec["path"]).rglob("*"):
@@ -87,7 +87,7 @@ class Place:
 
 
 class _Later:
-    """The module `time`, some seconds ahead."""
+    """The module `time`, some seconds fast."""
 
     monotonic = staticmethod(time.monotonic)
 

@@ -1,4 +1,4 @@
-"""A later release for the tests: a copy of the package `ccjax.store` that has a format of its own and reads both."""
+"""A later release for the tests: a copy of the package `ccjax.store` with its own format, which reads both."""
 
 from __future__ import annotations
 

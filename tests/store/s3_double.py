@@ -1,8 +1,8 @@
 """A stand-in for S3: `python -m tests.store.s3_double` prints its port and serves until killed.
 
-It knows the calls that tensorstore makes (PUT, GET with ranges, HEAD, DELETE, listing in pages) and enforces
-`If-None-Match` and `If-Match` under one lock, which is what commits rest on. It looks at no signature. It answers ten
-times as fast as moto, which the tests of the calls themselves run on, and with `--all` every test.
+It supports tensorstore's calls (PUT, GET with ranges, HEAD, DELETE, listing in pages) and enforces `If-None-Match` and
+`If-Match` under one lock, on which commits depend. It ignores signatures. It is ten times as fast as moto, on which the
+tests of the calls themselves run, and with `--all` every test.
 
 Buckets: "chunks"; any other is missing.
 """
@@ -63,7 +63,7 @@ class Handler(ObjectHandler):
         return unquote(name)
 
     def _refusal(self, name: str) -> int | None:
-        """The status of a request that must not go on."""
+        """The status of a request that is refused."""
         if self._bucket != "chunks":
             return 404
         there = _objects.get(name)

@@ -21,7 +21,7 @@ from tests.store.places import KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A bucket has to be there before a store is opened in it, and tensorstore makes none.
+# A bucket must exist before a store is opened in it, and tensorstore creates none.
 _MAKE_BUCKET = """
 import sys, boto3
 from botocore.config import Config

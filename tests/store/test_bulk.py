@@ -1,4 +1,4 @@
-"""The collector of reference cycles is paused inside, and afterwards as it was."""
+"""The garbage collector is paused inside, and restored afterwards."""
 
 import gc
 
@@ -8,7 +8,7 @@ from ccjax.store.bulk import uncollected
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_collector_is_afterwards_as_it_was(is_enabled):
+def test_the_collectors_state_is_restored(is_enabled):
     was_enabled = gc.isenabled()
     try:
         (gc.enable if is_enabled else gc.disable)()

@@ -1,4 +1,4 @@
-"""The catalog: what it saves, that it never decides what is stored, and every way in which it can be wrong."""
+"""The catalog: its savings, that it is never authoritative, and every way in which it can be wrong."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ IDS = ("a", "b", "c", "d", "e")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Two records make a part, one change a new catalog."""
+    """Parts have two records, and one change causes a new catalog."""
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
     monkeypatch.setattr(ccjax.store.catalog, "RECORDS_PER_PART", 2)
 
@@ -72,7 +72,7 @@ def catalog_keys(place: Place) -> list[str]:
 
 
 def assert_holds(tier: TensorStoreTier, place: Place, ids=IDS) -> None:
-    """Everything that the tier says of its variants is what the records on the place say."""
+    """The tier's view of its variants equals the records in the place."""
     assert sorted(tier.records(), key=lambda record: record.variant_id) == [make_record(key) for key in sorted(ids)]
     assert sorted(tier.summaries()) == [make_record(key).summary for key in sorted(ids)]
     for variant_id in ids:
@@ -89,7 +89,7 @@ def test_a_store_with_a_catalog_opens_without_reading_a_record(place, reads):
     assert reads == []
 
 
-def test_what_the_catalog_lacks_is_read_and_what_is_gone_is_gone(place, reads):
+def test_records_missing_from_the_catalog_are_read_and_deleted_ones_dropped(place, reads):
     tier = filled(place)
     tier.tidy()
     tier.write(make_record("f"), make_kv("f"))
@@ -134,7 +134,7 @@ def test_a_small_share_of_all_records_is_read_one_by_one(place, reads, monkeypat
     assert ours.refresh() == (IDS[2:4], ()) and (reads == []) == is_read
 
 
-def test_what_is_no_record_is_not_read_as_one(place, reads):
+def test_other_files_are_not_read_as_records(place, reads):
     filled(place).tidy()
     place.write(f"{place.record_key('a')}.{'0' * 32}.tmp", b"")  # a writer is at work
     reads.clear()
@@ -173,7 +173,7 @@ def catalogs(monkeypatch) -> list[list[str]]:
     return seen
 
 
-def test_what_is_as_it_was_is_not_written_again(place, catalogs):
+def test_an_unchanged_part_is_not_written_again(place, catalogs):
     tier = filled(place)
     tier.tidy()
     tier.tidy()
@@ -205,7 +205,7 @@ def test_a_large_catalog_waits_for_its_share_of_changes(place, catalogs, monkeyp
     assert len(catalogs) == 2
 
 
-def test_no_copy_is_made_of_what_another_process_evicted(place, catalogs):
+def test_variants_evicted_by_another_process_are_not_copied(place, catalogs):
     tier = filled(place)
     tier_at(place).remove(["a"])
     tier.renew_catalog()
@@ -236,7 +236,7 @@ def test_after_an_erasure_there_is_a_catalog_again(place, catalogs, monkeypatch)
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_catalog_that_is_being_written_does_not_outlive_an_erasure(place, monkeypatch, is_first):
-    """Writing and deleting wait for each other."""
+    """Writing and deleting exclude each other."""
     tier = filled(place)
     tier.tidy()
     tier.renew_catalog()
@@ -281,7 +281,7 @@ def test_a_damaged_catalog_that_the_disk_does_not_replace_is_replaced_later(tmp_
     assert catalogs[1:] == [list(IDS)] * 2
 
 
-def test_parts_of_a_larger_catalog_go_when_a_smaller_one_is_written(place, reads):
+def test_parts_of_a_larger_catalog_are_deleted_when_a_smaller_one_is_written(place, reads):
     tier = filled(place)
     tier.tidy()
     tier.remove(["a", "b", "c"])
@@ -296,7 +296,7 @@ def test_parts_of_a_larger_catalog_go_when_a_smaller_one_is_written(place, reads
 
 
 def written_anew(place: Place, writer: int = 1) -> None:
-    """A catalog that says of "a" what was so before another process evicted it and wrote it again."""
+    """A catalog with an outdated entry of "a", which another process evicted and rewrote since."""
     filled(place).tidy()
     other = tier_at(place)
     other.remove(["a"])
@@ -322,7 +322,7 @@ def test_evicting_an_outdated_entry_spares_the_new_variant(place):
 
 
 @pytest.mark.parametrize("at_once", [1000, 0])
-def test_the_sweep_does_not_believe_an_outdated_entry(place, monkeypatch, at_once):
+def test_the_sweep_does_not_trust_an_outdated_entry(place, monkeypatch, at_once):
     written_anew(place)
     kept = set(place.object_keys())
     place.write(f"{OURS.namespace}/data/{'0' * 32}/c.0.0.0.0.0", b"an orphan")
@@ -397,20 +397,20 @@ def _head_with(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: b"", "cannot make sense"),
+        (lambda raw: b"", "cannot be parsed"),
         (lambda raw: raw[: len(raw) // 4], "checksum"),
         (lambda raw: raw[:-1], "wanted"),
         (lambda raw: raw + b" ", "wanted"),
-        (lambda raw: bytes(len(raw)), "cannot make sense"),
-        (lambda raw: b"[" * 100_000 + b"\n", "cannot make sense"),
+        (lambda raw: bytes(len(raw)), "cannot be parsed"),
+        (lambda raw: b"[" * 100_000 + b"\n", "cannot be parsed"),
         (_head_with(catalog_version=CATALOG_VERSION + 1), "version 2 and this program reads 1"),
         (_head_with(catalog_version=0), "version 0 and this program reads 1"),
         (_head_with(namespace=OTHERS.namespace), f"namespace '{OTHERS.namespace}'"),
         (_head_with(table_bytes=-1), "checksum"),
-        (_head_with(table_bytes="many"), "cannot make sense"),
+        (_head_with(table_bytes="many"), "cannot be parsed"),
     ],
 )
-def test_an_unusable_part_is_logged_and_written_anew(place, reads, caplog, change, message):
+def test_an_unusable_part_is_logged_and_rewritten(place, reads, caplog, change, message):
     filled(place).tidy()
     key = catalog_keys(place)[0]
     before = place.read(key)
@@ -425,7 +425,7 @@ def test_an_unusable_part_is_logged_and_written_anew(place, reads, caplog, chang
     assert sorted(place.read(key)) == sorted(before)
 
 
-def test_a_damaged_copy_has_the_catalog_written_anew(place):
+def test_a_damaged_copy_causes_a_new_catalog(place):
     filled(place).tidy()
     before = {key: place.read(key) for key in catalog_keys(place)}
     key = next(iter(before))
@@ -438,7 +438,7 @@ def test_a_damaged_copy_has_the_catalog_written_anew(place):
     assert {key: place.read(key) for key in catalog_keys(place)} == before
 
 
-def test_the_catalog_of_another_model_is_not_believed(place):
+def test_the_catalog_of_another_model_is_ignored(place):
     with open_store(place.url, identity=OTHERS) as theirs:
         put(theirs, "a")
         theirs.tidy()
@@ -449,7 +449,7 @@ def test_the_catalog_of_another_model_is_not_believed(place):
     assert_holds(tier_at(place), place, ("a",))
 
 
-def test_a_damaged_record_behind_a_sound_copy_shows_once_the_original_is_read(place, monkeypatch):
+def test_a_damaged_record_with_a_sound_copy_is_detected_when_it_is_read(place, monkeypatch):
     filled(place).tidy()
     place.flip(place.record_key("a"), 40)
     tier = tier_at(place)
@@ -461,7 +461,7 @@ def test_a_damaged_record_behind_a_sound_copy_shows_once_the_original_is_read(pl
     assert_holds(tier_at(place), place, ("b", "c", "d", "e"))
 
 
-def test_a_copy_that_fails_while_its_original_is_gone_is_a_miss(place):
+def test_a_damaged_copy_without_its_original_is_a_miss(place):
     filled(place).tidy()
     for key in catalog_keys(place):
         raw = place.read(key)
@@ -473,7 +473,7 @@ def test_a_copy_that_fails_while_its_original_is_gone_is_a_miss(place):
     assert 0 < len(held) < len(IDS) and sorted(one.variant_id for one in tier.summaries()) == sorted(held)
 
 
-def test_a_disk_that_refuses_is_logged_and_asked_again_when_more_changed(tmp_path, monkeypatch, caplog):
+def test_a_failing_disk_is_logged_and_retried_after_more_changes(tmp_path, monkeypatch, caplog):
     tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
     tier.write(make_record("a"), make_kv("a"))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ccjax.store"):
@@ -490,7 +490,7 @@ def test_a_disk_that_refuses_is_logged_and_asked_again_when_more_changed(tmp_pat
     assert len(list((namespace_of(tmp_path) / "catalog").iterdir())) == 1 and not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_killed_writer_of_catalogs_leaves_a_store_that_is_whole(process_place):
+def test_a_killed_catalog_writer_leaves_an_intact_store(process_place):
     place = process_place
     chance = random.Random(7)
     for number in range(2 if place.kind == "file" else 1):

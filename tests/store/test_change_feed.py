@@ -1,5 +1,5 @@
-"""Stores on one root and one shared index: each knows at once what the others committed and deleted, and none depends
-on it."""
+"""Stores on one root and one shared index: each knows commits and deletions of the others at once, and none depends on
+the index."""
 
 import contextlib
 
@@ -18,14 +18,14 @@ from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, make_r
 
 @pytest.fixture
 def open_at(tmp_path):
-    """`open_at(index)` is the store as one more process has it, with that index or without one."""
+    """`open_at(index)` opens the store as another process would, with that index or without one."""
     with contextlib.ExitStack() as stores:
         yield lambda index, **options: stores.enter_context(open_store(tmp_path / "kv", index=index, **options))
 
 
 @pytest.fixture
 def index_url(request, index_url):
-    """Namespaces are those of the model, so each test needs an index to itself."""
+    """Namespaces are those of the model, so each test needs its own index."""
     if index_url.startswith("redis"):
         request.getfixturevalue("common_redis").run("FLUSHALL")
     return index_url
@@ -33,12 +33,12 @@ def index_url(request, index_url):
 
 @pytest.fixture
 def open_one(open_at, index_url):
-    """`open_one()` is the store as one more process has it."""
+    """`open_one()` opens the store as another process would."""
     return lambda **options: open_at(index_url, **options)
 
 
 def came(one, *variant_ids):
-    """Waits until the store has news of these, and takes them."""
+    """Waits until the store has changes of these variants, and takes them."""
     seen: set[str] = set()
 
     def all_came():
@@ -48,7 +48,7 @@ def came(one, *variant_ids):
     wait_until(all_came)
 
 
-def test_what_one_stores_another_can_load_without_a_look_at_the_root(open_one, monkeypatch):
+def test_a_variant_of_another_process_can_be_loaded_without_listing_the_root(open_one, monkeypatch):
     ours, theirs = open_one(), open_one()
 
     def refuse(*_):
@@ -79,7 +79,7 @@ def test_a_long_record_is_read_from_the_root(open_one, monkeypatch):
     assert_same_bytes(get(theirs, "v"), make_kv("v"))
 
 
-def test_evictions_and_discards_are_followed_on_disk_and_not_in_memory(open_one):
+def test_evictions_and_discards_are_applied_on_disk_and_not_in_memory(open_one):
     ours, theirs = open_one(), open_one()
     for key in ("v", "w", "x"):
         put(ours, key)
@@ -96,7 +96,7 @@ def test_evictions_and_discards_are_followed_on_disk_and_not_in_memory(open_one)
     assert_same_bytes(get(ours, "v"), make_kv("v"))
 
 
-def test_what_a_load_is_open_of_stays_until_it_is_over(open_one):
+def test_a_variant_with_an_open_load_stays_until_it_is_complete(open_one):
     ours, theirs = open_one(), open_one()
     for key in ("v", "w"):
         put(ours, key)
@@ -111,7 +111,7 @@ def test_what_a_load_is_open_of_stays_until_it_is_over(open_one):
     wait_until(lambda: theirs.tier_of("v") is None)
 
 
-def test_a_variant_that_was_written_anew_meanwhile_is_the_new_one(open_one):
+def test_a_variant_rewritten_meanwhile_is_the_new_one(open_one):
     ours, theirs = open_one(), open_one()
     put(ours, "v")
     came(theirs, "v")
@@ -125,7 +125,7 @@ def test_a_variant_that_was_written_anew_meanwhile_is_the_new_one(open_one):
     assert_same_bytes(get(theirs, "v"), make_kv("v"))
 
 
-def test_old_news_of_a_variant_do_not_replace_what_is_known(open_one):
+def test_a_stale_commit_does_not_replace_a_known_record(open_one):
     ours, theirs = open_one(), open_one()
     put(ours, "v")
     came(theirs, "v")
@@ -138,8 +138,8 @@ def test_old_news_of_a_variant_do_not_replace_what_is_known(open_one):
     assert_same_bytes(get(theirs, "v"), make_kv("v"))
 
 
-def test_late_news_of_a_deletion_take_nothing_that_was_written_after_it(open_one):
-    """Who deletes tells of it a moment later; the one who then wrote the variant anew, and others, hear of it last."""
+def test_a_late_deletion_does_not_affect_a_newer_object(open_one):
+    """A deletion is announced late: after another process rewrote the variant and announced that."""
     ours, theirs, third = open_one(), open_one(), open_one()
     put(ours, "v")
     came(theirs, "v")
@@ -151,7 +151,7 @@ def test_late_news_of_a_deletion_take_nothing_that_was_written_after_it(open_one
     put(theirs, "v")
     came(third, "v")
     notify({}, {"v": old})
-    put(ours, "w")  # nothing is told of it
+    put(ours, "w")  # not announced
     notify({"w": None}, {})
     came(theirs, "w")
     came(third, "w")
@@ -160,7 +160,7 @@ def test_late_news_of_a_deletion_take_nothing_that_was_written_after_it(open_one
         assert_same_bytes(get(one, "v"), make_kv("v"))
 
 
-def test_a_deletion_without_an_object_asks_the_root(open_one):
+def test_a_deletion_without_an_object_checks_the_root(open_one):
     ours, theirs = open_one(), open_one()
     for key in ("v", "w"):
         put(ours, key)
@@ -172,15 +172,15 @@ def test_a_deletion_without_an_object_asks_the_root(open_one):
 
 
 def tell(ours, theirs, added, removed):
-    """Sends news and waits until they were taken in, before others come."""
+    """Sends changes and waits until they were applied, before others follow."""
     before = theirs.change_feed.counts.num_applied
     ours.change_feed.index.notify(added, removed)
     wait_until(lambda: theirs.change_feed.counts.num_applied >= before + len(added) + len(removed))
 
 
 @pytest.mark.parametrize("way", ["news", "news of any object", "listing", "own", "unknown", "unknown, of any object"])
-def test_late_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(open_one, way, monkeypatch):
-    """Another process found it in a listing and deleted it before the writer told of it."""
+def test_a_late_commit_of_a_deleted_variant_does_not_make_it_known(open_one, way, monkeypatch):
+    """Another process found it in a listing and deleted it before the writer announced it."""
     ours, theirs = open_one(), open_one()
     with monkeypatch.context() as patch:
         if way.startswith("unknown"):
@@ -200,13 +200,13 @@ def test_late_news_of_a_variant_that_is_gone_already_make_it_known_to_nobody(ope
     tell(ours, theirs, {"v": known.raw}, {})
     tell(ours, theirs, {"nowhere": None}, {})
     assert theirs.tier_of("v") is None and theirs.usage()["disk"].used_bytes == 0
-    ours.discard("v")  # it may be in its memory still
+    ours.discard("v")  # it may still be in its memory
     put(ours, "v")
     wait_until(lambda: theirs.tier_of("v") == "disk")
     assert_same_bytes(get(theirs, "v"), make_kv("v"))
 
 
-def test_the_last_of_those_that_went_are_kept_in_mind(open_one, monkeypatch):
+def test_the_most_recent_removals_are_remembered(open_one, monkeypatch):
     monkeypatch.setattr(ccjax.store.commits, "CHANGES_KEPT", 3)
     commits = open_one()._disk._commits
     for number in (0, 1, 2, 3, 4, 2, 5):
@@ -216,14 +216,14 @@ def test_the_last_of_those_that_went_are_kept_in_mind(open_one, monkeypatch):
 
 @pytest.fixture
 def told(index_url):
-    """What one process has to tell, not sent by itself, and the index as another one has it with a cursor."""
+    """A process's feed, which does not send by itself, and another process's index with a cursor."""
     with contextlib.closing(open_index(index_url, "n")) as other:
         change_feed, cursor = ChangeFeed(open_index(index_url, "n")), other.changes(None).cursor
         yield change_feed, lambda: other.changes(cursor)
         change_feed.index.close()
 
 
-def test_a_deletion_takes_back_only_news_of_its_own_object(told):
+def test_a_deletion_cancels_only_the_commit_of_its_own_object(told):
     change_feed, changes = told
     for key in ("same", "newer", "unknown"):
         change_feed.record_commit(key, "new", b"1")
@@ -235,7 +235,7 @@ def test_a_deletion_takes_back_only_news_of_its_own_object(told):
     assert found.added == {"newer": b"1"} and found.removed == {"same": "new", "newer": "old", "unknown": None}
 
 
-def test_what_could_not_be_sent_is_sent_with_what_came_since(told, monkeypatch):
+def test_unsent_changes_are_sent_with_later_ones(told, monkeypatch):
     change_feed, changes = told
     change_feed.record_commit("v", "one", b"1")
     change_feed.record_deletion("w", "one")
@@ -256,7 +256,7 @@ def test_what_could_not_be_sent_is_sent_with_what_came_since(told, monkeypatch):
 
 
 @pytest.mark.parametrize("record", [b"{}", b"\xff" * 100, None], ids=["empty", "no JSON", "none"])
-def test_wrong_news_are_looked_up_and_adopt_nothing_that_is_not_there(open_one, caplog, record):
+def test_wrong_changes_are_checked_and_adopt_nothing_missing(open_one, caplog, record):
     ours, theirs = open_one(), open_one()
     put(ours, "sound")
     came(theirs, "sound")
@@ -268,7 +268,7 @@ def test_wrong_news_are_looked_up_and_adopt_nothing_that_is_not_there(open_one, 
     assert theirs.usage()["disk"].corrupt == 0 and not theirs.change_feed.needs_listing
 
 
-def test_a_record_that_goes_to_quarantine_is_told_of(open_one, tmp_path):
+def test_quarantining_a_record_is_announced(open_one, tmp_path):
     ours = open_one()
     put(ours, "v")
     theirs, third = open_one(), open_one()
@@ -278,7 +278,7 @@ def test_a_record_that_goes_to_quarantine_is_told_of(open_one, tmp_path):
     wait_until(lambda: third.tier_of("v") is None)
 
 
-def test_an_erasure_asks_others_for_a_listing(open_one):
+def test_an_erasure_makes_others_list_the_store(open_one):
     ours, theirs = open_one(), open_one()
     put(ours, "v")
     came(theirs, "v")
@@ -289,7 +289,7 @@ def test_an_erasure_asks_others_for_a_listing(open_one):
     assert not theirs.change_feed.needs_listing and not ours.change_feed.needs_listing
 
 
-def test_leases_are_those_of_the_index_and_of_all_who_have_it(open_one, open_at, tmp_path):
+def test_leases_are_shared_by_all_processes_with_the_index(open_one, open_at, tmp_path):
     ours, theirs, without = open_one(), open_one(), open_at(None)
     assert ours.claims.claim(["v", "w"], 60) == ("v", "w")
     assert theirs.claims.taken(["v", "w", "x"]) == {"v", "w"} and theirs.claims.claim(["v"], 60) == ()
@@ -314,7 +314,7 @@ def test_a_store_without_the_index_shares_with_those_that_have_it_by_listing(ope
         get(with_it, "v")
 
 
-def test_nothing_is_told_of_another_models_variants(open_one, monkeypatch):
+def test_changes_of_another_models_variants_are_not_received(open_one, monkeypatch):
     ours, theirs = open_one(), open_one(identity=OTHERS, exclusive=False)
     put(ours, "v")
     assert ours.change_feed.flush(120)
@@ -337,7 +337,7 @@ def warnings(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_an_index_that_is_away_costs_two_log_lines_and_what_happened_is_known_after_it(
+def test_an_index_outage_is_two_log_lines_and_changes_are_known_after_it(
     own_redis, open_at, caplog, way, tmp_path, request, num_waits
 ):
     if way == "stopped":
@@ -375,7 +375,7 @@ def test_an_index_that_is_away_costs_two_log_lines_and_what_happened_is_known_af
     assert len(warnings(caplog)) == 4
 
 
-def test_a_lease_of_the_index_outlives_its_outage_and_is_given_up_without_an_error(own_redis, open_at, caplog):
+def test_a_lease_of_the_index_survives_an_outage_and_is_released_without_an_error(own_redis, open_at, caplog):
     ours, theirs = (open_at(own_redis.url) for _ in range(2))
     assert ours.claims.claim(["v"], 60) == ("v",)
     own_redis.kill()
@@ -384,7 +384,7 @@ def test_a_lease_of_the_index_outlives_its_outage_and_is_given_up_without_an_err
     assert "nothing is shared" not in caplog.text
 
 
-def test_a_store_opens_while_the_index_is_away(own_redis, open_at, caplog):
+def test_a_store_opens_during_an_index_outage(own_redis, open_at, caplog):
     own_redis.kill()
     ours = open_at(own_redis.url)
     assert not ours.change_feed.counts.is_up and not ours.change_feed.needs_listing and len(warnings(caplog)) == 1
@@ -395,7 +395,7 @@ def test_a_store_opens_while_the_index_is_away(own_redis, open_at, caplog):
     assert theirs.tier_of("v") == "disk"
 
 
-def test_what_cannot_be_told_is_bounded_and_then_a_listing_is_asked_for(own_redis, open_at, monkeypatch, impatient):
+def test_unsent_changes_are_bounded_and_then_replaced_by_a_listing(own_redis, open_at, monkeypatch, impatient):
     monkeypatch.setattr(ccjax.store.change_feed, "CHANGES_KEPT", 3)
     ours, theirs = (open_at(own_redis.url) for _ in range(2))
     with own_redis.stopped():
@@ -416,7 +416,7 @@ def test_a_flush_waits_no_longer_than_a_second_for_the_index(own_redis, open_at)
     wait_until(lambda: ours.change_feed.counts.is_up)
 
 
-def test_what_is_committed_last_is_told_before_the_end(open_one):
+def test_the_last_commits_are_announced_before_closing(open_one):
     theirs = open_one()
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(contextlib.closing(open_one()))
@@ -424,7 +424,7 @@ def test_what_is_committed_last_is_told_before_the_end(open_one):
     came(theirs, "v")
 
 
-def test_a_root_lease_is_seen_by_no_index(open_one, tmp_path):
+def test_a_root_lease_is_not_in_the_index(open_one, tmp_path):
     ours = open_one()
     assert Leases(open_root((tmp_path / "kv").as_uri()), OURS).acquire(["v"], 60)
     assert ours.claims.taken(["v"]) == frozenset() and ours.claims.claim(["v"], 60) == ("v",)

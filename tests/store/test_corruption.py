@@ -1,4 +1,4 @@
-"""Damage done to the objects behind the store's back: every kind is found on load, no read ever gives wrong data."""
+"""Damaged objects: every kind of damage is found on load, and no read ever gives wrong data."""
 
 import shutil
 import time
@@ -34,7 +34,7 @@ def store(place):
 
 
 def object_of(place: Place, variant_id: str, store) -> str:
-    """Stores a variant and returns the key of the data object that this made."""
+    """Stores a variant and returns the key of its data object."""
     before = set(place.object_keys())
     put(store, variant_id)
     (new,) = set(place.object_keys()) - before
@@ -44,7 +44,7 @@ def object_of(place: Place, variant_id: str, store) -> str:
 def test_every_flipped_byte_of_an_object_is_found(place, store, stride):
     key = object_of(place, "v", store)
     sound = place.read(key)
-    # Over a network a few of each kind (data, checksums, index) have to do.
+    # Over a network, only a few of each kind (data, checksums, index).
     positions = range(0, len(sound), stride(5) if place.kind == "file" else 97)
     for position in positions:
         place.flip(key, position, 1 << position % 8)
@@ -149,7 +149,7 @@ def test_damaged_record_is_quarantined_at_open_and_its_object_swept(place, posit
         assert len(place.object_keys()) == 2 and kept not in place.keys()
 
 
-def test_a_damaged_record_is_not_told_of_as_new(place, store):
+def test_a_damaged_record_is_not_announced_as_new(place, store):
     with open_store(place.url) as theirs:
         put(theirs, "v")
         put(theirs, "w")
@@ -157,7 +157,7 @@ def test_a_damaged_record_is_not_told_of_as_new(place, store):
     assert store.refresh() == (("w",), ()) and store.usage()["disk"].corrupt == 1
 
 
-def test_record_that_is_damaged_while_we_write_does_not_hold_its_name(place, store):
+def test_record_damaged_during_our_write_does_not_block_its_name(place, store):
     place.write(place.record_key("v"), b"{}")  # appears after open
     put(store, "v")
     assert_same_bytes(get(store, "v"), make_kv("v"))
@@ -201,7 +201,7 @@ def test_unread_record_keeps_its_object_from_the_sweep(place, monkeypatch, caplo
         assert_same_bytes(get(store, "v"), make_kv("v"))
 
 
-def test_sweep_takes_old_left_overs_and_nothing_else(tmp_path, monkeypatch):
+def test_sweep_deletes_old_left_overs_and_nothing_else(tmp_path, monkeypatch):
     with open_store(tmp_path) as store:
         put(store, "v")
     space = namespace_of(tmp_path)
@@ -224,7 +224,7 @@ def test_sweep_takes_old_left_overs_and_nothing_else(tmp_path, monkeypatch):
         assert store.usage()["disk"].used_bytes == bytes_on_disk(tmp_path)
 
 
-def test_sweep_in_a_bucket_takes_old_left_overs_and_nothing_else(bucket, monkeypatch):
+def test_sweep_in_a_bucket_deletes_old_left_overs_and_nothing_else(bucket, monkeypatch):
     with open_store(bucket.url) as store:
         put(store, "v")
     # What a process killed in its first second, or between data and record, leaves; and keys of others.
@@ -248,7 +248,7 @@ def two_tiers(place: Place) -> tuple[TensorStoreTier, TensorStoreTier]:
     return TensorStoreTier(place.url, SPEC, OURS), TensorStoreTier(place.url, SPEC, OURS)
 
 
-def test_refresh_shows_what_others_did(place):
+def test_refresh_applies_changes_of_others(place):
     ours, theirs = two_tiers(place)
     assert theirs.write(make_record("v"), make_kv("v")) and theirs.write(make_record("w"), make_kv("w"))
     assert "v" not in ours
@@ -299,7 +299,7 @@ def test_removing_a_stale_variant_spares_the_new_one(place):
     assert_same_bytes(theirs.open("v").wait(0, 3), make_kv("v", writer=1))
 
 
-def test_what_another_process_evicted_is_written_again_and_charged_once(place):
+def test_variant_evicted_by_another_process_is_rewritten_and_charged_once(place):
     ours, theirs = (TensorStoreTier(place.url, SPEC, OURS) for _ in range(2))
     assert ours.write(make_record("v"), make_kv("v"))
     theirs.refresh()
@@ -339,7 +339,7 @@ def test_commit_during_a_refresh_is_no_removal(place, monkeypatch):
     assert tier.refresh() == ((), ()) and tier.budget.used_bytes == place.num_bytes()
 
 
-def test_what_is_committed_during_a_sweep_is_no_orphan(place, monkeypatch):
+def test_commit_during_a_sweep_is_no_orphan(place, monkeypatch):
     tier, other = TensorStoreTier(place.url, SPEC, OURS), TensorStoreTier(place.url, SPEC, OURS)
     refresh = tier.refresh
 
@@ -355,7 +355,7 @@ def test_what_is_committed_during_a_sweep_is_no_orphan(place, monkeypatch):
     assert_same_bytes(later.open("v").wait(0, 3), make_kv("v"))
 
 
-def test_refresh_between_the_halves_of_an_eviction_keeps_the_books(place):
+def test_refresh_between_the_halves_of_an_eviction_keeps_the_budget_right(place):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     hidden = tier.hide(["v"])

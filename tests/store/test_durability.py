@@ -1,4 +1,4 @@
-"""What a power cut leaves in a directory: what has to be on the disk before what, and what may be lost."""
+"""State of a directory after a power cut: the order in which objects reach the disk, and what may be lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.store.kv import OURS, namespace_of, open_store, put
 
 
 class Disk:
-    """Notes which files and folders were synced, by inode: a name may change."""
+    """Records which files and folders were synced, by inode, since names may change."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.synced: list[os.stat_result] = []
@@ -42,7 +42,7 @@ def disk(monkeypatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def test_a_record_is_there_only_once_its_data_cannot_be_lost_and_then_cannot_be_lost_either(tmp_path, disk):
+def test_a_record_is_written_after_its_data_are_durable_and_is_then_durable(tmp_path, disk):
     space, linked = namespace_of(tmp_path), []
 
     def look(source: Path, final: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_record_is_there_only_once_its_data_cannot_be_lost_and_then_cannot_be_
         assert linked == [space / "records" / "v.json"] and disk.has(space / "records")
 
 
-def test_what_was_replaced_is_new_for_good(tmp_path, disk):
+def test_a_replacement_is_durable(tmp_path, disk):
     root = FileRoot(tmp_path.as_uri())
     root.replace("k", b"old")
     disk.forget()
@@ -68,7 +68,7 @@ def test_what_was_replaced_is_new_for_good(tmp_path, disk):
     assert disk.has(tmp_path), "or a power cut brings the old one back, after what it named was deleted"
 
 
-def test_what_may_be_lost_waits_for_no_disk(tmp_path, disk, monkeypatch):
+def test_losable_objects_are_not_synced(tmp_path, disk, monkeypatch):
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
     leases = Leases(open_root(tmp_path.as_uri()), OURS)
     leases.acquire(["a"], 10)

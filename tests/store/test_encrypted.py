@@ -1,5 +1,5 @@
-"""A store that is encrypted, and somebody without its keys who can read everything in it, and write: they find no text
-and no KV in it, and what they change is never used."""
+"""An encrypted store, and an attacker without its keys who can read and write everything in it: they find no text and
+no KV, and their changes are never used."""
 
 import builtins
 import hashlib
@@ -47,7 +47,7 @@ def opened(place, identity=HIDDEN, **options):
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
-def test_variants_come_back_also_to_other_processes(place, kv_dtype):
+def test_variants_can_be_loaded_also_by_other_processes(place, kv_dtype):
     with opened(place, kv_dtype=kv_dtype) as store:
         put(store, "v", 40)
         np.testing.assert_allclose(get(store, "v"), make_kv("v", 40), atol=0 if kv_dtype == "auto" else 0.3)
@@ -59,13 +59,13 @@ def test_variants_come_back_also_to_other_processes(place, kv_dtype):
 
 
 def secrets_of(kv: np.ndarray) -> dict[str, bytes]:
-    """What may stand nowhere: text, ids as JSON, and the begin of each layer."""
+    """Bytes that must not occur: text, ids as JSON, and the beginning of each layer."""
     rows = {f"row {layer}": kv[layer].tobytes()[:64] for layer in range(len(kv))}
     return {"ids": b"[0,1,2,3,4", "ids of a note": b"[17, 4711, 9", "text": b"Sesame", "hint": b"open-word", **rows}
 
 
 @pytest.mark.parametrize(("identity", "is_found"), [(HIDDEN, False), (SEALED, True), (OURS, True)])
-def test_no_byte_of_text_or_kv_lies_in_any_file(tmp_path, monkeypatch, identity, is_found):
+def test_no_file_contains_text_or_kv(tmp_path, monkeypatch, identity, is_found):
     monkeypatch.setattr("ccjax.store.commits.LEAST_CHANGES", 1)
     index = f"sqlite://{tmp_path}/index.db"
     with open_store(tmp_path / "store", identity=identity, host_bytes=0, index=index) as store:
@@ -89,7 +89,7 @@ def test_no_byte_of_text_or_kv_lies_in_any_file(tmp_path, monkeypatch, identity,
 
 
 def test_layers_are_read_one_by_one(tmp_path):
-    """A layer is a frame of its own: neither more is read for it, nor has the rest to be sound."""
+    """A layer is a frame of its own: nothing else is read for it, and the rest may be damaged."""
     spec = KVSpec(6, 2, 4, "float32")
     tier = TensorStoreTier(url_of(tmp_path), spec, HIDDEN)
     tier.write(make_record("v", 40, spec), make_kv("v", 40, spec))
@@ -118,14 +118,14 @@ def test_size_is_known_beforehand(tmp_path):
     assert tier.charged("v") == wanted
 
 
-def test_nothing_is_encrypted_alike_twice():
+def test_encrypting_twice_gives_different_bytes():
     first, second = (HIDDEN.seal("note", "a", b"the same") for _ in range(2))
     assert first[:16] == second[:16] and first[16:HEAD_BYTES] != second[16:HEAD_BYTES]  # the key's id, the nonce
     assert first[HEAD_BYTES:] != second[HEAD_BYTES:] and len(first) == len(b"the same") + OVERHEAD_BYTES
     assert HIDDEN.unseal("note", "a", first) == HIDDEN.unseal("note", "a", second) == b"the same"
 
 
-def test_with_seals_alone_is_another_namespace(place):
+def test_sealed_and_encrypted_stores_have_different_namespaces(place):
     with opened(place) as ours, opened(place, SEALED) as sealed, opened(place, OURS) as plain:
         put(ours, "v")
         for other in (sealed, plain):
@@ -181,8 +181,8 @@ def test_objects_of_two_variants_swapped(place):
         assert_swapped_objects_are_refused(place, store, HIDDEN)
 
 
-def test_what_is_encrypted_is_bound_to_what_it_is(monkeypatch):
-    """Each layer to its object and number, whatever the digests in the record say."""
+def test_encrypted_data_are_bound_to_their_identity(monkeypatch):
+    """Each layer is bound to its object and number, whatever the digests in the record are."""
     from ccjax.store.encryption import KVCipher
 
     monkeypatch.setattr("ccjax.store.arrays.ShardReader._is_sound", lambda self, layer: True)
@@ -204,7 +204,7 @@ def test_what_is_encrypted_is_bound_to_what_it_is(monkeypatch):
         encrypted(KEY, model="model-b").unseal("record", "v", raw)
 
 
-def test_changed_notes_hints_and_leases_are_not_believed(place):
+def test_changed_notes_hints_and_leases_are_ignored(place):
     with opened(place) as store:
         store.notes.put("a", {"x": 1}, wait=True)
         store.write_hints({"x": 1})
@@ -258,7 +258,7 @@ def test_another_key_reads_nothing(place):
         assert store.records() == [] and store.usage()["disk"].forged == 1
 
 
-def test_keys_show_nowhere():
+def test_keys_are_never_shown():
     raw = HIDDEN.seal("note", "a", b"x")
     assert KEY.decode() not in repr(HIDDEN) + repr(HIDDEN.cipher) and KEY[:8] not in raw
 
@@ -288,7 +288,7 @@ def test_missing_package_is_named(monkeypatch):
         StoreCipher(StoreKeys((KEY,)))
 
 
-def test_record_that_says_otherwise_is_refused(tmp_path):
+def test_record_with_another_encryption_setting_is_refused(tmp_path):
     """An encrypted record of an object that is not encrypted: a program that forgot to encrypt it would be noticed."""
     from ccjax.store.records import decode_record
 

@@ -1,4 +1,5 @@
-"""A disk that refuses, full or broken: counted, logged once, served around and recovered from. Real kernel errors."""
+"""A full or broken disk: failures are counted and logged once, requests are still served, and the store recovers. Real
+kernel errors."""
 
 import json
 import logging
@@ -62,7 +63,7 @@ def test_full_disk(tmp_path):
 
 @pytest.fixture
 def broken(tmp_path):
-    """A store whose data folder gives way to a file while `broken()` is in force; returns (store, break, repair)."""
+    """A store whose data folder is replaced by a file from `break` to `repair`; returns (store, break, repair)."""
     data, aside = namespace_of(tmp_path) / "data", namespace_of(tmp_path) / "aside"
 
     def break_it():
@@ -111,7 +112,7 @@ def test_failed_write_leaves_nothing_behind(tmp_path):
     assert tier.write(make_record("v"), make_kv("v")) and tier.budget.used_bytes == bytes_on_disk(tmp_path)
 
 
-def test_record_whose_directory_cannot_be_synced_is_taken_back(tmp_path, monkeypatch):
+def test_record_whose_directory_cannot_be_synced_is_removed(tmp_path, monkeypatch):
     tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
     assert isinstance(tier._root, FileRoot)
     sync = tier._root.sync
@@ -130,7 +131,7 @@ def test_record_whose_directory_cannot_be_synced_is_taken_back(tmp_path, monkeyp
 
 
 def test_unreadable_object_is_unavailable_not_corrupt(tmp_path):
-    """A symbolic link to itself gives ELOOP: the kernel refuses the path, which says nothing of the data."""
+    """A symbolic link to itself gives ELOOP: the kernel refuses the path, which does not mean damaged data."""
     with open_store(tmp_path, host_bytes=0) as store:
         put(store, "v")
         (file,) = object_files(tmp_path)
@@ -153,8 +154,8 @@ def test_refresh_of_a_vanished_directory_is_not_raised_into_a_request(tmp_path, 
         assert put(store, "w") == ("host", "disk") and store.usage()["disk"].failed_writes == 1
 
 
-def test_slow_disk_times_out_and_the_load_goes_on(tmp_path):
-    """A named pipe in place of the object: opening it waits until somebody opens the other end."""
+def test_slow_disk_times_out_and_the_load_continues(tmp_path):
+    """A named pipe in place of the object: opening it waits until the other end is opened."""
     with open_store(tmp_path, host_bytes=0) as store:
         put(store, "v")
         (file,) = object_files(tmp_path)

@@ -49,7 +49,7 @@ def options(kv_dtype: str, compression: str = "none") -> dict[str, str]:
 
 
 def assert_close(kv_dtype: str, actual: np.ndarray, expected: np.ndarray) -> None:
-    """Within the bound of `kv_dtype`, and not by chance the very values."""
+    """Within the bound of `kv_dtype`, but not exactly equal."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     if kv_dtype == "auto":
         assert_same_bytes(actual, expected)
@@ -66,11 +66,11 @@ def store_one(store: TieredStore, kv: np.ndarray, variant_id: str = "v") -> tupl
 
 @pytest.mark.parametrize(("kv_dtype", "compression"), FORMATS)
 @pytest.mark.parametrize("spec", [SPEC, BF16], ids=lambda spec: spec.dtype)
-def test_round_trip_and_books(tmp_path, spec, kv_dtype, compression):
+def test_round_trip_and_budget(tmp_path, spec, kv_dtype, compression):
     check_round_trip(directory(tmp_path), spec, kv_dtype, compression)
 
 
-def test_round_trip_and_books_in_buckets(bucket):
+def test_round_trip_and_budget_in_buckets(bucket):
     check_round_trip(bucket, BF16, "int8", "zstd")
 
 
@@ -100,7 +100,7 @@ def check_round_trip(place: Place, spec: KVSpec, kv_dtype: str, compression: str
                 assert_close(kv_dtype if is_coded else "auto", loaded, make_kv(f"v{number}", num_tokens, spec))
 
 
-def test_bytes_of_a_variant_by_hand(tmp_path):
+def test_bytes_of_a_variant_as_computed_by_hand(tmp_path):
     spec = KVSpec(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
     # 4 layers in 2 groups of heads: codes and 4 rows of scales, 16 bytes of index each
     assert object_bytes(spec, 100, 2, StorageFormat("int8")) == 8 * (2 * 104 * 8 + 16)
@@ -112,7 +112,7 @@ def test_bytes_of_a_variant_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(("num_tokens", "is_coded"), [(4, False), (5, True)])
-def test_a_variant_that_scales_would_make_no_smaller_is_stored_as_it_is(tmp_path, num_tokens, is_coded):
+def test_a_variant_that_scales_would_not_shrink_is_stored_unquantised(tmp_path, num_tokens, is_coded):
     with open_store(tmp_path, kv_spec=BF16, host_bytes=0, **options("int8")) as store:
         put(store, "v", num_tokens)
         assert store.is_lossy("v") == is_coded
@@ -130,7 +130,7 @@ def test_no_compressed_object_exceeds_its_bound(data):
     assert layout.num_bytes == len(packed) <= object_bytes(spec, shape[1], 2, layout.storage)
 
 
-def test_compression_shrinks_what_can_be_shrunk_and_the_books_follow(tmp_path):
+def test_compression_shrinks_variants_and_updates_the_budget(tmp_path):
     with open_store(tmp_path, **options("auto", "zstd")) as store:
         store_one(store, np.zeros(SPEC.shape(64), np.float32))
         size = sum(file.stat().st_size for file in (*object_files(tmp_path), record_file(tmp_path, "v")))
@@ -157,7 +157,7 @@ def test_a_write_that_comes_second_leaves_no_charge(tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("kv_dtype", "compression"), LOSSY)
-def test_kv_that_no_code_can_hold_is_stored_as_it_is(tmp_path, kv_dtype, compression, value):
+def test_kv_without_8_bit_codes_is_stored_unquantised(tmp_path, kv_dtype, compression, value):
     kv = make_kv("v", TOKENS)
     kv[1, 0, 3, 1, 2] = value
     with open_store(tmp_path, host_bytes=0, **options(kv_dtype, compression)) as store:
@@ -170,7 +170,7 @@ def test_kv_that_no_code_can_hold_is_stored_as_it_is(tmp_path, kv_dtype, compres
         assert store.usage()["disk"].used_bytes == 0
 
 
-def test_kv_that_no_code_can_hold_must_fit_as_it_is(tmp_path):
+def test_kv_without_8_bit_codes_must_fit_unquantised(tmp_path):
     storage = StorageFormat("int8")
     record, kv = make_record("v", TOKENS), np.full(SPEC.shape(TOKENS), np.nan, np.float32)
     room = TensorStoreTier(url_of(tmp_path), SPEC, OURS, storage=storage).charge_bytes(record)
@@ -252,7 +252,7 @@ def test_the_stored_array_can_be_read_without_our_code(tmp_path):
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_what_a_load_would_read_now_decides_what_is_lossy(tmp_path, kv_dtype):
+def test_the_copy_that_a_load_would_read_decides_what_is_lossy(tmp_path, kv_dtype):
     with open_store(tmp_path, **options(kv_dtype)) as store:
         put(store, "v", TOKENS)
         assert store.tiers_of("v") == ("host", "disk") and not store.is_lossy("v")  # the host's copy is read
@@ -272,7 +272,7 @@ def test_what_a_load_would_read_now_decides_what_is_lossy(tmp_path, kv_dtype):
         assert not store.is_lossy("nothing")
 
 
-def test_an_exact_copy_takes_the_place_of_a_lossy_one_in_memory_and_nothing_else_does(tmp_path):
+def test_only_an_exact_copy_replaces_a_lossy_one_in_memory(tmp_path):
     kv = make_kv("v", TOKENS)
     with open_store(tmp_path, host_bytes=kv.nbytes, **options("int8")) as store:
         put(store, "v", TOKENS)
@@ -303,7 +303,7 @@ def test_a_lossy_read_does_not_replace_the_exact_copy_that_was_stored_meanwhile(
         assert_same_bytes(get(store, "v"), make_kv("v", TOKENS))
 
 
-def test_what_waits_for_the_disk_is_exact(tmp_path, monkeypatch):
+def test_queued_writes_are_exact(tmp_path, monkeypatch):
     write = TensorStoreTier.write
     seen = []
 
@@ -319,7 +319,7 @@ def test_what_waits_for_the_disk_is_exact(tmp_path, monkeypatch):
         assert seen == [(False, frozenset())] * 2 and store.is_lossy("v")
 
 
-def test_a_store_that_keeps_kv_as_it_is_replaces_the_lossy_copies_of_others_when_it_can(place):
+def test_a_lossless_store_replaces_lossy_copies_of_others(place):
     with open_store(place.url, **options("int8")) as store:
         put(store, "v", TOKENS)
         put(store, "w", TOKENS)
@@ -340,7 +340,7 @@ def test_a_store_that_keeps_kv_as_it_is_replaces_the_lossy_copies_of_others_when
         ({"compression": "gzip"}, "compression: wanted one of none, zstd, got 'gzip'"),
     ],
 )
-def test_other_values_are_refused_before_anything_is_made(tmp_path, wrong, message):
+def test_other_values_are_refused_before_anything_is_created(tmp_path, wrong, message):
     for where in (tmp_path / "kv", None):
         with pytest.raises(ValueError, match=message):
             open_store(where, **wrong)
@@ -364,8 +364,8 @@ def coded(request, place):
 
 
 def test_every_flipped_byte_of_codes_scales_and_index_is_found(place, coded, stride):
-    """Each by a store of its own: where a layer is damaged, reads of the others may still be under way when the next
-    byte is flipped, and what they know of the object's index is not read again (objects never change)."""
+    """Each with a new store: after damage in one layer, reads of the others may still be in progress when the next byte
+    is flipped, and they do not reread the object's index (objects never change)."""
     key = object_of(place, "v", coded)
     sound, whole = place.read(key), get(coded, "v")
     for position in range(0, len(sound), stride(11) if place.kind == "file" else 97):
@@ -416,7 +416,7 @@ def test_scales_of_another_layer_are_found_under_valid_checksums(tmp_path):
 
 
 def reseal(raw: bytes, **changes: object) -> bytes:
-    """The record with other fields under a checksum that is right; None takes one out."""
+    """The record with other fields and a valid checksum; None removes a field."""
     body = {**json.loads(raw), **changes}
     body = {name: value for name, value in body.items() if value is not None and name != "checksum"}
 
@@ -426,7 +426,7 @@ def reseal(raw: bytes, **changes: object) -> bytes:
     return canonical({**body, "checksum": hashlib.sha256(canonical(body)).hexdigest()})
 
 
-def test_default_records_are_what_every_program_reads_and_coded_ones_what_older_ones_refuse(place):
+def test_every_release_reads_default_records_and_older_ones_refuse_coded_ones(place):
     with open_store(place.url) as store:
         put(store, "plain")
     with open_store(place.url, **options("int8")) as store:
@@ -464,7 +464,7 @@ def test_a_format_of_the_future_is_a_miss_and_stays_where_it_is(place, caplog, c
     assert not [key for key in place.keys() if "/quarantine/" in key]
 
 
-def test_what_a_later_version_adds_to_a_record_is_passed_over(place):
+def test_fields_added_by_a_later_release_are_ignored(place):
     with open_store(place.url) as store:
         put(store, "v", TOKENS)
     place.write(place.record_key("v"), reseal(place.read(place.record_key("v")), from_a_later_version={"a": [1]}))
@@ -474,7 +474,7 @@ def test_what_a_later_version_adds_to_a_record_is_passed_over(place):
     assert not [key for key in place.keys() if "/quarantine/" in key]
 
 
-def test_a_record_that_says_another_format_than_the_object_has_is_found(tmp_path):
+def test_a_record_with_another_format_than_its_object_is_detected(tmp_path):
     with open_store(tmp_path, host_bytes=0, **options("int8")) as store:
         put(store, "v", TOKENS)
     file = record_file(tmp_path, "v")

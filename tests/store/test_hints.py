@@ -47,7 +47,7 @@ def test_damaged_hints_count_as_none(place, content):
         assert store.read_hints() == {"a": 1}
 
 
-def test_a_disk_that_refuses_is_logged_and_the_old_hints_stay(tmp_path, monkeypatch, caplog):
+def test_a_failing_disk_is_logged_and_the_old_hints_stay(tmp_path, monkeypatch, caplog):
     with open_store(tmp_path) as store:
         store.write_hints({"a": 1})
 
@@ -62,7 +62,7 @@ def test_a_disk_that_refuses_is_logged_and_the_old_hints_stay(tmp_path, monkeypa
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_disk_that_refuses_is_told_of_and_hints_may_be_any_mapping(tmp_path, monkeypatch):
+def test_a_failing_disk_is_reported_and_hints_may_be_any_mapping(tmp_path, monkeypatch):
     root, told = FileRoot(tmp_path.as_uri()), []
     hints = Hints(root, "hints.json", lambda *values: told.append(values[1:]), OURS)
     hints.write(MappingProxyType({"x": 1}))

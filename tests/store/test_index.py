@@ -29,7 +29,7 @@ def namespace() -> str:
 
 @pytest.fixture
 def open_one(index_url, namespace):
-    """`open_one()` is the index as one more process has it."""
+    """`open_one()` opens the index as another process would."""
     opened = []
 
     def open_another(name: str = namespace):
@@ -62,7 +62,7 @@ def spawn(index_url, namespace):
 
 
 def let_pass(index_url: str, namespace: str, seconds: float) -> None:
-    """Everything in the namespace ends so many seconds earlier."""
+    """Makes everything in the namespace expire this many seconds earlier."""
     if index_url.startswith("sqlite"):
         with contextlib.closing(sqlite3.connect(index_url.removeprefix("sqlite://"), timeout=300)) as rows, rows:
             rows.execute("UPDATE leases SET expires_s = expires_s - ?", (seconds,))
@@ -90,7 +90,7 @@ def keys_of(leases) -> list[str]:
 # -- leases --------------------------------------------------------------------------------------------------------
 
 
-def test_one_holder_until_it_gives_up(pair):
+def test_one_holder_until_it_releases(pair):
     ours, theirs = (index.leases for index in pair)
     assert ours.held(["a", "b"]) == frozenset() and ours.held([]) == frozenset() and ours.acquire([], 1000) == []
     (lease,) = ours.acquire(["a"], 1000)
@@ -103,7 +103,7 @@ def test_one_holder_until_it_gives_up(pair):
     assert ours.held(["a"]) == {"a"}
 
 
-def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
+def test_several_are_acquired_in_order_up_to_the_first_held_by_another(pair):
     ours, theirs = (index.leases for index in pair)
     assert keys_of(theirs.acquire(["c"], 1000)) == ["c"]
     assert keys_of(ours.acquire(["a", "b", "c", "d"], 1000)) == ["a", "b"]
@@ -111,7 +111,7 @@ def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
     assert theirs.acquire(["a", "d"], 1000) == [] and theirs.held(["d"]) == frozenset()
 
 
-def test_a_lease_ends_by_itself_and_its_end_takes_no_other_one_along(pair, pass_time):
+def test_a_lease_expires_without_affecting_a_later_one(pair, pass_time):
     ours, theirs = (index.leases for index in pair)
     (lease,) = ours.acquire(["a"], 2000)
     pass_time(1000)
@@ -147,7 +147,7 @@ def test_exactly_one_process_gets_each_of_200_leases(spawn, tmp_path):
     assert won[0] and won[1]  # else it was no race
 
 
-def test_a_holder_that_is_killed_is_succeeded_once_its_time_is_over(spawn, open_one, pass_time):
+def test_a_killed_holder_is_succeeded_after_its_lease_expires(spawn, open_one, pass_time):
     index = open_one()
     index.orders.place("work", b"do it", 10_000)
     holder = spawn("hold", 1000)
@@ -189,7 +189,7 @@ def test_an_order_that_is_not_finished_in_time_is_taken_again_in_its_old_place(p
     assert theirs.take(5000) == Order("c", b"c", 1) and theirs.take(5000) is None
 
 
-def test_orders_get_too_old_taken_or_not_and_asking_again_does_not_prolong_them(pair, pass_time):
+def test_orders_expire_taken_or_not_and_placing_again_does_not_prolong_them(pair, pass_time):
     ours, theirs = (index.orders for index in pair)
     ours.place("taken", b"", 1000)
     ours.place("waiting", b"", 1000)
@@ -200,7 +200,7 @@ def test_orders_get_too_old_taken_or_not_and_asking_again_does_not_prolong_them(
     assert ours.place("waiting", b"", 5000) and theirs.take(5000) == Order("waiting", b"", 1)
 
 
-def test_the_oldest_order_gives_way_where_there_are_too_many(pair, monkeypatch):
+def test_too_many_orders_replace_the_oldest(pair, monkeypatch):
     ours, theirs = (index.orders for index in pair)
     monkeypatch.setattr(sys.modules[type(ours).__module__], "MOST_ORDERS", 3)
     for number in range(5):
@@ -212,7 +212,7 @@ def test_the_oldest_order_gives_way_where_there_are_too_many(pair, monkeypatch):
 
 
 def everything(index, cursor):
-    """All that `changes` has since a cursor, and the cursor behind it."""
+    """All changes since a cursor, and the cursor after them."""
     added, removed = {}, {}
     while True:
         found = index.changes(cursor)
@@ -224,7 +224,7 @@ def everything(index, cursor):
         removed.update(found.removed)
 
 
-def test_others_are_told_once_and_the_teller_is_not(pair):
+def test_changes_are_received_once_by_others_and_not_by_the_sender(pair):
     ours, theirs = pair
     before, mine = theirs.changes(None), ours.changes(None)
     assert (before.added, before.removed, before.is_complete) == ({}, {}, True)
@@ -240,7 +240,7 @@ def test_others_are_told_once_and_the_teller_is_not(pair):
     assert (late.added, late.removed) == ({}, {})
 
 
-def test_what_happened_to_a_variant_last_counts(pair):
+def test_the_last_change_of_a_variant_counts(pair):
     ours, theirs = pair
     cursor = theirs.changes(None).cursor
     ours.notify({"v": b"1", "w": b"1", "x": b"1"}, {})
@@ -250,7 +250,7 @@ def test_what_happened_to_a_variant_last_counts(pair):
     assert found.added == {"v": b"1", "x": b"1", "w": b"2"} and found.removed == {"v": "one", "w": "one"}
 
 
-def test_of_two_objects_that_went_none_is_named(pair):
+def test_two_removed_objects_of_a_variant_name_none(pair):
     ours, theirs = pair
     cursor = theirs.changes(None).cursor
     ours.notify({}, {"v": "one", "w": "one", "x": None})
@@ -268,7 +268,7 @@ def test_records_of_any_size_and_more_than_fit_in_one_answer(pair):
     assert everything(theirs, cursor)[:2] == (wanted, {})
 
 
-def test_that_more_happened_is_passed_on(pair):
+def test_incomplete_notifications_are_passed_on(pair):
     ours, theirs = pair
     cursor = theirs.changes(None).cursor
     ours.notify({"v": b"1"}, {}, is_complete=False)
@@ -313,8 +313,8 @@ SECONDS = st.sampled_from((SHORT_S, LONG_S))
 
 
 class Histories(RuleBasedStateMachine):
-    """Two processes on one index. Time is what `pass_time` adds: short leases and orders are over after it, and every
-    other step takes next to none."""
+    """Two processes on one index. Only `pass_time` advances time: short leases and orders expire by it, and other steps
+    take almost none."""
 
     url = ""
 

@@ -1,4 +1,4 @@
-"""Shared indexes that are away, lost, damaged, slow or somebody else's; and URLs that name none."""
+"""Shared indexes that are unreachable, lost, damaged, slow or another program's; and invalid URLs."""
 
 import builtins
 import shutil
@@ -33,7 +33,7 @@ def answers(index) -> bool:
 
 
 def assert_it_waits_once_and_recovers(index, come_back, num_waits) -> None:
-    """The index is away; `come_back` brings it back."""
+    """The index is unreachable until `come_back`."""
     with pytest.raises(IndexUnavailableError):
         index.leases.acquire(["a"], 1000)
     calls = [
@@ -49,7 +49,7 @@ def assert_it_waits_once_and_recovers(index, come_back, num_waits) -> None:
 
         def all_are_refused() -> bool:  # also while it is looked for
             for call in calls:
-                with pytest.raises(IndexUnavailableError, match="did not answer lately"):
+                with pytest.raises(IndexUnavailableError, match="did not answer recently"):
                     call()
             return looked.is_set()
 
@@ -61,7 +61,7 @@ def assert_it_waits_once_and_recovers(index, come_back, num_waits) -> None:
     index.leases.sweep()
 
 
-def test_a_redis_that_is_killed_costs_one_call_and_comes_back_empty(own_redis, namespace, num_waits):
+def test_a_killed_redis_costs_one_call_and_restarts_empty(own_redis, namespace, num_waits):
     index, other = (open_index(own_redis.url, namespace) for _ in range(2))
     index.notify({"v": b"1"}, {})
     cursor = other.changes(None).cursor
@@ -76,7 +76,7 @@ def test_a_redis_that_is_killed_costs_one_call_and_comes_back_empty(own_redis, n
         one.close()
 
 
-def test_a_redis_that_is_stopped_costs_one_wait_and_forgets_nothing(own_redis, namespace, impatient, num_waits):
+def test_a_stopped_redis_costs_one_wait_and_loses_nothing(own_redis, namespace, impatient, num_waits):
     index, other = (open_index(own_redis.url, namespace) for _ in range(2))
     cursor = other.changes(None).cursor
     index.notify({"before": b"1"}, {})
@@ -114,7 +114,7 @@ def test_a_flush_is_noticed_whatever_happened_after_it(own_redis, namespace):
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_a_redis_that_comes_back_from_an_old_file_is_noticed(own_redis, namespace, goes_on):
+def test_a_redis_restarted_from_an_old_file_is_noticed(own_redis, namespace, goes_on):
     index, other = (open_index(own_redis.url, namespace) for _ in range(2))
     index.notify({"v": b"1"}, {})
     own_redis.run("SAVE")
@@ -132,7 +132,7 @@ def test_a_redis_that_comes_back_from_an_old_file_is_noticed(own_redis, namespac
         one.close()
 
 
-def test_a_refusal_of_redis_is_told_and_stops_no_other_call(own_redis, namespace):
+def test_an_error_of_redis_is_reported_and_affects_no_other_call(own_redis, namespace):
     index = open_index(own_redis.url, namespace)
     own_redis.run("SET", f"ccjax:{{{namespace}}}:changes", "no stream")
     for _ in range(3):
@@ -142,7 +142,7 @@ def test_a_refusal_of_redis_is_told_and_stops_no_other_call(own_redis, namespace
     index.close()
 
 
-def test_passwords_open_and_are_never_shown(namespace):
+def test_passwords_work_and_are_never_shown(namespace):
     with redis_server("se cret/#") as server:
         server_url = f"redis://:se%20cret%2F%23@127.0.0.1:{server.port}/1"
         index = open_index(server_url, namespace)
@@ -280,7 +280,7 @@ def delete(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [damage_all, damage_some, cut_off, empty, delete])
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_file_that_is_harmed_is_made_anew_and_that_is_noticed(path, pair, harm, is_open):
+def test_a_damaged_file_is_recreated_and_that_is_noticed(path, pair, harm, is_open):
     index, other = pair
     for number in range(20):
         index.notify({f"v{number}": bytes(1000)}, {})
@@ -329,7 +329,7 @@ def test_another_programs_database_is_left_alone(path):
     assert path.read_bytes() == before and not Path(f"{path}.damaged").exists()
 
 
-def test_a_place_where_no_file_can_be_is_an_outage(tmp_path):
+def test_a_path_that_cannot_be_a_file_is_an_outage(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     index = SqliteIndex(tmp_path / "file" / "index.db", "n")
     assert not answers(index)

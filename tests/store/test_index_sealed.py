@@ -1,5 +1,5 @@
-"""A shared index of a store that has keys, and somebody without them who can write everything in it: they hold no lease
-and order no work, and what they put there is counted."""
+"""A shared index of a store with keys, and an attacker without them who can write everything in it: they hold no lease
+and order no work, and their entries are counted."""
 
 import time
 import uuid
@@ -36,7 +36,7 @@ def ours(request, open_one):
     return open_one(request.param)
 
 
-def test_leases_hold_among_those_with_keys(open_one):
+def test_leases_work_between_processes_with_keys(open_one):
     first, second = open_one(), open_one(StoreIdentity("model-a", keys=StoreKeys((b"n" * 32, b"k" * 32))))
     (lease, _) = first.leases.acquire(["a", "b"], 60)
     assert second.leases.acquire(["c", "b"], 60)[-1].key == "c" and second.leases.acquire(["a"], 60) == []
@@ -47,7 +47,7 @@ def test_leases_hold_among_those_with_keys(open_one):
 
 
 @pytest.mark.parametrize("identity", [None, STRANGER])
-def test_lease_of_somebody_without_keys_is_none(open_one, ours, identity):
+def test_lease_of_a_process_without_keys_is_ignored(open_one, ours, identity):
     theirs = open_one(identity)
     assert len(theirs.leases.acquire(["a", "b"], 60)) == 2
     assert ours.leases.held(["a", "b"]) == frozenset() and ours.num_forged == 2
@@ -56,14 +56,14 @@ def test_lease_of_somebody_without_keys_is_none(open_one, ours, identity):
 
 
 @pytest.mark.parametrize("value", ["", "zz", "00", "[1]", "\xff\x00", "0" * 200])
-def test_any_bytes_may_stand_there(open_one, ours, value):
+def test_any_bytes_are_tolerated(open_one, ours, value):
     theirs = open_one(None)
     theirs._leases._rows.take([("a", value)], 60)
     assert ours.leases.held(["a"]) == frozenset()
     assert len(ours.leases.acquire(["a"], 60)) == 1
 
 
-def test_lease_under_another_key_or_put_back_later_is_none(open_one):
+def test_lease_under_another_key_or_replayed_is_ignored(open_one):
     ours, theirs = open_one(), open_one(None)
     (lease,) = ours.leases.acquire(["a"], 30)
     rows = theirs._leases._rows
@@ -77,7 +77,7 @@ def test_lease_under_another_key_or_put_back_later_is_none(open_one):
     assert len(late.acquire(["a"], 30)) == 1
 
 
-def test_orders_come_through_and_nobody_reads_what_is_encrypted(open_one, ours):
+def test_orders_are_delivered_and_encrypted_ones_are_unreadable(open_one, ours):
     assert ours.orders.place("a", b"[17, 4711]", 60) and not ours.orders.place("a", b"[17, 4711]", 60)
     assert len(ours.orders) == 1
     raw = open_one(None).orders.take(0.001)
@@ -90,7 +90,7 @@ def test_orders_come_through_and_nobody_reads_what_is_encrypted(open_one, ours):
     assert len(ours.orders) == 0 and ours.orders.take(30) is None and ours.num_forged == 0
 
 
-def test_orders_of_somebody_without_keys_are_taken_away_undone(open_one, ours):
+def test_orders_of_a_process_without_keys_are_removed(open_one, ours):
     plain = open_one(None)
     plain.orders.place("a", b"{}", 60)
     open_one(STRANGER).orders.place("b", b"{}", 60)
@@ -102,7 +102,7 @@ def test_orders_of_somebody_without_keys_are_taken_away_undone(open_one, ours):
     assert len(ours.orders) == 1 and ours.orders.place("a", b"ours", 60)
 
 
-def test_store_counts_them(tmp_path):
+def test_store_counts_forged_entries(tmp_path):
     index = f"sqlite://{tmp_path}/index.db"
     theirs = open_index(index, SEALED.namespace)
     with open_store(tmp_path / "store", identity=SEALED, index=index) as store:

@@ -15,7 +15,7 @@ SPACE = OURS.namespace
 
 
 class Clock:
-    """Seconds that stand still."""
+    """A clock that stands still."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def pair(place, clock) -> tuple[Leases, Leases]:
-    """Two holders on one place, as two processes would be."""
+    """Two holders in one place, as if in two processes."""
     return tuple(Leases(open_root(place.url), OURS, clock) for _ in range(2))
 
 
@@ -39,7 +39,7 @@ def names(place) -> list[str]:
     return [key.rpartition("/")[2] for key in place.keys() if "/leases/" in key]
 
 
-def test_one_holder_until_it_gives_up(pair):
+def test_one_holder_until_it_releases(pair):
     ours, theirs = pair
     assert ours.held(["a"]) == frozenset()
     (lease,) = ours.acquire(["a"], 10)
@@ -50,7 +50,7 @@ def test_one_holder_until_it_gives_up(pair):
     assert theirs.held(["a"]) == frozenset() and len(theirs.acquire(["a"], 10)) == 1
 
 
-def test_it_ends_by_itself_and_the_next_holder_has_the_next_epoch(pair, clock, place):
+def test_a_lease_expires_and_the_next_holder_has_the_next_epoch(pair, clock, place):
     ours, theirs = pair
     (lease,) = ours.acquire(["a"], 10)
     clock.now += 9.99
@@ -59,12 +59,12 @@ def test_it_ends_by_itself_and_the_next_holder_has_the_next_epoch(pair, clock, p
     assert theirs.held(["a"]) == frozenset()
     (stolen,) = theirs.acquire(["a"], 10)
     assert stolen.epoch == 2 and stolen.expires_s == 1020.0
-    ours.release(lease)  # too late: nothing goes, or whoever looked before could take the next epoch once more
+    ours.release(lease)  # too late: it stays, or a process that read it before could take the next epoch again
     assert names(place) == ["a.00000001", "a.00000002"]
     assert ours.held(["a"]) == {"a"} and ours.acquire(["a"], 10) == []
 
 
-def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
+def test_several_are_acquired_in_order_up_to_the_first_held_by_another(pair):
     ours, theirs = pair
     assert [lease.key for lease in theirs.acquire(["c"], 10)] == ["c"]
     assert [lease.key for lease in ours.acquire(["a", "b", "c", "d"], 10)] == ["a", "b"]
@@ -72,8 +72,8 @@ def test_several_are_taken_in_order_up_to_the_first_that_another_holds(pair):
     assert theirs.acquire(["a", "d"], 10) == [] and theirs.held(["d"]) == frozenset()
 
 
-def test_what_was_won_behind_a_lost_race_is_given_up(pair, monkeypatch, place):
-    """Another process takes "b" between the look and the creation."""
+def test_leases_won_after_a_lost_race_are_released(pair, monkeypatch, place):
+    """Another process takes "b" between the check and the creation."""
     ours, theirs = pair
     create = ours._create
 
@@ -101,7 +101,7 @@ def test_a_race_that_is_lost_at_the_first_key_touches_no_other(pair, monkeypatch
 
 
 def test_two_epochs_of_one_key_are_not_both_kept(pair, clock, place, monkeypatch):
-    """An old lease is swept between a thief's look and its creation, and a third one begins at the first epoch."""
+    """An old lease is swept between another process's check and creation, and a third begins at the first epoch."""
     ours, theirs = pair
     assert ours.acquire(["a"], 10)
     clock.now += LEFT_OVER_S + 11
@@ -130,7 +130,7 @@ def test_a_damaged_lease_counts_as_expired(pair, place, content):
     assert lease.epoch == 2
 
 
-def test_left_overs_go_an_hour_later(pair, clock, place):
+def test_left_overs_are_deleted_after_an_hour(pair, clock, place):
     ours, theirs = pair
     ours.acquire(["a", "b"], 10)
     clock.now += LEFT_OVER_S
@@ -198,7 +198,7 @@ def test_a_claim_lasts_until_the_variant_is_committed(place):
         assert lease_names(place) == []
 
 
-def test_release_leaves_what_is_on_its_way_to_the_writer(place, monkeypatch):
+def test_release_keeps_claims_on_queued_variants(place, monkeypatch):
     gate = threading.Event()
     with open_store(place.url) as store, open_store(place.url) as other:
         write = store._disk.write
@@ -212,7 +212,7 @@ def test_release_leaves_what_is_on_its_way_to_the_writer(place, monkeypatch):
     assert lease_names(place) == [] and not open_store(place.url).claims.taken(["v"])
 
 
-def test_a_write_that_fails_gives_its_claim_up(place, monkeypatch):
+def test_a_failed_write_releases_its_claim(place, monkeypatch):
     with open_store(place.url) as store:
 
         def refuse(*_, **__):
@@ -224,13 +224,13 @@ def test_a_write_that_fails_gives_its_claim_up(place, monkeypatch):
     assert lease_names(place) == []
 
 
-def test_closing_gives_up_what_is_left(place):
+def test_closing_releases_the_remaining_claims(place):
     with open_store(place.url) as store:
         store.claims.claim(["v", "w"], 60)
     assert lease_names(place) == []
 
 
-def test_a_place_that_refuses_shares_nothing_raises_nothing_and_is_logged_once_an_outage(place, monkeypatch, caplog):
+def test_a_failing_root_shares_nothing_raises_nothing_and_is_logged_once(place, monkeypatch, caplog):
     with open_store(place.url) as store:
 
         def refuse(*_, **__):
@@ -248,7 +248,7 @@ def test_a_place_that_refuses_shares_nothing_raises_nothing_and_is_logged_once_a
             store.claims.release(["v"])
 
 
-def test_what_was_given_up_and_another_process_took_is_taken(place):
+def test_a_released_claim_acquired_by_another_process_is_theirs(place):
     with open_store(place.url) as ours, open_store(place.url) as theirs:
         ours.claims.claim(["v"], 60)
         ours.claims.release(["v"])

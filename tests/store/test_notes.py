@@ -1,4 +1,4 @@
-"""Notes: small facts that are written once, survive, and are shared; and erasing what lies beside the records."""
+"""Notes: small facts that are written once, survive, and are shared; and erasing uncommitted objects."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from ccjax.store.notes import Notes
 from tests.store.kv import OTHERS, OURS, bytes_on_disk, namespace_of, open_store, put
 
 
-def test_notes_outlive_the_process_and_stay_as_they_were_put(place):
+def test_notes_outlive_the_process_and_never_change(place):
     with open_store(place.url) as store:
         assert store.notes.items() == {}
         store.notes.put("a", {"x": [1, None]})
@@ -29,7 +29,7 @@ def test_notes_outlive_the_process_and_stay_as_they_were_put(place):
         assert [key for key in place.keys() if "/notes/" in key] == [f"{OURS.namespace}/notes/b.json"]
 
 
-def test_processes_follow_each_other_and_overwrite_nothing(place):
+def test_processes_see_each_others_notes_and_overwrite_nothing(place):
     with open_store(place.url) as one, open_store(place.url) as two:
         one.notes.put("a", {"by": 1}, wait=True)
         two.notes.put("a", {"by": 2}, wait=True)  # lost the race
@@ -58,7 +58,7 @@ def test_a_damaged_note_is_empty(place, content):
         assert store.notes.refresh() == ({"a": {}}, ())
 
 
-def test_what_the_disk_refused_is_written_later(tmp_path, monkeypatch, caplog):
+def test_notes_refused_by_the_disk_are_written_later(tmp_path, monkeypatch, caplog):
     with open_store(tmp_path) as store:
 
         def refuse(*_):
@@ -97,7 +97,7 @@ def test_many_writers_and_refreshes_lose_no_note(tmp_path):
 
 
 class Queue:
-    """Runs what it is given when the test says so."""
+    """Runs functions when the test says so."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Callable[[], None], Future[None]]] = []
@@ -133,7 +133,7 @@ def refuse(*_: object, **__: object) -> NoReturn:
     raise OSError(28, "No space left on device")
 
 
-def test_a_note_that_was_taken_away_before_its_turn_is_never_written(notes, root, queue, monkeypatch):
+def test_a_note_deleted_before_its_turn_is_never_written(notes, root, queue, monkeypatch):
     notes.put("a", {})
     notes.delete("a")
     queue.run()
@@ -145,7 +145,7 @@ def test_a_note_that_was_taken_away_before_its_turn_is_never_written(notes, root
     assert notes.refresh() == ({}, ()) and notes.items() == {} and root.names("notes") == []
 
 
-def test_a_note_that_the_disk_keeps_stays_known(notes, root, monkeypatch):
+def test_a_note_that_cannot_be_deleted_stays_known(notes, root, monkeypatch):
     notes.put("a", {"x": 1}, wait=True)
     with monkeypatch.context() as patch:
         patch.setattr(root, "delete", refuse)
@@ -157,7 +157,7 @@ def test_a_note_that_the_disk_keeps_stays_known(notes, root, monkeypatch):
     assert notes.items() == {} and before == {"a": {"x": 1}}
 
 
-def test_a_note_that_is_just_being_written_is_taken_away_after_that(notes, root, monkeypatch):
+def test_a_note_being_written_is_deleted_after_that(notes, root, monkeypatch):
     create, entered, gate = root.create, threading.Event(), threading.Event()
 
     def slow(*arguments):
@@ -179,7 +179,7 @@ def test_a_note_that_is_just_being_written_is_taken_away_after_that(notes, root,
     assert root.names("notes") == [] and notes.items() == {}
 
 
-def test_a_flush_waits_for_the_queue_and_for_no_disk_that_refuses(notes, root, queue, monkeypatch):
+def test_a_flush_waits_for_the_queue_but_not_for_a_failing_disk(notes, root, queue, monkeypatch):
     notes.put("a", {})
     flushed: list[bool] = []
     flush = threading.Thread(target=lambda: flushed.append(notes.flush()))
@@ -192,7 +192,7 @@ def test_a_flush_waits_for_the_queue_and_for_no_disk_that_refuses(notes, root, q
     assert flushed == [True] and root.names("notes") == []
 
 
-def test_a_note_that_goes_while_it_is_read_is_not_new(notes, root, monkeypatch):
+def test_a_note_deleted_while_it_is_read_is_not_new(notes, root, monkeypatch):
     root.create("notes/a.json", b"{}")
     with monkeypatch.context() as patch:
         patch.setattr(root, "read", lambda key: None)
@@ -200,7 +200,7 @@ def test_a_note_that_goes_while_it_is_read_is_not_new(notes, root, monkeypatch):
     assert notes.refresh() == ({"a": {}}, ())
 
 
-def test_erase_takes_variants_and_what_no_record_commits_of_any_age(place):
+def test_erase_deletes_variants_and_uncommitted_objects_of_any_age(place):
     with open_store(place.url) as store:
         for key in ("a", "b"):
             put(store, key)
@@ -217,7 +217,7 @@ def test_erase_takes_variants_and_what_no_record_commits_of_any_age(place):
         assert store.tiers_of("a") == ("host", "disk")
 
 
-def test_erase_names_what_stays_and_leaves_budgets_right(tmp_path, monkeypatch):
+def test_erase_names_undeleted_variants_and_keeps_budgets_right(tmp_path, monkeypatch):
     with open_store(tmp_path) as store:
         for key in ("a", "b"):
             put(store, key)

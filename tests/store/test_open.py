@@ -1,4 +1,4 @@
-"""What `open` refuses and what it says: foreign models, other versions, bad URLs, directories that cannot be used."""
+"""Refusals of `open` and their messages: foreign models, other versions, bad URLs, unusable directories."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def test_path_is_a_file(tmp_path):
     assert path.read_text() == "not a directory"
 
 
-def test_path_below_a_file_cannot_be_made(tmp_path):
+def test_path_below_a_file_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreUnavailableError, match=f"store: cannot use {tmp_path}/file/kv.*Not a directory"):
         open_store(tmp_path / "file" / "kv")
@@ -128,7 +128,7 @@ def test_damaged_identity_file_is_written_again(place, content):
     assert json.loads(place.read(identity))["model_fingerprint"] == "model-a"
 
 
-def test_store_that_is_over_a_smaller_budget_opens_and_says_what_must_go(place):
+def test_store_over_its_budget_opens_and_reports_the_excess(place):
     with open_store(place.url) as store:
         for variant_id in ("a", "b", "c"):
             put(store, variant_id)

@@ -1,6 +1,6 @@
-"""A bucket that falls silent and comes back: served around, counted, logged once per change, and waited for only once.
+"""Outages of a bucket: requests are still served, failures are counted and logged once, and only one call waits.
 
-A relay between store and server refuses connections, or takes them and answers nothing, or loses single answers.
+A relay between store and server refuses connections, or accepts them without answering, or loses single answers.
 """
 
 import logging
@@ -15,7 +15,7 @@ from tests.store.kv import OURS, SPEC, assert_same_bytes, get, make_kv, make_rec
 
 
 class _KnownGate(Gate):
-    """While it lets nothing pass, answers are waited for no longer than a test must."""
+    """Shortens the waits while the relay blocks."""
 
     def __init__(self, upstream_port):
         super().__init__(upstream_port)
@@ -58,25 +58,25 @@ def place(bucket_kind, make_place, gate):
 
 @pytest.fixture(params=["shut", "silence"])
 def fail(request, gate):
-    """Makes the server refuse connections, or take them and never answer."""
+    """Makes the server refuse connections, or accept them and never answer."""
     return getattr(gate, request.param)
 
 
-def test_serving_goes_on_without_the_bucket_and_with_it_again(place, gate, fail, caplog):
+def test_serving_continues_without_the_bucket_and_with_it_again(place, gate, fail, caplog):
     with open_store(place.url) as store, caplog.at_level(logging.INFO, logger="ccjax.store"):
         put(store, "before")
         put(store, "cold")
         store.evict("host", ["cold"])
         caplog.clear()
         fail()
-        put(store, "a")  # trips over the outage
+        put(store, "a")  # detects the outage
         for variant_id in ("b", "c"):
             put(store, variant_id)
             assert store.tiers_of(variant_id) == ("host",)
             assert_same_bytes(get(store, variant_id), make_kv(variant_id))
         assert_same_bytes(get(store, "before"), make_kv("before"))
         for _ in range(3):
-            with pytest.raises(StoreUnavailableError, match="did not answer lately"):
+            with pytest.raises(StoreUnavailableError, match="did not answer recently"):
                 get(store, "cold")
         assert store.refresh() == store.refresh() == ((), ())
         assert store.evict("disk", ["before"]) == ()
@@ -101,7 +101,7 @@ def test_serving_goes_on_without_the_bucket_and_with_it_again(place, gate, fail,
 
 
 def test_every_first_wait_is_bounded(place, gate, fail):
-    """Each operation is the first to meet the outage, with nothing known of it yet."""
+    """Each operation is the first to meet the outage."""
     operations = {
         "write": lambda tier: tier.write(make_record("w"), make_kv("w")),
         "read": lambda tier: tier.open("v").wait(0, 3),
@@ -119,7 +119,7 @@ def test_every_first_wait_is_bounded(place, gate, fail):
     assert [record.variant_id for record in TensorStoreTier(place.url, SPEC, OURS).records()] == ["v"]
 
 
-def test_reads_under_way_fail_and_the_variant_stays(place, gate, fail):
+def test_reads_in_progress_fail_and_the_variant_stays(place, gate, fail):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     reader = tier.open("v")
@@ -134,7 +134,7 @@ def test_reads_under_way_fail_and_the_variant_stays(place, gate, fail):
     assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
 
 
-def test_caller_may_leave_before_a_silent_server_is_given_up(place, gate):
+def test_caller_may_give_up_before_the_timeout_of_a_silent_server(place, gate):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     gate.silence()
@@ -155,8 +155,8 @@ def test_close_does_not_wait_for_every_queued_write(place, gate):
     assert store.usage()["disk"].failed_writes == 20
 
 
-def test_lost_answer_to_a_commit_is_found_out(place, gate):
-    """The record arrives, the answer does not, and the repeated request is refused: by what we wrote ourselves."""
+def test_lost_reply_to_a_commit_is_resolved(place, gate):
+    """The record arrives, the reply does not, and the retry is refused because of our own record."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     gate.cuts = 1
     assert tier.write(make_record("v"), make_kv("v")) is True
@@ -166,8 +166,8 @@ def test_lost_answer_to_a_commit_is_found_out(place, gate):
     assert tier.write(make_record("v"), make_kv("v")) is False  # a real loser still loses
 
 
-def test_commit_without_an_answer_may_have_happened(place, gate):
-    """The last that was heard of the record is that it was sent; if it arrived, deleting its object would break it."""
+def test_commit_without_a_reply_may_have_happened(place, gate):
+    """The record was sent and may have arrived; then deleting its object would break it."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     gate.cuts, gate.is_silent_after_cut = 1, True
     with pytest.raises(CommitUnknownError):

@@ -65,12 +65,12 @@ def test_process_that_ends_without_close_still_writes_its_queue(process_place):
 
 
 def format_of(number: int) -> tuple[str, str]:
-    """How the writer of so many kills before stores its KV."""
+    """The storage format of the writer after this many kills."""
     return FORMATS[number % len(FORMATS)]
 
 
 def written_by(variant_id: str) -> np.ndarray:
-    """What has to be read of a variant of writer `pNUMBER`: its KV, or where that is lossy what its codes stand for."""
+    """The expected KV of a variant of writer `pNUMBER`, decoded from its codes if the format is lossy."""
     number = int(variant_id.partition("-")[0].removeprefix("p"))
     storage = StorageFormat(*format_of(number))
     kv = make_kv(variant_id, WIDE_TOKENS, WIDE)
@@ -81,7 +81,7 @@ def written_by(variant_id: str) -> np.ndarray:
 
 
 def read_added(tier: TensorStoreTier) -> int:
-    """Reads every variant that appeared since the last call, whole, and says how many there were."""
+    """Reads every variant completely that appeared since the last call, and returns their number."""
     added, removed = tier.refresh()
     for variant_id in added:
         assert_same_bytes(tier.open(variant_id).wait(0, WIDE.num_layers), written_by(variant_id))
@@ -89,7 +89,7 @@ def read_added(tier: TensorStoreTier) -> int:
     return len(added)
 
 
-def test_kill_9_shows_a_reader_whole_variants_only_and_leaves_orphans_that_are_swept(process_place, monkeypatch):
+def test_kill_9_leaves_complete_variants_and_orphans_that_are_swept(process_place, monkeypatch):
     place = process_place
     num_kills = int(os.environ.get("CCJAX_STORE_KILLS", len(FORMATS) if place.kind == "file" else 2))
     chance = random.Random(4)
@@ -138,6 +138,6 @@ def test_two_writers_of_the_same_keys_have_one_winner_each(place, tmp_path):
     assert len(place.object_keys()) == num_keys  # the losers deleted their objects
 
 
-def test_import_brings_neither_jax_nor_the_system_above():
+def test_import_loads_neither_jax_nor_higher_layers():
     code = "import ccjax.store, sys; sys.exit(bool({'jax', 'ccjax.engine', 'ccjax.models'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,4 +1,4 @@
-"""8-bit codes: what comes back is within the stated bound for every value, in every dtype, or there is no code."""
+"""8-bit codes: decoded values are within the stated bound, in every dtype, or there is no code."""
 
 import ml_dtypes
 import numpy as np
@@ -77,7 +77,7 @@ def test_the_bound_is_reached_and_one_code_more_or_less_breaks_it(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_large_channel_takes_nothing_from_its_neighbours(kind):
+def test_a_large_channel_does_not_affect_its_neighbours(kind):
     """Keys without RoPE have such channels; a scale for the whole head would lose the others."""
     kv = np.random.default_rng(1).standard_normal((1, 2, 32, 2, 8), dtype=np.float32)
     alone = decoded(quantize(kv, kind), kind, kv)
@@ -87,7 +87,7 @@ def test_a_large_channel_takes_nothing_from_its_neighbours(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layout_by_hand(kind):
+def test_layout_as_computed_by_hand(kind):
     """One layer, token, head: K = [1, -2, 0, 8], V = [448, 0.5, -0.25, 127]; the scales are little-endian float32."""
     kv = np.array([[[[[1.0, -2.0, 0.0, 8.0]]], [[[448.0, 0.5, -0.25, 127.0]]]]], np.float32)
     stored = quantize(kv, kind)
@@ -103,7 +103,7 @@ def test_layout_by_hand(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
-def test_what_no_code_can_hold_gets_none(kind, value):
+def test_values_without_a_code_give_none(kind, value):
     kv = np.ones((2, 2, 3, 1, 2), np.float32)
     kv[1, 1, 2, 0, 1] = value
     assert quantize(kv, kind) is None

@@ -1,4 +1,4 @@
-"""Two releases on one store, as processes: each uses its own and what it can read, and leaves the rest alone."""
+"""Two releases on one store, as processes: each uses the records that it can read, and leaves the others alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Place:
 
 @pytest.fixture(scope="module")
 def theirs(later: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that the other release has written: variants a and b."""
+    """A store written by the other release: variants a and b."""
     path = tmp_path_factory.mktemp("theirs") / "kv"
     run(later, "save", directory(path).url, "a", "b")
     return path
@@ -65,7 +65,7 @@ def quarantine(place: Place) -> list[str]:
     return [key for key in place.keys() if "/quarantine/" in key]
 
 
-def test_each_release_leaves_what_it_cannot_read_to_the_other(root, later, monkeypatch, caplog):
+def test_each_release_leaves_unreadable_records_to_the_other(root, later, monkeypatch, caplog):
     with open_store(root.url) as ours:
         put(ours, "a")
         put(ours, "b")
@@ -76,7 +76,7 @@ def test_each_release_leaves_what_it_cannot_read_to_the_other(root, later, monke
     assert len(theirs) == 6
     assert read_by(later, root) == {name: digest(name) for name in "abcde"}  # it reads the older one, too
 
-    root.let_pass(ORPHAN_AGE_S, monkeypatch)  # what looks like a left-over goes now
+    root.let_pass(ORPHAN_AGE_S, monkeypatch)  # apparent left-overs would be deleted now
     with caplog.at_level(logging.WARNING), open_store(root.url, host_bytes=0) as ours:
         assert sorted(record.variant_id for record in ours.records()) == ["a", "b"]
         assert caplog.text.count("records of another release") == 1 and "format_version 3" in caplog.text
@@ -95,7 +95,7 @@ def _object(raw: bytes) -> str:
     return json.loads(raw)["object_id"]
 
 
-def test_both_at_work_at_once(root, later):
+def test_both_releases_work_at_once(root, later):
     names = [f"t{number}" for number in range(12)]
     theirs = spawn(later, WORKER, "save", root.url, *names)
     with open_store(root.url) as ours:
@@ -113,7 +113,7 @@ def test_both_at_work_at_once(root, later):
 
 
 def test_a_record_of_another_release_in_the_place_of_ours_is_not_deleted_with_it(root, later):
-    """The other one evicted ours and stored the variant anew, and we have not heard of it."""
+    """The other release evicted ours and rewrote the variant, and we do not know yet."""
     with open_store(root.url) as ours:
         put(ours, "a")
         old = _object(root.read(root.record_key("a")))
@@ -124,7 +124,7 @@ def test_a_record_of_another_release_in_the_place_of_ours_is_not_deleted_with_it
     assert read_by(later, root) == {"a": digest("a")}
 
 
-def test_once_it_is_gone_its_place_is_free(their_root):
+def test_once_it_is_deleted_its_name_is_free(their_root):
     root = their_root
     with open_store(root.url, host_bytes=0) as ours:
         assert put(ours, "a") == ()
@@ -134,7 +134,7 @@ def test_once_it_is_gone_its_place_is_free(their_root):
         assert_same_bytes(get(ours, "a"), make_kv("a"))
 
 
-def test_news_of_another_release_are_no_damage(their_root, caplog):
+def test_changes_of_another_release_are_no_damage(their_root, caplog):
     root = their_root
     with open_store(root.url) as ours, caplog.at_level(logging.WARNING):
         caplog.clear()
@@ -157,7 +157,7 @@ def test_a_catalog_of_another_release_makes_nothing_known(root, later, monkeypat
     assert len(ours) == 0 and ours.num_corrupt == 0 and quarantine(root) == []
 
 
-def test_an_erasure_takes_what_nobody_here_can_look_into_and_nothing_less_does(their_root, later):
+def test_only_an_erasure_deletes_records_in_unknown_formats(their_root, later):
     root = their_root
     with open_store(root.url) as ours:
         put(ours, "c")
@@ -182,7 +182,7 @@ def test_an_erasure_takes_what_nobody_here_can_look_into_and_nothing_less_does(t
     ],
     ids=str,
 )
-def test_only_what_is_sound_and_ours_is_another_releases(root, changes, is_sound):
+def test_only_sound_records_of_our_namespace_count_as_another_releases(root, changes, is_sound):
     with open_store(root.url) as ours:
         put(ours, "v")
     raw = reseal(root.read(root.record_key("v")), **changes)
@@ -199,7 +199,7 @@ def test_only_what_is_sound_and_ours_is_another_releases(root, changes, is_sound
     assert not isinstance(caught.value, UnknownFormatError)
 
 
-def test_a_store_of_another_version_is_refused_and_stays_as_it_is(tmp_path, tmp_path_factory):
+def test_a_store_of_another_version_is_refused_and_unchanged(tmp_path, tmp_path_factory):
     later = with_later_store(tmp_path_factory.mktemp("later_store"))
     old, new = directory(tmp_path / "old"), directory(tmp_path / "new")
     with open_store(old.url) as ours:

@@ -18,7 +18,7 @@ def root(place):
     return root
 
 
-def test_what_a_root_tries_out_leaves_nothing_behind(place):
+def test_probes_of_a_root_leave_nothing_behind(place):
     open_root(place.url)
     assert place.keys() == []
 
@@ -52,7 +52,7 @@ def test_replace(root):
     assert root.read("a/x") == b"second, longer" and root.names("a") == ["x"]
 
 
-def test_names_are_those_right_below(root, place):
+def test_names_are_those_directly_below(root, place):
     assert root.names("nothing") == [] and root.names("a") == []
     keys = ["a/b/c", "a/b/d", "a/x é%2F+.json", "ab/c", "top"]
     for key in keys:
@@ -78,7 +78,7 @@ def test_move(root):
     assert root.names("a") == [] and root.names("b") == ["y"] and root.read("b/y") == b"data"
 
 
-def test_delete_takes_an_object_or_all_below_and_nothing_beside(root):
+def test_delete_removes_an_object_or_all_below_and_nothing_else(root):
     for key in ("a/b/c", "a/b/d/e", "a/b.json", "a/bc", "a/b0"):
         root.make_prefix(key.rpartition("/")[0])
         root.create(key, b"1")

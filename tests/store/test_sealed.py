@@ -1,5 +1,5 @@
-"""A store whose entries are sealed by keys, and somebody without these keys who can write everything in it: what they
-put there is never read as KV, never believed, and is counted."""
+"""A store whose entries are sealed by keys, and an attacker without these keys who can write everything in it: their
+entries are never read as KV, never trusted, and are counted."""
 
 import dataclasses
 import hashlib
@@ -47,7 +47,7 @@ def record_of(place, variant_id) -> str:
 
 
 def forged_record(raw: bytes, kv: np.ndarray | None = None, **changes) -> bytes:
-    """A record with other contents, and every checksum right that needs no key, as whoever knows this program makes."""
+    """A record with other contents and valid checksums without a key, as an attacker who knows this program makes."""
     body = json.loads(raw[:-SEAL_BYTES]) | changes
     if kv is not None:
         body["checksums"] = [f"{checksum(layer, 'sha256'):064x}" for layer in kv]
@@ -57,7 +57,7 @@ def forged_record(raw: bytes, kv: np.ndarray | None = None, **changes) -> bytes:
     return json.dumps({**body, "checksum": digest}, **canonical).encode()
 
 
-def test_sealed_variants_come_back_also_to_other_processes(place):
+def test_sealed_variants_can_be_loaded_also_by_other_processes(place):
     with opened(place) as store:
         put(store, "v")
         assert_same_bytes(get(store, "v"), make_kv("v"))
@@ -84,7 +84,7 @@ def test_other_formats_are_sealed_as_well(tmp_path, kv_dtype, compression):
             get(store, "v")
 
 
-def test_with_keys_and_without_share_a_place_and_see_nothing_of_each_other(place):
+def test_stores_with_and_without_keys_share_a_root_but_no_data(place):
     with opened(place) as ours, opened(place, OURS) as plain:
         put(ours, "v")
         put(plain, "w")
@@ -114,8 +114,8 @@ def test_record_without_a_seal_is_quarantined_and_counted(place):
 
 
 @pytest.mark.parametrize("sealed_by", ["nobody", "another key", "the seal that was there"])
-def test_other_kv_with_every_checksum_made_right_is_not_read(place, sealed_by):
-    """Whoever cannot seal can still write other KV, the record that fits it, and put both in place."""
+def test_other_kv_with_corrected_checksums_is_not_read(place, sealed_by):
+    """An attacker without keys can still write other KV and a matching record."""
     bad = make_kv("v", writer=7)
     with opened(place) as store:
         key = object_of(place, "v", store, SEALED)
@@ -140,7 +140,7 @@ def test_other_kv_with_every_checksum_made_right_is_not_read(place, sealed_by):
 
 
 def test_other_kv_of_the_same_xxh3_is_not_read(place, monkeypatch):
-    """xxh3 can be made to collide; here it always does. What the record binds the KV by is sha256."""
+    """xxh3 can be made to collide; here it always does. The record binds the KV by sha256."""
     with opened(place) as store:
         key = object_of(place, "v", store, SEALED)
         place.write(key, make_kv("v", writer=7).tobytes() + place.read(key)[SIZE:])
@@ -178,7 +178,7 @@ def test_old_record_put_back_over_a_new_one_misses(place):
 
 
 def test_old_record_over_the_new_object_does_not_bind_it(place):
-    """The new object, which is another variant's here, moved to the name that the old record commits."""
+    """The new object, here another variant's, moved to the name that the old record commits."""
     with opened(place) as store:
         old_object = object_of(place, "v", store, SEALED)
         old = place.read(record_of(place, "v"))
@@ -194,7 +194,7 @@ def test_old_record_over_the_new_object_does_not_bind_it(place):
     "source", [StoreIdentity("model-b", keys=SEALED.keys), StoreIdentity("model-a", "t", SEALED.keys)]
 )
 def test_variant_of_another_model_or_tenant_copied_here(place, source):
-    """Sealed by the very same key, but as something else."""
+    """Sealed by the same key, but as something else."""
     with opened(place, source, exclusive=False) as store:
         put(store, "v")
     with opened(place, exclusive=False):
@@ -206,8 +206,8 @@ def test_variant_of_another_model_or_tenant_copied_here(place, source):
         assert store.records() == [] and store.usage()["disk"].forged == 1
 
 
-def test_record_is_bound_even_where_its_contents_are_not(place):
-    """The namespace stands in the record, too: this is what the seal says of it."""
+def test_record_is_bound_even_if_its_contents_are_not(place):
+    """The namespace is in the record, too; this tests the seal alone."""
     with opened(place) as store:
         put(store, "v")
     data = place.read(record_of(place, "v"))[:-SEAL_BYTES]
@@ -219,8 +219,8 @@ def test_record_is_bound_even_where_its_contents_are_not(place):
         SEALED.unseal("record", "v", other.seal("record", "v", data))
 
 
-def test_news_with_a_forged_record_are_checked_against_the_store(tmp_path):
-    """Who can write to the shared index cannot seal either."""
+def test_changes_with_a_forged_record_are_checked_against_the_store(tmp_path):
+    """A process that can write to the shared index cannot seal either."""
     tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
     writer = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
     writer.write(make_record("v"), make_kv("v"))
@@ -249,7 +249,7 @@ def test_forged_catalog_is_not_used(tmp_path, monkeypatch):
     assert [one.chunk_id for one in fooled.summaries()] == ["another"]
 
 
-def test_forged_notes_hints_and_leases_are_not_believed(place):
+def test_forged_notes_hints_and_leases_are_ignored(place):
     with opened(place) as store:
         store.notes.put("a", {"x": 1}, wait=True)
         store.notes.put("b", {"x": 2}, wait=True)
@@ -283,7 +283,7 @@ def test_note_that_was_forged_before_it_was_written_is_replaced(tmp_path):
     assert again.items() == {"a": {"x": 1}}
 
 
-def test_lease_of_another_epoch_is_not_believed(tmp_path):
+def test_lease_of_another_epoch_is_ignored(tmp_path):
     root = open_root(url_of(tmp_path))
     leases = Leases(root, SEALED)
     (lease,) = leases.acquire(["v"], 60)

@@ -1,4 +1,4 @@
-"""Loads of the same variant that are open at once share what they read, and no longer than that."""
+"""Concurrent loads of a variant share the layers that they read, only while they are open."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def opened(tmp_path):
         store.close()
 
 
-def test_what_one_load_read_is_there_for_the_next(opened) -> None:
+def test_layers_read_by_one_load_are_available_to_the_next(opened) -> None:
     reads = Reads()
     store = opened(reads)
     ahead = store.prepare_load(["a"], counted=False)
@@ -82,8 +82,8 @@ def test_nothing_is_shared_once_the_loads_are_complete(opened) -> None:
     assert not store.prepare_load(["a"]).ready("a", 0, 1)
 
 
-def test_what_was_evicted_and_written_anew_is_read_anew(opened) -> None:
-    """Though somebody still holds the old reader."""
+def test_an_evicted_and_rewritten_variant_is_read_again(opened) -> None:
+    """Although the old reader is still referenced."""
     store = opened(Reads())
     ticket = store.prepare_load(["a"])
     reader = ticket._sources["a"]
@@ -96,8 +96,8 @@ def test_what_was_evicted_and_written_anew_is_read_anew(opened) -> None:
     store.complete_load(again)
 
 
-def test_what_was_discarded_and_written_anew_is_read_anew(opened) -> None:
-    """Though the old one's load is still open, which may have read nothing so far."""
+def test_a_discarded_and_rewritten_variant_is_read_again(opened) -> None:
+    """Although the load of the old one is still open, which may have read nothing yet."""
     store = opened(Reads())
     old = store.prepare_load(["a"])
     store.discard("a")
@@ -108,7 +108,7 @@ def test_what_was_discarded_and_written_anew_is_read_anew(opened) -> None:
     store.complete_load(old, ok=False)
 
 
-def test_a_load_given_up_frees_its_memory_and_its_pins(opened) -> None:
+def test_an_abandoned_load_frees_its_memory_and_pins(opened) -> None:
     reads = Reads(hold=True)
     store = opened(reads)
     ahead = store.prepare_load(["a"])

@@ -58,7 +58,7 @@ def test_meta_is_what_json_makes_of_it():
 
 
 @pytest.mark.parametrize("bad", [{"x": math.nan}, {"x": object()}, ["x"], None])
-def test_meta_refuses_what_json_cannot_hold(bad):
+def test_meta_refuses_values_that_json_lacks(bad):
     with pytest.raises(ValueError, match="meta"):
         ShardRecord("v", "c", 1, 1, bad)
 
@@ -73,7 +73,7 @@ def encoded(variant_id="v", identity=OURS, kv_spec=SPEC, checksums=(1, 2, 3)) ->
     )
 
 
-def test_record_comes_back():
+def test_record_round_trip():
     raw = encoded(checksums=(0, 0xFFFFFFFFFFFFFFFF, 7))
     shard = decode_record(raw, variant_id="v", identity=OURS, kv_spec=SPEC)
     assert shard.record == make_record("v")

@@ -1,4 +1,4 @@
-"""The slow link: bytes and latencies on a clock that the test moves, parallel reads on one wire, outcomes unchanged."""
+"""The slow link: bytes and latencies on a test clock, parallel reads on one wire, results unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.store.kv import SPEC, assert_same_bytes, get, make_kv, open_store, pu
 
 
 class Clock:
-    """A clock that only sleeping moves; nobody sleeps before `go` is set."""
+    """A clock that only sleeping advances; no sleep begins before `go` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ def done(value: object = None) -> Future:
 
 
 def arrivals(sizes: list[int], **settings: float) -> list[float]:
-    """When each of several reads that start at once is there, on a link of 100 bytes/s."""
+    """When each of several simultaneous reads completes, on a link of 100 bytes/s."""
     clock, there = Clock(), []
     link = ThrottledLink(100.0, clock=clock, sleep=clock.sleep, **settings)
     clock.go.clear()
@@ -49,7 +49,7 @@ def arrivals(sizes: list[int], **settings: float) -> list[float]:
     return there
 
 
-def test_reads_side_by_side_share_the_bandwidth_in_order() -> None:
+def test_concurrent_reads_share_the_bandwidth_in_order() -> None:
     assert arrivals([50, 100, 25]) == pytest.approx([0.5, 1.5, 1.75])
 
 
@@ -57,7 +57,7 @@ def test_latencies_overlap_and_bytes_do_not() -> None:
     assert arrivals([50, 50], latency_s=2.0) == pytest.approx([2.5, 3.0])
 
 
-def test_a_free_link_begins_anew() -> None:
+def test_an_idle_link_saves_no_bandwidth() -> None:
     clock = Clock()
     link = ThrottledLink(100.0, 1.0, clock=clock, sleep=clock.sleep)
     link(done(), 100).result(timeout=120)
@@ -67,7 +67,7 @@ def test_a_free_link_begins_anew() -> None:
     assert clock.now == pytest.approx(12.0)
 
 
-def test_what_the_read_says_comes_through_and_not_before_it() -> None:
+def test_the_result_of_the_read_is_passed_on_and_not_before_it() -> None:
     clock = Clock()
     link = ThrottledLink(1e9, clock=clock, sleep=clock.sleep)
     read: Future = Future()
@@ -102,7 +102,7 @@ def test_two_reads_that_start_at_the_same_time_do_not_share_their_bytes() -> Non
     assert clock.now == pytest.approx(2.0)
 
 
-def test_bytes_that_came_while_another_read_was_late_are_there_at_once() -> None:
+def test_bytes_that_arrived_during_a_late_read_are_available_at_once() -> None:
     clock = Clock()
     link = ThrottledLink(100.0, clock=clock, sleep=clock.sleep)
     late: Future = Future()

@@ -1,4 +1,4 @@
-"""One suite for host memory, disk, both, and buckets: what is stored comes back whole, and within budgets."""
+"""One suite for host memory, disk, both, and buckets: stored variants are loaded unchanged, within budgets."""
 
 import dataclasses
 import os
@@ -61,7 +61,7 @@ def make_store(tiers, place):
         store.close()
 
 
-def test_only_the_tiers_that_may_take_a_variant_take_it(make_store, tiers):
+def test_only_the_given_tiers_store_a_variant(make_store, tiers):
     store = make_store()
     for number, allowed in enumerate(((), *((tier,) for tier in tiers), tiers)):
         name = f"v{number}"
@@ -101,7 +101,7 @@ def test_every_bf16_value_survives(make_store):
     np.testing.assert_array_equal(get(store, "all").view(np.uint16), kv.view(np.uint16))
 
 
-def test_zeros_are_stored_and_not_taken_for_missing(make_store):
+def test_zeros_are_stored_and_do_not_count_as_missing(make_store):
     store = make_store()
     store.complete_store(store.prepare_store(make_record("zero")), np.zeros(SPEC.shape(5), np.float32))
     store.flush()
@@ -186,7 +186,7 @@ def test_second_store_of_a_variant_does_nothing(make_store, tiers):
     assert [usage.num_variants for name, usage in store.usage().items() if name in tiers] == [1] * len(tiers)
 
 
-def test_abandoned_store_frees_its_place(make_store):
+def test_abandoned_store_frees_its_space(make_store):
     store = make_store()
     ticket = store.prepare_store(make_record("v"))
     assert store.complete_store(ticket, None) == ()
@@ -211,7 +211,7 @@ def test_pinned_is_never_evicted(make_store, tiers):
     assert store.records() == []
 
 
-def test_shortfall_is_what_must_go_and_nothing_goes_over_budget(tiers, place, tmp_path):
+def test_shortfall_is_the_exact_excess_and_no_tier_exceeds_its_budget(tiers, place, tmp_path):
     room = TensorStoreTier(url_of(tmp_path / "probe"), SPEC, OURS).charge_bytes(make_record("v0"))
     budgets = {"host": 2 * ONE + 10, "disk": 2 * room + 10}
     host_bytes = budgets["host"] if "host" in tiers else 0
@@ -246,7 +246,7 @@ def test_variant_larger_than_the_budget_is_no_shortfall(make_store, tiers):
     assert store.complete_store(ticket, make_kv("v")) == ()
 
 
-def test_discard_goes_through_pins_and_for_ever(make_store, tiers):
+def test_discard_ignores_pins_and_is_permanent(make_store, tiers):
     store = make_store()
     put(store, "v")
     put(store, "w")
@@ -266,8 +266,8 @@ def test_discard_goes_through_pins_and_for_ever(make_store, tiers):
     assert_same_bytes(get(store, "v"), make_kv("v"))
 
 
-def test_a_discard_by_record_takes_the_copies_of_that_record_alone(tmp_path):
-    """Memory has the first writer's copy, disk what another process wrote anew."""
+def test_a_discard_by_record_removes_only_copies_of_that_record(tmp_path):
+    """Memory has the first writer's copy, disk another process's newer one."""
     with open_store(tmp_path) as ours, open_store(tmp_path, host_bytes=0) as theirs:
         for key in ("v", "w"):
             put(ours, key)
@@ -348,7 +348,7 @@ def test_whole_disk_reads_are_promoted_where_they_fit(tmp_path):
             assert_same_bytes(get(store, variant_id), make_kv(variant_id))
 
 
-def test_only_what_is_named_is_promoted(tmp_path):
+def test_only_named_variants_are_promoted(tmp_path):
     with open_store(tmp_path, host_bytes=9 * ONE) as store:
         for variant_id in ("a", "b"):
             put(store, variant_id)
@@ -362,7 +362,7 @@ def test_only_what_is_named_is_promoted(tmp_path):
             store.shortfall_bytes("tape", 1)
 
 
-def test_promotion_leaves_announced_room_alone(tmp_path):
+def test_promotion_does_not_use_announced_space(tmp_path):
     with open_store(tmp_path, host_bytes=ONE) as store:
         put(store, "a")
         store.evict("host", ["a"])
@@ -420,8 +420,8 @@ def test_object_is_a_zarr3_shard_that_can_be_read_without_our_code(tmp_path, hea
 
 @pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize("kv_spec", [SPEC, BF16], ids=["f32", "bf16"])
-def test_files_are_what_tensorstore_writes_and_reads(tmp_path, monkeypatch, kv_spec, head_groups):
-    """The short way to files and tensorstore's are one format: what one writes the other reads, byte for byte."""
+def test_files_are_those_that_tensorstore_writes_and_reads(tmp_path, monkeypatch, kv_spec, head_groups):
+    """Direct file access and tensorstore use one format: each reads the other's files, byte for byte."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for path, uses_tensorstore in ((ours, False), (theirs, True)):
         with monkeypatch.context() as patch:
@@ -438,7 +438,7 @@ def test_files_are_what_tensorstore_writes_and_reads(tmp_path, monkeypatch, kv_s
                 assert_same_bytes(get(store, "v"), make_kv("v", kv_spec=kv_spec))
 
 
-def test_no_file_stays_open_for_what_was_read_or_let_go(tmp_path):
+def test_no_file_stays_open_after_reading_or_release(tmp_path):
     def num_open():
         links = Path("/proc/self/fd").iterdir()
         return sum(os.path.realpath(link).startswith(str(tmp_path)) for link in links)

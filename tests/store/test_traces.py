@@ -19,7 +19,7 @@ PAGE = SPEC.num_bytes(PAGE_TOKENS)
 
 
 class StoreTrace(RuleBasedStateMachine):
-    """`held` is the model: tier -> variant id -> bytes that it charges there. Without a device tier, its room is 0."""
+    """`held` is the model: tier -> variant id -> bytes charged there. Without a device tier, its budget is 0."""
 
     @initialize(
         device_pages=st.integers(0, 3), host_bytes=st.integers(0, 2500), disk_bytes=st.none() | st.integers(0, 6000)

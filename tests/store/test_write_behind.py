@@ -12,7 +12,7 @@ ONE = SPEC.num_bytes(5)
 
 
 class GatedTier(TensorStoreTier):
-    """Writes only while `gate` is open; `entered` says that a write stands before it."""
+    """Writes only while `gate` is open; `entered` is set when a write waits at it."""
 
     def __init__(self, path):
         self.gate = threading.Event()
@@ -49,7 +49,7 @@ def test_queue_is_bounded_and_never_blocks_a_request(gated, tmp_path):
     assert store.usage()["disk"].used_bytes == bytes_on_disk(tmp_path)
 
 
-def test_batch_job_waits_for_room_instead(gated):
+def test_batch_job_waits_for_space_instead(gated):
     store, tier = gated
     submit(store, "a")
     submit(store, "b")
@@ -87,7 +87,7 @@ def test_discarded_while_being_written_never_appears(gated, tmp_path):
     submit(store, "a")
     submit(store, "b")
     assert tier.entered.wait(120)
-    store.discard("a")  # stands before the gate
+    store.discard("a")  # waits at the gate
     store.discard("b")  # waits behind it
     assert store.prepare_load(["a", "b"]).missing == {"a", "b"} and store.charges("disk", ["a", "b"]) == {}
     tier.gate.set()
@@ -97,7 +97,7 @@ def test_discarded_while_being_written_never_appears(gated, tmp_path):
     assert store.flush(120) and "a" in tier
 
 
-def test_what_is_queued_by_another_record_is_not_discarded(gated):
+def test_a_queued_write_of_another_record_is_not_discarded(gated):
     store, tier = gated
     submit(store, "a")
     submit(store, "b")
@@ -110,7 +110,7 @@ def test_what_is_queued_by_another_record_is_not_discarded(gated):
     assert store.flush(120) and store.ids("disk") == ("a",)
 
 
-def test_close_writes_the_queue_and_takes_no_more(gated, tmp_path):
+def test_close_finishes_the_queue_and_accepts_no_more(gated, tmp_path):
     store, tier = gated
     late = store.prepare_store(make_record("late"))
     submit(store, "a")

@@ -39,7 +39,7 @@ def dump(url: str) -> None:
 
 
 def save(url: str, *variant_ids: str) -> None:
-    """Stores the variants and leaves without `flush` or `close`."""
+    """Stores the variants and exits without `flush` or `close`."""
     store = open_store(url)
     for variant_id in variant_ids:
         ticket = store.prepare_store(make_record(variant_id))
@@ -67,7 +67,7 @@ def catalog_forever(url: str, prefix: str) -> None:
 
 
 def hold_lease(url: str, key: str, seconds: str) -> None:
-    """Claims a variant that it never writes, and says until when."""
+    """Claims a variant that it never writes, and prints the expiry."""
     store = open_store(url)
     assert store.claims is not None and store.claims.claim([key], float(seconds)) == (key,)
     print(store.claims._held[key].expires_s, flush=True)
@@ -75,8 +75,8 @@ def hold_lease(url: str, key: str, seconds: str) -> None:
 
 
 def await_lease(url: str, key: str) -> None:
-    """Once another process has claimed the variant, asks for it until this or a third one has it; the claim is never
-    given up."""
+    """Once another process has claimed the variant, tries to claim it until this or a third process has it; never
+    releases the claim."""
     store = open_store(url)
     assert store.claims is not None and store._disk is not None
     print("started", flush=True)
@@ -91,7 +91,7 @@ def await_lease(url: str, key: str) -> None:
 
 
 def race(url: str, writer: str, start_file: str, num_keys: str) -> None:
-    """Writes keys that another process writes too, all at once; prints the keys that it won."""
+    """Writes keys at the same time as another process; prints the keys that it won."""
     tier = TensorStoreTier(url, SPEC, OURS)
     print("started", flush=True)
     while not Path(start_file).exists():
@@ -101,7 +101,7 @@ def race(url: str, writer: str, start_file: str, num_keys: str) -> None:
 
 
 def _report(path: Path, make_space) -> None:
-    """Fills the disk until writes fail, makes space, goes on; every step is reported."""
+    """Fills the disk until writes fail, frees space, continues; reports every step."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -146,7 +146,7 @@ def fill_disk(folder: str) -> None:
 
 
 def limit_file_size(folder: str) -> None:
-    """The kernel refuses files over 100 KiB while the limit stands."""
+    """The kernel refuses files over 100 KiB while the limit is set."""
     path = Path(folder)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     open_store(path, kv_spec=WIDE).close()

@@ -214,7 +214,7 @@ def test_a_server_that_is_down_is_told_and_comes_back(tmp_path: Path, open_page:
     assert "cannot be reached" in page.inner_text("#alert")
     page.fill("#question", "Anybody?")
     page.press("#question", "Enter")
-    page.locator("#answer-note", has_text="No whole answer").wait_for()
+    page.locator("#answer-note", has_text="The answer is incomplete").wait_for()
     assert page.is_enabled("#send")
     with serving(tmp_path, "--no-docs", port=port):
         page.locator("#status[data-state=ok]").wait_for()

@@ -67,7 +67,7 @@ def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpt
     generators = args.generators if args.generators is not None else int("store_index" in engine)
     if generators:
         if "store_index" not in engine:
-            raise StartupError("--generators: wanted a --store-index, by which they are told what to compute")
+            raise StartupError("--generators: wanted a --store-index, through which they receive orders")
         engine.setdefault("order_after_s", 0.5)
     processes = args.num_processes or 1
     if engine.get("tensor_parallel_size", 1) % processes:

@@ -124,7 +124,7 @@ class ClusterSettings(SettingsModel):
     cluster: Literal["ray"] | None = None
     """Run replicas with this framework, on this machine or, with --cluster-address, on those of a cluster."""
     replicas: Bounds | None = None
-    """Replicas in the whole cluster, or LEAST:MOST to follow the load; without it those that run, else 1."""
+    """Replicas in the whole cluster, or LEAST:MOST to follow the load; without it the running ones, else 1."""
     scale_up_after_s: Seconds = 30.0
     """With LEAST:MOST, how long more replicas must be needed before one is started."""
     scale_down_after_s: Seconds = 600.0
@@ -140,7 +140,7 @@ class ClusterSettings(SettingsModel):
     generators: int | None = Field(default=None, ge=0)
     """Engines that compute for waiting requests; without it 1 if there is a store with an index."""
     generator_device: Literal["cpu", "device"] = "cpu"
-    """Where they run: cpu, or device, each on an accelerator of its own."""
+    """Where generators run: cpu, or device for one accelerator each."""
     drain_timeout_s: Seconds = 60.0
     """How long a stopping replica may take to finish answers it has begun."""
 

@@ -1,4 +1,4 @@
-// Talks to the server: JSON, streams of events, and the key, which this tab alone remembers.
+// Calls of the server: JSON, event streams, and the key, which is kept in this tab only.
 
 const KEY = "ccjax.key";
 
@@ -7,7 +7,7 @@ export const key = {
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
 };
 
-/** What the server refused, or why it could not be reached (`status` 0). */
+/** A refusal of the server, or the reason why it could not be reached (`status` 0). */
 export class ServerError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -44,7 +44,7 @@ export async function getJson(path, timeoutMs = 5000) {
   }
 }
 
-/** The chunks of a streamed chat, as they come. Throws ServerError; an AbortError where `signal` ended it. */
+/** The chunks of a streamed chat, as they arrive. Throws ServerError; an AbortError if `signal` ended it. */
 export async function* chat(body, signal) {
   const response = await send("v1/chat/completions", {
     method: "POST",

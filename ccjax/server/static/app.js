@@ -1,4 +1,4 @@
-// The page: takes a question, shows the answer while it comes and then how it came about.
+// The page: sends a question, shows the answer while it arrives, and then its trace.
 
 import { chat, key, ServerError } from "./api.js";
 import { byId, count, el, percent, time } from "./dom.js";
@@ -13,7 +13,7 @@ const EXAMPLES = [
 ];
 const RESULT_PANELS = ["cost-panel", "tokens-panel", "time-panel"];
 
-let running = null; // AbortController of the request under way
+let running = null; // AbortController of the request in progress
 let last = null; // { body, text, trace } of the answer that is shown
 
 // -- the server's state --------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ function bodyOf(question) {
   return body;
 }
 
-/** Sends a request; `onText` hears the answer as it grows. Returns its text and its last chunk. */
+/** Sends a request; calls `onText` with the answer as it grows. Returns its text and its last chunk. */
 async function run(body, onText) {
   running = new AbortController();
   setBusy(true);
@@ -69,7 +69,7 @@ async function run(body, onText) {
       if (more) onText((text += more));
       if (chunk.reuse) final = chunk;
     }
-    if (!final?.trace) throw new ServerError("The server did not tell what happened.");
+    if (!final?.trace) throw new ServerError("The server sent no trace.");
     return { text, reuse: final.reuse, trace: final.trace };
   } finally {
     running = null;
@@ -100,7 +100,7 @@ async function ask(question) {
   answer.setAttribute("aria-busy", "true"); // read out once it is whole, not piece by piece
   try {
     const { text, reuse, trace } = await run(body, (grown) => (answer.textContent = grown.trimStart()));
-    if (!text.trim()) answer.replaceChildren(el("em", {}, "The model said nothing."));
+    if (!text.trim()) answer.replaceChildren(el("em", {}, "The model's answer is empty."));
     last = { body, text, trace };
     show(reuse, trace);
   } catch (error) {
@@ -123,7 +123,7 @@ function show(reuse, trace) {
   showTimeline(trace);
 }
 
-/** Runs the request that is shown once more, with everything computed. */
+/** Runs the displayed request once more, with everything computed. */
 async function compare() {
   if (running || !last) return;
   const shown = last;
@@ -147,7 +147,7 @@ function fail(error, where) {
   }
   if (!(error instanceof ServerError)) console.error(error);
   if (error.status === 401) openKey();
-  byId(where).textContent = "No whole answer.";
+  byId(where).textContent = "The answer is incomplete.";
   wasDown = error.status === 0;
   showAlert(error.message);
 }

@@ -1,4 +1,4 @@
-// Small helpers to build what is shown. Text only ever becomes a text node: passages and answers are strangers' texts.
+// Small helpers to build elements. Text only ever becomes a text node, since passages and answers are untrusted.
 
 /** An element with a class, attributes and children; strings among these become text. */
 export function el(name, options = {}, ...children) {

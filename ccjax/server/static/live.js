@@ -1,4 +1,4 @@
-// The live view: asks the server how it stands, again and again while anybody looks.
+// The live view: polls the server's state while the page is visible.
 
 import { key, getJson } from "./api.js";
 import { byId, bytes, count, definitions, el, percent, place, time } from "./dom.js";
@@ -6,7 +6,7 @@ import { byId, bytes, count, definitions, el, percent, place, time } from "./dom
 const EVERY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Polls until the page is closed. `onState(state, text)` hears "ok", "wait", "down" or "key". */
+/** Polls until the page is closed. Calls `onState(state, text)` with "ok", "wait", "down" or "key". */
 export function watch(onState) {
   let timer = 0;
   let under_way = false;
@@ -20,7 +20,7 @@ export function watch(onState) {
       show(live);
       onState("ok", live.model);
     } catch (error) {
-      byId("live-note").textContent = "As it was last seen; trying again.";
+      byId("live-note").textContent = "Last known state; trying again.";
       byId("live-note").hidden = false;
       if (error.status === 401) onState("key", key.get() ? "this key is not the server's" : "a key is needed");
       else if (error.status === 503) onState("wait", await loading());
@@ -36,7 +36,7 @@ export function watch(onState) {
   return look;
 }
 
-/** What the server says of its loading. */
+/** The server's loading progress. */
 async function loading() {
   try {
     const told = await fetch("ready", { cache: "no-store" }).then((response) => response.json());
@@ -106,7 +106,7 @@ function showSpark(seconds) {
   const sorted = [...seconds].sort((a, b) => a - b);
   const rank = (share) => sorted[Math.min(sorted.length - 1, Math.ceil(share * sorted.length) - 1)];
   byId("spark-note").textContent =
-    `Of the last ${seconds.length}, the wait in line included: ` +
+    `Of the last ${seconds.length}, including the queue: ` +
     `half within ${time(rank(0.5))}, 95 % within ${time(rank(0.95))}.`;
 }
 
@@ -131,7 +131,7 @@ function tier(usage) {
 }
 
 function showDocuments(documents) {
-  byId("hot-note").textContent = documents.length ? "" : "None of the server's own documents was asked for so far.";
+  byId("hot-note").textContent = documents.length ? "" : "None of the server's own documents was requested so far.";
   byId("hot").hidden = !documents.length;
   byId("hot").tBodies[0].replaceChildren(
     ...documents.map((one) =>

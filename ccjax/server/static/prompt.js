@@ -1,4 +1,4 @@
-// Shows the prompt segment by segment, each token with the mark of what became of it.
+// Shows the prompt segment by segment, each token with a mark of its action.
 
 import { byId, count, definitions, el, percent } from "./dom.js";
 

@@ -1,12 +1,12 @@
-// Shows where the time of a request went: phases, layers of the prefill, tokens, and full prefill beside it.
+// Shows where the time of a request went: phases, layers of the prefill, tokens, and a full prefill for comparison.
 
 import { byId, el, percent, place, time } from "./dom.js";
 
 const NAMES = {
   retrieval: "finding passages",
   preparation: "building the prompt",
-  queue: "waiting in line",
-  prefill: "prefill, loads beside it",
+  queue: "waiting in the queue",
+  prefill: "prefill, with loads",
   decode: "decode",
 };
 
@@ -60,7 +60,7 @@ function showLayers(trace) {
   byId("layers-end").textContent = time(length);
   const ran = sum(trace.layers);
   const loads = trace.loads.length
-    ? `loads took ${time(sum(trace.loads))}, beside `
+    ? `loads took ${time(sum(trace.loads))}, during `
     : "nothing was loaded from host memory or disk; ";
   byId("layers-note").textContent =
     `One row for each of ${trace.num_layers} layers, from the start of the work to the first token: ${loads}` +
@@ -110,11 +110,11 @@ export function showCost(trace, measured) {
       note.textContent += " Full prefill may have waited for a step to be compiled: measure again.";
   } else if (trace.full_prefill_ttft_s === null) {
     note.textContent =
-      "What full prefill would take is not known yet: none of about this length was run lately. The button below does.";
+      "The time of a full prefill is unknown: none of about this length was run recently. The button below runs one.";
   } else {
     note.textContent =
-      "Both from the arrival of the request. Full prefill is an estimate, from what prefills of about this length " +
-      "took lately; the button below really runs it.";
+      "Both from the arrival of the request. Full prefill is estimated from recent prefills of about this length; " +
+      "the button below runs it.";
   }
   if (trace.compiled) note.textContent += " This request may have waited for a step to be compiled: ask again.";
 }

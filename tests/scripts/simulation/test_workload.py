@@ -91,5 +91,5 @@ def test_what_fills_the_caches_can_come_unhurried():
     assert workload.unhurried(2, 60.0).arrival_s.tolist() == [0.0, 60.0, 120.0, 122.5, 123.0]
     assert workload.unhurried(5, 60.0).arrival_s.tolist() == [0.0, 60.0, 120.0, 180.0, 240.0]
     assert workload.unhurried(0, 60.0).arrival_s.tolist() == [0.0, 0.5, 1.0, 3.5, 4.0]
-    with pytest.raises(ValueError, match="count: wanted 0 to 5, the requests that there are, got 6"):
+    with pytest.raises(ValueError, match="count: wanted 0 to 5, the number of requests, got 6"):
         workload.unhurried(6, 60.0)
