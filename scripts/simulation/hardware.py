@@ -101,7 +101,7 @@ def hardware(name: str) -> Hardware:
 
 
 def measure_cpu() -> Hardware:
-    """The rates of this machine's CPU now in float32, including the effect of other work: products and copies of memory.
+    """The rates of this machine's CPU now in float32, with the effect of other work: products and copies of memory.
     Takes a second. Ratios are 1, since the rates are measured.
 
     The disk is not measured (`bench.py store_io` does that) but assumed to read 1 GB/s.
