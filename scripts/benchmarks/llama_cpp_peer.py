@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -95,8 +96,7 @@ class Server:
 
     def __init__(self, model: Path, num_slots: int, num_tokens: int) -> None:
         """`num_tokens`: of all requests at once, answers included."""
-        import xllamacpp  # pyright: ignore[reportMissingImports]
-
+        xllamacpp: Any = importlib.import_module("xllamacpp")
         params = xllamacpp.CommonParams()
         params.model.path = str(model)
         params.n_ctx, params.n_parallel, params.verbosity = num_tokens, num_slots, -1
