@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import queue
-import secrets
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
+from ccjax.cache.cached_prefill import CachedPrefill
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.documents.document_cache import DocumentCache
 from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
@@ -31,21 +27,17 @@ from ccjax.cache.snapshot import ChunkCache
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
-from ccjax.engine.admission import Admission
-from ccjax.engine.answer import Answer
 from ccjax.engine.background import BackgroundPrefills
-from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.loop import BatchCounts, BatchLoop
-from ccjax.engine.batch.sequence import Emit, SequenceGroup, TokenSequence
+from ccjax.engine.batch.sequence import Emit
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.engine.engine_documents import EngineDocuments
 from ccjax.engine.hosts import lead
 from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.prefill_orders import PrefillOrders
-from ccjax.engine.report import build_report
 from ccjax.engine.shadow import ShadowChecks
 from ccjax.engine.startup import load_configured
-from ccjax.engine.trace import Tracer
+from ccjax.engine.submission import RequestSubmission
 from ccjax.errors import ConfigError, RequestError
 from ccjax.loading.calibration import calibration_of
 from ccjax.loading.devices import split_params
@@ -53,7 +45,7 @@ from ccjax.loading.model import LoadedModel, Progress, prompt_builder
 from ccjax.loading.prefill_profile import profile_of
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.sharding import num_kv_shards
-from ccjax.policy.contract import ReuseContract, reuse_contract
+from ccjax.policy.contract import reuse_contract
 from ccjax.policy.strategies import expected_share
 from ccjax.prompts import Prompt, assemble
 from ccjax.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
@@ -69,7 +61,7 @@ from ccjax.runner.warmup import BackgroundCompiler, StepCompiler
 from ccjax.store.throttle import ThrottledLink
 from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder, Tokenizer
-from ccjax.types import Document, ReuseMode, ReuseReport
+from ccjax.types import Document, ReuseMode
 
 
 class Engine:
@@ -93,7 +85,6 @@ class Engine:
         self.model_config: LlamaConfig = model.config
         limit = longest(model.config, config)
         self.max_model_len = limit
-        self._eos_ids = model.eos_ids
         self._builder: PromptBuilder | None = None
         if model.tokenizer is not None and model.template is not None:
             self._builder = prompt_builder(model.tokenizer, model.template, config.system_prompt)
@@ -163,12 +154,22 @@ class Engine:
         self._background = background = BackgroundPrefills(
             self._loop,
             self._prefill,
-            lambda prefilled, mode: self._report(
-                prefilled, reuse_contract(mode, None, self._settings, self.calibration), mode
-            ),
+            lambda prefilled, mode: self._submission.background_report(prefilled, mode),
         )
         maintenance = Maintenance(self._prefill, background, self._variants, self._exclusive, max_model_len=limit)
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
+        self._submission = RequestSubmission(
+            model,
+            self._prefill,
+            self._variants,
+            self._costs,
+            self._loop,
+            self._shadow,
+            self._settings,
+            self.calibration,
+            lambda prompt: self.documents.frame.variant_ids(prompt),
+            is_shared=config.share_computation,
+        )
         documents = DocumentCache(
             self._prefill,
             background.run,
@@ -312,17 +313,10 @@ class Engine:
     def preload(self, request: Request) -> Preload:
         """Begins to read what the request will probably reuse from disk, while others run; returns at once. To be
         closed once its first token is there, or when it is given up."""
-        contract = self._contract(request)
+        contract = self._submission.contract(request)
         return self._preloader.add(
             lambda: self._prefill.wanted(self._assemble(request), contract.mode, contract.settings)
         )
-
-    def _contract(self, request: Request) -> ReuseContract:
-        mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
-        contract = reuse_contract(mode, request.quality_target, self._settings, self.calibration)
-        if contract.mode == "bounded":
-            contract = dataclasses.replace(contract, settings=self._shadow.control.applied(contract.settings))
-        return contract
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
         """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
@@ -337,7 +331,7 @@ class Engine:
         """
         started = time.perf_counter()
         prompt = self._assemble(request)
-        return self._stream(request, prompt, time.perf_counter() - started, is_cancelled)
+        return self._submission.stream(request, prompt, time.perf_counter() - started, is_cancelled)
 
     def submit(
         self,
@@ -361,80 +355,7 @@ class Engine:
         """
         started = time.perf_counter()
         prompt = self._assemble(request)
-        return self._submit(request, prompt, time.perf_counter() - started, emit, on_start, is_cancelled)
-
-    def _submit(
-        self,
-        request: Request,
-        prompt: Prompt,
-        assemble_s: float,
-        emit: Emit,
-        on_start: Callable[[], None],
-        is_cancelled: IsCancelled,
-    ) -> Callable[[], None]:
-        contract = self._contract(request)
-        if contract.mode in ("bounded", "fast"):
-            sampling, emit = self._shadow.watched(prompt, request.sampling, emit)
-            request = dataclasses.replace(request, sampling=sampling)
-        sampling = request.sampling
-        is_given_up = threading.Event()
-
-        def gives_up() -> bool:
-            return is_given_up.is_set() or is_cancelled()
-
-        is_shared = self.config.share_computation
-        tracer = None
-        if request.trace:
-            tracer = Tracer(self.model_config.num_layers, self._variants.peek, self._costs.full_prefill_s)
-        group = SequenceGroup(
-            request,
-            prompt,
-            assemble_s=assemble_s,
-            emit=emit,
-            on_start=on_start,
-            is_cancelled=gives_up,
-            new_admission=lambda: Admission(
-                self._prefill,
-                prompt,
-                contract.mode,
-                settings=contract.settings,
-                is_shared=is_shared,
-                is_cancelled=gives_up,
-                on_load=None if tracer is None else tracer.load,
-            ),
-            new_answer=lambda index: Answer(sampling, self.tokenizer, self._eos_ids, prompt.question, index=index),
-            report=lambda prefilled: self._report(prefilled, contract, request.reuse),
-            keep=self._prefill.keep,
-            tracer=tracer,
-        )
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        sequence = TokenSequence(uuid.uuid4().hex, group, seed=seed)
-        self._loop.submit(sequence)
-
-        def cancel() -> None:
-            is_given_up.set()
-            self._loop.wake()
-
-        return cancel
-
-    def _stream(
-        self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
-    ) -> Iterator[Delta]:
-        events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
-        asked = is_cancelled or (lambda: False)
-        cancel = self._submit(request, prompt, assemble_s, events.put, lambda: None, asked)
-        try:
-            while True:
-                event = events.get()
-                if isinstance(event, CancelledError):
-                    return
-                if isinstance(event, Exception):
-                    raise event
-                yield event
-                if event.response is not None:
-                    return
-        finally:
-            cancel()
+        return self._submission.submit(request, prompt, time.perf_counter() - started, emit, on_start, is_cancelled)
 
     @contextlib.contextmanager
     def _exclusive(self, *, wait: bool = True) -> Iterator[bool]:
@@ -534,23 +455,4 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
             answer=answer,
-        )
-
-    def _report(self, prefilled: Prefilled, contract: ReuseContract, wanted: ReuseMode) -> ReuseReport:
-        return build_report(
-            prefilled.plan,
-            prefilled.prompt,
-            prefilled.result,
-            mode=wanted,
-            contract=contract,
-            strategy="full" if contract.mode == "off" else self._settings.strategy,
-            num_layers=self.model_config.num_layers,
-            tiers=prefilled.ticket.tiers if prefilled.ticket is not None else {},
-            framed=self.documents.frame.variant_ids(prefilled.prompt),
-            plan_s=prefilled.plan_s,
-            prefill_s=time.perf_counter() - prefilled.planned_at,
-            failed_loads=prefilled.failed_loads,
-            preloaded_bytes=prefilled.preloaded_bytes,
-            load_s=prefilled.load_s,
-            given_up_loads=prefilled.given_up_loads,
         )

@@ -283,7 +283,8 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
 
         monkeypatch.setattr(engine._loop._sequences, "_preempt", noted)
         held = engine._pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 4)
-        clients = [Client(engine, request) for request in requests]
+        with engine._loop.paused():  # all want pages at the same time
+            clients = [Client(engine, request) for request in requests]
         for client, answers in zip(clients, wanted, strict=True):
             check_all(client, answers)
         assert any(others and is_shared for _, others, is_shared in preempted)

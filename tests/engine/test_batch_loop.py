@@ -267,7 +267,8 @@ def test_when_pages_run_out_requests_are_preempted_and_answer_all_the_same():
         wanted = [engine.run(ask(one, "off", tokens=80)) for one in asked]
         assert not preempted
         held = engine._pool.allocate([(least - 44) * PAGE_TOKENS])  # four prompts need 4 x 10, each answer 5 more
-        clients = [Client(engine, ask(one, "off", tokens=80)) for one in asked]
+        with engine._loop.paused():  # all want pages at the same time
+            clients = [Client(engine, ask(one, "off", tokens=80)) for one in asked]
         for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
         assert preempted

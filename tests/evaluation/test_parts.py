@@ -14,8 +14,8 @@ from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.ways import FULL, Way
 from ccjax.loading.model import load_model
 
-QUESTIONS = demo_questions(1, (3,), kinds=KINDS[:3])
-WAYS = [Way("reuse"), Way("cachecraft", 0.3, (0,))]
+QUESTIONS = demo_questions(1, (3,), kinds=KINDS[:2])
+WAYS = [Way("cachecraft", 0.3, (0,))]
 OPTIONS = {"states": ("prepared",), "max_new_tokens": 4, "with_forced": True}
 
 
@@ -25,8 +25,8 @@ def model():
 
 
 @pytest.fixture(autouse=True)
-def two_at_a_time(monkeypatch):
-    monkeypatch.setattr(parts, "QUESTIONS_PER_PART", 2)
+def one_at_a_time(monkeypatch):
+    monkeypatch.setattr(parts, "QUESTIONS_PER_PART", 1)
 
 
 def untimed(results):

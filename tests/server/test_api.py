@@ -284,7 +284,7 @@ def test_ignore_eos_continues_to_the_requested_length(
     import openai
 
     whole = ask(client, extra={"reuse": "off"}).choices[0]
-    monkeypatch.setattr(server.engine, "_eos_ids", frozenset(range(server.engine.model_config.vocab_size)))
+    monkeypatch.setattr(server.engine._submission, "_eos_ids", frozenset(range(server.engine.model_config.vocab_size)))
     for value in (None, False):
         ended = ask(client, extra={"reuse": "off", "ignore_eos": value})
         assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 0

@@ -110,7 +110,7 @@ def test_without_a_request_there_is_no_trace_and_no_cost(server: Server, monkeyp
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a tracer without a request for one")
 
-    monkeypatch.setattr("ccjax.engine.engine.Tracer", never)
+    monkeypatch.setattr("ccjax.engine.submission.Tracer", never)
     for wanted in (None, False):
         assert "trace" not in ask(server, [0], trace=wanted)
     refused = patience.post(

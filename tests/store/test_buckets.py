@@ -64,7 +64,7 @@ def test_region_need_not_be_named(make_place):
 
 
 def test_missing_bucket(bucket):
-    with pytest.raises(StoreUnavailableError, match="there is no bucket 'chunky'. Make it first"):
+    with pytest.raises(StoreUnavailableError, match="there is no bucket 'chunky'. Create it first"):
         TensorStoreTier(bucket.url.replace("chunks", "chunky", 1), SPEC, OURS)
 
 

@@ -1,0 +1,170 @@
+"""Puts requests into the batch loop, and reports what was reused for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
+
+from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
+from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.variants import VariantIndex
+from ccjax.engine.admission import Admission
+from ccjax.engine.answer import Answer
+from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.batch.loop import BatchLoop
+from ccjax.engine.batch.sequence import Emit, SequenceGroup, TokenSequence
+from ccjax.engine.report import build_report
+from ccjax.engine.shadow import ShadowChecks
+from ccjax.engine.trace import Tracer
+from ccjax.loading.model import LoadedModel
+from ccjax.policy.calibration import Calibration
+from ccjax.policy.contract import ReuseContract, reuse_contract
+from ccjax.policy.settings import PlannerSettings
+from ccjax.prompts import Prompt
+from ccjax.requests import Delta, Request
+from ccjax.runner.cancellation import IsCancelled
+from ccjax.types import ReuseMode, ReuseReport, VariantId
+
+
+class RequestSubmission:
+    """Makes a sequence group of each request; thread-safe.
+
+    Args:
+      framed: the variants of a prompt that were computed behind the frame.
+      is_shared: of `Admission`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        prefill: CachedPrefill,
+        variants: VariantIndex,
+        costs: MeasuredCosts,
+        loop: BatchLoop,
+        shadow: ShadowChecks,
+        settings: PlannerSettings,
+        calibration: Calibration | None,
+        framed: Callable[[Prompt], Collection[VariantId]],
+        *,
+        is_shared: bool,
+    ) -> None:
+        self._tokenizer, self._eos_ids, self._num_layers = model.tokenizer, model.eos_ids, model.config.num_layers
+        self._prefill = prefill
+        self._variants = variants
+        self._costs = costs
+        self._loop = loop
+        self._shadow = shadow
+        self._settings = settings
+        self._calibration = calibration
+        self._framed = framed
+        self._is_shared = is_shared
+
+    def contract(self, request: Request) -> ReuseContract:
+        """What may be reused for a request, with what shadow checks have found so far."""
+        mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
+        contract = reuse_contract(mode, request.quality_target, self._settings, self._calibration)
+        if contract.mode == "bounded":
+            contract = dataclasses.replace(contract, settings=self._shadow.control.applied(contract.settings))
+        return contract
+
+    def submit(
+        self,
+        request: Request,
+        prompt: Prompt,
+        assemble_s: float,
+        emit: Emit,
+        on_start: Callable[[], None],
+        is_cancelled: IsCancelled,
+    ) -> Callable[[], None]:
+        """See `Engine.submit`; `prompt` is the request's, and `assemble_s` the time that took."""
+        contract = self.contract(request)
+        if contract.mode in ("bounded", "fast"):
+            sampling, emit = self._shadow.watched(prompt, request.sampling, emit)
+            request = dataclasses.replace(request, sampling=sampling)
+        sampling = request.sampling
+        is_given_up = threading.Event()
+
+        def gives_up() -> bool:
+            return is_given_up.is_set() or is_cancelled()
+
+        tracer = None
+        if request.trace:
+            tracer = Tracer(self._num_layers, self._variants.peek, self._costs.full_prefill_s)
+        group = SequenceGroup(
+            request,
+            prompt,
+            assemble_s=assemble_s,
+            emit=emit,
+            on_start=on_start,
+            is_cancelled=gives_up,
+            new_admission=lambda: Admission(
+                self._prefill,
+                prompt,
+                contract.mode,
+                settings=contract.settings,
+                is_shared=self._is_shared,
+                is_cancelled=gives_up,
+                on_load=None if tracer is None else tracer.load,
+            ),
+            new_answer=lambda index: Answer(sampling, self._tokenizer, self._eos_ids, prompt.question, index=index),
+            report=lambda prefilled: self.report(prefilled, contract, request.reuse),
+            keep=self._prefill.keep,
+            tracer=tracer,
+        )
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        self._loop.submit(TokenSequence(uuid.uuid4().hex, group, seed=seed))
+
+        def cancel() -> None:
+            is_given_up.set()
+            self._loop.wake()
+
+        return cancel
+
+    def stream(
+        self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
+    ) -> Iterator[Delta]:
+        """See `Engine.stream`; further arguments as of `submit`."""
+        events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
+        asked = is_cancelled or (lambda: False)
+        cancel = self.submit(request, prompt, assemble_s, events.put, lambda: None, asked)
+        try:
+            while True:
+                event = events.get()
+                if isinstance(event, CancelledError):
+                    return
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event.response is not None:
+                    return
+        finally:
+            cancel()
+
+    def report(self, prefilled: Prefilled, contract: ReuseContract, wanted: ReuseMode) -> ReuseReport:
+        """What was reused in a prefill, and what that saved."""
+        return build_report(
+            prefilled.plan,
+            prefilled.prompt,
+            prefilled.result,
+            mode=wanted,
+            contract=contract,
+            strategy="full" if contract.mode == "off" else self._settings.strategy,
+            num_layers=self._num_layers,
+            tiers=prefilled.ticket.tiers if prefilled.ticket is not None else {},
+            framed=self._framed(prefilled.prompt),
+            plan_s=prefilled.plan_s,
+            prefill_s=time.perf_counter() - prefilled.planned_at,
+            failed_loads=prefilled.failed_loads,
+            preloaded_bytes=prefilled.preloaded_bytes,
+            load_s=prefilled.load_s,
+            given_up_loads=prefilled.given_up_loads,
+        )
+
+    def background_report(self, prefilled: Prefilled, mode: ReuseMode) -> ReuseReport:
+        """The report of a prefill that no request waits for."""
+        return self.report(prefilled, reuse_contract(mode, None, self._settings, self._calibration), mode)
