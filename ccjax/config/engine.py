@@ -147,7 +147,7 @@ class BatchSettings(SettingsModel):
     """Most tokens computed together in prefills; longer prompts are split into pieces."""
     max_queue: int | None = Field(default=None, ge=1)
     """Most queued requests; more are refused."""
-    reorder_window: int = Field(default=32, ge=1)
+    reorder_window: int = Field(default=_SCHEDULER.reorder_window, ge=1)
     """Among this many queued requests of a user, the one with the most cached tokens per computed one goes first
     (RAGCache sec. 5.2); 1 for the order of arrival."""
     flow_share: float = Field(default=_SCHEDULER.flow_share, gt=0)

@@ -112,7 +112,7 @@ class SchedulerSettings:
     reserve_pages: int = 1
     max_queue: int = 128
     flow_share: float = 4.0
-    reorder_window: int = 1
+    reorder_window: int = 32
 
     def __post_init__(self) -> None:
         for name in (
