@@ -100,7 +100,7 @@ def hardware(name: str) -> Hardware:
     return HARDWARE[name]
 
 
-def measure_cpu() -> Hardware:
+def measure_cpu(clock: Callable[[], float] = time.perf_counter) -> Hardware:
     """The rates of this machine's CPU now in float32, with the effect of other work: products and copies of memory.
     Takes a second. Ratios are 1, since the rates are measured.
 
@@ -109,8 +109,8 @@ def measure_cpu() -> Hardware:
     left = np.full((_WIDTH, _WIDTH), 0.5, np.float32)
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.empty_like(source)
-    product_s = _best_s(lambda: left @ left)
-    copy_s = _best_s(lambda: np.copyto(target, source))
+    product_s = _best_s(lambda: left @ left, clock)
+    copy_s = _best_s(lambda: np.copyto(target, source), clock)
     rate = _COPY_BYTES / copy_s
     return Hardware(
         name="cpu",
@@ -126,11 +126,11 @@ def measure_cpu() -> Hardware:
     )
 
 
-def _best_s(run: Callable[[], object]) -> float:
+def _best_s(run: Callable[[], object], clock: Callable[[], float]) -> float:
     run()  # the first run touches the memory
     seconds = []
     for _ in range(_REPETITIONS):
-        started = time.perf_counter()
+        started = clock()
         run()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(clock() - started)
     return min(seconds)

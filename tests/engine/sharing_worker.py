@@ -2,8 +2,8 @@
 [INDEX_URL]`.
 
 Warms up on prompts of its own, prints "ready", waits for the file, answers one prompt and prints one JSON line. With
-SECONDS > 0 it prints "computing" in the middle of that answer and stays there so long; what it claims, it claims for
-as long.
+SECONDS > 0 it prints "computing" in the middle of that answer and stays there so long. What it claims, it claims for an
+hour, and it waits as long for others.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def main(url: str, start_file: str, seconds: str, index_url: str | None = None) 
             engine.generate_from_tokens(own, max_new_tokens=4)
             engine.generate_from_tokens(own, max_new_tokens=4)
         engine.cache.flush()
+        # Who computes is not timed out, and who waits does not give up, however slow the machine is.
+        sharing.claim_s = sharing.longest_shared_wait_s = lambda *_: 3600.0
         if float(seconds):
-            sharing.claim_s = lambda *_: float(seconds)
             run_layer = Pack.run_layer
 
             def slow(self: Pack) -> None:

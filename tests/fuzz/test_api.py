@@ -66,6 +66,8 @@ def send(case, url) -> int:
     return response.status_code
 
 
+# Hypothesis takes a use of `random` by the server's thread for one by the strategy.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @drawn
 @schema.parametrize()
 def test_whatever_is_sent_is_answered_or_refused(case, url):

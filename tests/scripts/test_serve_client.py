@@ -12,6 +12,7 @@ import pytest
 from scripts.benchmarks import serve_client
 from scripts.benchmarks.serve_client import closed_loop, open_loop
 from scripts.benchmarks.serve_figures import itl_s, ttft_s
+from tests.polling import wait_until
 from tests.scripts.scripted_server import Scripted, body, scripted_server
 
 TIMEOUT_S = 60.0
@@ -52,10 +53,16 @@ def test_ttft_and_itl_are_what_was_scripted(server: Scripted, monkeypatch: pytes
     assert (record.prompt_tokens, record.completion_tokens, record.computed_tokens) == (40, 5, 10.0)
 
 
+def forget_others(server: Scripted) -> None:
+    """From now on the most requests at once are the test's own, none of which an earlier test has left open."""
+    wait_until(lambda: not server.num_open)
+    server.most_at_once = 0
+
+
 def test_the_open_loop_does_not_wait_for_answers(server: Scripted) -> None:
     """None of twelve requests is answered before all of them have come."""
     times = [0.01 * number for number in range(12)]
-    server.most_at_once = 0
+    forget_others(server)
     records = open_loop(server.url, [body(n, until=12) for n in range(12)], times, TIMEOUT_S)
     assert server.most_at_once == 12 and [record.status for record in records] == ["ok"] * 12
     for record, at in zip(records, times, strict=True):
@@ -72,7 +79,7 @@ def test_latencies_count_from_the_time_that_was_planned(server: Scripted) -> Non
 
 
 def test_the_closed_loop_keeps_so_many_under_way(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.most_at_once = 0
+    forget_others(server)
     records = closed_loop(server.url, [body(n, first_s=0.01, until=3) for n in range(9)], 3, TIMEOUT_S)
     spans = [(record.sent_s, record.text_s[-1]) for record in records]  # the server hears of an end a little later
     assert max(sum(first <= sent_s < last for first, last in spans) for sent_s, _ in spans) == 3

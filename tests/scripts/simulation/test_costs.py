@@ -1,6 +1,7 @@
 """Costs against numbers worked by hand from the data sheets."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -8,7 +9,7 @@ from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, Llam
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.runner.memory import num_parameters
 from scripts.simulation.costs import GridCosts, RooflineCosts, SimulatedPiece, overlapped_s
-from scripts.simulation.hardware import HARDWARE, Hardware, hardware
+from scripts.simulation.hardware import HARDWARE, Hardware, hardware, measure_cpu
 
 # One layer of width 8, one head of 8, MLP 16, vocabulary 32: 4 x 64 attention weights, 384 of the MLP, 256 of the head.
 TINY = LlamaConfig(32, 8, 1, 1, 1, 8, 16)
@@ -114,5 +115,11 @@ def test_hardware_is_named_and_checked():
 
 
 def test_this_cpu_is_measured():
-    found = hardware("cpu")
-    assert 1e9 < found.flops_per_s < 1e14 and 1e8 < found.memory_bytes_per_s < 1e13
+    # Readings of the clock: after one that does not count, four runs each, of which the shortest takes half a second.
+    spans = iter([3.0, 0.5, 2.0, 4.0] * 2)
+    readings = iter([moment for span in spans for moment in (10.0, 10.0 + span)])
+    found = measure_cpu(lambda: next(readings))
+    assert found.flops_per_s == 2 * 1536**3 / 0.5
+    assert (found.host_bytes_per_s, found.memory_bytes_per_s) == (2**28 / 0.5, 2 * 2**28 / 0.5)
+    real = hardware("cpu")
+    assert 0.0 < real.flops_per_s < math.inf and 0.0 < real.memory_bytes_per_s < math.inf
