@@ -1,4 +1,4 @@
-"""Llama in plain NumPy, float64, after the papers and Meta's published code. Imports nothing of this repository.
+"""Llama in plain NumPy, float64, after the papers and Meta's published code. Imports nothing of the product.
 
 Rotation is complex multiplication and attention is one loop over heads, on purpose unlike the code under test.
 """
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from scripts.gpucheck.rotation import rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +45,6 @@ def rope_frequencies(config: Mapping[str, Any]) -> np.ndarray:
                 frequency = (1 - smooth) * frequency / factor + smooth * frequency
         frequencies.append(frequency)
     return np.array(frequencies)
-
-
-def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """`x` [T, A, H] with each pair (x[i], x[i + H/2]) turned by position * frequency."""
-    half = x.shape[-1] // 2
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.multiply.outer(positions, frequencies))[:, None, :]
-    return np.concatenate([turned.real, turned.imag], -1)
 
 
 def head_size(config: Mapping[str, Any]) -> int:

@@ -16,11 +16,10 @@ _SIMULATOR = ("cache", "costs", "hardware", "outcome", "replica", "run", "sizing
 # Package -> our packages that it may import besides itself; the longest matching name counts.
 ALLOWED = {
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
-    # Runs the kernels' test cases, and a small engine, on a GPU.
+    # Runs cases of the kernels, which the tests share, and a small engine on a GPU.
     "scripts.gpucheck": {
         "ccjax.kernels",
         "scripts",
-        "tests",
         "ccjax.engine",
         "ccjax.loading",
         "ccjax.config",

@@ -3,7 +3,6 @@ nothing; knows no request, no text and no answer."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import weakref
@@ -14,6 +13,7 @@ import numpy as np
 
 from ccjax.cache.capture import ReadLayers, capture_variants, context_deviations
 from ccjax.cache.contexts import LayerLoader, Pool
+from ccjax.cache.documents.unprepared import UnpreparedPassages
 from ccjax.cache.load_plan import LoadPlanner
 from ccjax.cache.rates import Rates
 from ccjax.cache.reads import LoadFailedError, Patience
@@ -36,7 +36,6 @@ from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
-_MOST_NOTED = 1000
 KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
 
 
@@ -69,8 +68,7 @@ class CachedPrefill:
       read_only: nothing is kept of what is computed.
       settings: how prompts are planned whose request asks for nothing else.
       loads: what loading takes.
-      reused_out_of_context: passages that were reused behind others though fewer than `IN_CONTEXT` passages had stood
-        before them, each in a prompt of its own; the last 1,000.
+      unprepared: passages that idle time should compute behind the frame.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class CachedPrefill:
         self._loading = config.loading
         self.loads = LoadPlanner(store, rates, model.config.num_layers)
         self._loaders: list[weakref.ref[LayerLoader]] = []
-        self.reused_out_of_context: collections.OrderedDict[ChunkId, Prompt] = collections.OrderedDict()
+        self.unprepared = UnpreparedPassages()
 
     @property
     def is_reading(self) -> bool:
@@ -189,7 +187,7 @@ class CachedPrefill:
                 ]
             )
             if not self.read_only:
-                self._note_out_of_context(prefilled.prompt, plan)
+                self._note_unprepared(prefilled.prompt, plan)
                 self._variants.documents.learn(prefilled.prompt.chunks)
                 self._capture(prefilled, only_replacing=False)
         except Exception:
@@ -273,17 +271,17 @@ class CachedPrefill:
                 count += 1
         return count
 
-    def _note_out_of_context(self, prompt: Prompt, plan: PrefillPlan) -> None:
+    def _note_unprepared(self, prompt: Prompt, plan: PrefillPlan) -> None:
+        """Notes the passages that were computed, and those that were reused behind others though fewer than
+        `IN_CONTEXT` passages had stood before them."""
         first = int(prompt.has_system)
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks[first:]})
         for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
             used = [one for one in known.get(chunk.chunk_id, ()) if one.variant_id == segment.variant_id]
-            if segment.fidelity == "approx" and used and used[0].passages_before < IN_CONTEXT:
-                own = Prompt((*prompt.chunks[:first], chunk), prompt.has_system, chunk.token_ids[-1:], 1)
-                self.reused_out_of_context[chunk.chunk_id] = own
-                self.reused_out_of_context.move_to_end(chunk.chunk_id)
-                if len(self.reused_out_of_context) > _MOST_NOTED:
-                    self.reused_out_of_context.popitem(last=False)
+            was_reused = segment.fidelity == "approx" and bool(used) and used[0].passages_before < IN_CONTEXT
+            if was_reused or segment.variant_id is None:
+                alone = Prompt((*prompt.chunks[:first], chunk), prompt.has_system, chunk.token_ids[-1:], 1)
+                self.unprepared.note(alone, was_reused=was_reused)
 
     def _describe(self, plan: PrefillPlan) -> None:
         num_new = len(computed_offsets(plan))

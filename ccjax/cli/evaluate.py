@@ -118,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     text = (
         "what was computed before: empty (nothing), alone (each passage), prepared (each as servers do it: alone and "
     )
-    text += "behind the frame), seen (an earlier prompt with the passages in the reverse order); default: all four"
+    text += "behind the frame), seen (an earlier prompt with the passages in the reverse order), idle (the same, and "
+    text += "then the server had time to prepare its passages); default: all"
     parser.add_argument("--cached", nargs="+", choices=STATES, default=STATES, metavar="STATE", help=text)
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=DEFAULT_RATIOS, help="shares to recompute, for ways without one"

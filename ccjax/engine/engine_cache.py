@@ -23,6 +23,9 @@ from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK, HOST, TierUsage
 from ccjax.types import ChunkId
 
+NEARLY_FULL = 0.8
+"""Share of the last tier's budget beyond which nothing is prepared that no request reused."""
+
 
 class EngineCache:
     """All that an engine keeps of computed chunks: usage, upkeep, checks, snapshots. Thread-safe."""
@@ -82,8 +85,9 @@ class EngineCache:
         return None if self._store.change_feed is None else self._store.change_feed.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: prepares one passage behind the frame that was reused though it had been computed alone, or
-        behind too little; or computes one approximate variant anew and puts the exact one in its place.
+        """Uses idle time: computes one passage behind the frame, of those that requests computed or reused out of
+        context; or computes one approximate variant anew and puts the exact one in its place. Once the last tier is
+        nearly full, passages that no request reused are left out.
 
         An approximate variant is what a repaired chunk was stored as; exact ones can be reused behind their prefix in
         every mode, and no error builds up on them.
@@ -100,7 +104,7 @@ class EngineCache:
         """
         if self._config.read_only or self._config.strategy == "full":
             return False
-        if self._documents.prepare_one(is_cancelled):
+        if self._documents.prepare_one(is_cancelled, only_reused=self.capacity_used > NEARLY_FULL):
             self._maintenance.count(prepared=1)
             return True
         return self._maintenance.repair_one(is_cancelled)

@@ -24,7 +24,7 @@ class MaintenanceCounts:
     Attributes:
       repaired: approximate variants, and lossy copies that stood before them, that exact ones took the place of.
       repair_failed: approximate variants that could not be computed anew; they stay.
-      prepared: passages that were computed behind the frame, after they had been reused as computed alone or nearly so.
+      prepared: passages that requests had computed, or reused out of context, and that were then prepared.
       adopted, vanished: variants that other processes stored in, or took out of, the same store.
     """
 

@@ -11,17 +11,19 @@ if TYPE_CHECKING:
     from ccjax.engine import EngineConfig
     from ccjax.loading.model import LoadedModel
 
-State = Literal["empty", "alone", "prepared", "seen"]
+State = Literal["empty", "alone", "prepared", "seen", "idle"]
 """Nothing is stored; each passage was computed directly behind the instructions; also behind the frame, as
-`Engine.documents.warm` does by default; or an earlier prompt had the same passages in the reverse order."""
-STATES: tuple[State, ...] = ("empty", "alone", "prepared", "seen")
+`Engine.documents.warm` does by default; an earlier prompt had the same passages in the reverse order; or it had, and
+then the engine did all its work for idle time."""
+STATES: tuple[State, ...] = ("empty", "alone", "prepared", "seen", "idle")
+_AFTER_PROMPTS = ("seen", "idle")
 
 
 def steps(state: State, prompts: Sequence[Sequence[Document]]) -> list[Sequence[Document]]:
     """Passages or prompts to compute, in order, before these prompts are asked."""
     if state == "empty":
         return []
-    if state == "seen":
+    if state in _AFTER_PROMPTS:
         # Reversed, so that no passage follows one that it followed before.
         return [prompt[::-1] for prompt in prompts]
     return [[passage] for passage in dict.fromkeys(passage for prompt in prompts for passage in prompt)]
@@ -37,17 +39,19 @@ def fill(
     """Brings the store of `config` into a state.
 
     Args:
-      config: its frame is that of "prepared"; other states have none.
+      config: its frame is that of "prepared" and "idle"; other states have none.
       prompts: the passages of each, in prompt order.
       tick: called after each of `steps`.
     """
     from ccjax.engine import Engine
 
-    frame = config.frame if state == "prepared" else "none"
+    frame = config.frame if state in ("prepared", "idle") else "none"
     with Engine(model, config.replace(frame=frame)) as engine:
         for documents in steps(state, prompts):
-            if state == "seen":
+            if state in _AFTER_PROMPTS:
                 engine.generate("?", documents, max_new_tokens=1, reuse="exact")
             else:
                 engine.documents.warm(documents)
             tick()
+        while state == "idle" and engine.cache.repair_one():
+            pass

@@ -19,6 +19,7 @@ _STATES = {
     "alone": "passages computed alone",
     "prepared": "passages prepared",
     "seen": "an earlier prompt seen",
+    "idle": "an earlier prompt seen, then idle time",
 }
 
 

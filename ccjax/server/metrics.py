@@ -38,7 +38,7 @@ _ORDER_COUNTERS = {
 _MAINTENANCE_COUNTERS = {
     "repaired": "Approximate variants replaced by exact ones in idle time",
     "repair_failed": "Approximate variants that could not be repaired",
-    "prepared": "Passages computed behind the frame in idle time, for lack of KV computed behind other text",
+    "prepared": "Passages that requests brought, computed behind the frame in idle time",
     "adopted": "Variants that another process stored in the same store",
     "vanished": "Variants that another process removed from the same store",
 }

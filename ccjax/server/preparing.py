@@ -13,14 +13,12 @@ import threading
 from collections.abc import Callable
 
 from ccjax.engine import Engine, Warming
+from ccjax.engine.engine_cache import NEARLY_FULL
 from ccjax.errors import RequestError
 from ccjax.retrieval import Retriever
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
-
-_MOST_USED = 0.8
-"""Share of the last tier's budget beyond which no more passages are prepared."""
 
 
 class DocumentPreparation:
@@ -82,7 +80,7 @@ class DocumentPreparation:
 
     def _next(self) -> Warming | None:
         while True:
-            if self._engine.cache.capacity_used > _MOST_USED and self.num_documents_left:
+            if self._engine.cache.capacity_used > NEARLY_FULL and self.num_documents_left:
                 self._report(f"{self.num_documents_left} documents stay unprepared, since the cache is nearly full")
                 with self._lock:
                     self._documents.clear()

@@ -17,9 +17,9 @@ import numpy as np
 
 from ccjax.kernels.attention import api, attention
 from scripts.gpucheck import serving_case
+from scripts.gpucheck.attention_cases import UNUSED, Case, frequencies, packed, worst
 from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.serving_case import ServingCase
-from tests.pallas_kernels.cases import UNUSED, Case, frequencies, packed, worst
 
 SUITE = "attention_numerics"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}

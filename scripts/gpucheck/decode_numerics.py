@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ccjax.kernels.decode import decode_attention
+from scripts.gpucheck.attention_cases import worst
+from scripts.gpucheck.decode_cases import MUTANTS, TOLERANCE, Case
 from scripts.gpucheck.record import CheckRecord, table
-from tests.pallas_kernels.cases import worst
-from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case
 
 SUITE = "decode_numerics"
 IMPLEMENTATIONS = ("triton", "xla", "reference")

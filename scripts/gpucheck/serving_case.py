@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tests.oracles import rotate
-from tests.pallas_kernels.cases import UNUSED, Case, oracle
+from scripts.gpucheck.attention_cases import UNUSED, Case, oracle
+from scripts.gpucheck.rotation import rotate
 
 TOLERANCE = 3e-2
 """Largest `relative_error` in bfloat16; measured on a CPU 0.003, and 0.015 where the call rotates the keys."""

@@ -9,6 +9,7 @@ import pytest
 
 from ccjax.cache.capture import capture_variants, context_deviations
 from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.engine_cache import EngineCache
 from ccjax.errors import ConfigError
 from ccjax.loading.model import load_model
 from tests.engine.helpers import TinyModel, draw_segments, permuted, run_plan
@@ -130,15 +131,41 @@ def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_
         assert [one.status for one in engine.documents.warm(documents(3))] == ["present"] * 3
 
 
+def test_passages_of_requests_are_prepared_in_idle_time_the_reused_ones_first(demo, monkeypatch):
+    anna, bob, carla = documents(3)
+    with Engine(demo, EngineConfig(strategy="auto")) as engine:
+        for asked in ([carla], [anna], [bob], [anna, bob]):
+            engine.generate("Who sings?", asked, max_new_tokens=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineCache, "capacity_used", 0.81)
+            assert engine.cache.repair_one() and engine.cache.maintenance_counts.prepared == 1
+            assert framed(engine) == {"1"}, "Bob was reused as the first passage's KV, behind Anna"
+            while engine.cache.repair_one():
+                pass
+            assert framed(engine) == {"1"}, "the others were computed only, and the cache is nearly full"
+        while engine.cache.repair_one():
+            pass
+        assert framed(engine) == {"0", "1", "2"} and engine.cache.maintenance_counts.prepared == 3
+        assert not engine.cache.repair_one() and not engine._store._pins
+
+
+def framed(engine):
+    """The documents with a variant behind the frame that was compared."""
+    frame = tuple(chunk.chunk_id for chunk in engine.documents.frame.chunks(""))
+    own = {meta.chunk_id for meta in engine._variants if meta.prefix_ids[1:] == frame and meta.token_deviations}
+    named = {document["id"]: engine.documents.passage_chunks([document])[0] for document in documents(3)}
+    return {name for name, chunk in named.items() if chunk.chunk_id in own}
+
+
 @pytest.mark.parametrize("erased", ["never", "before", "meanwhile"])
 def test_what_is_erased_is_not_prepared_afterwards(demo, erased, monkeypatch):
     anna, bob = documents(2)
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         for asked in ([anna], [bob], [anna, bob]):
             engine.generate("Who sings?", asked, max_new_tokens=1)
-        noted, run = engine._prefill.reused_out_of_context, engine._background.run
+        noted, run = engine._prefill.unprepared, engine._background.run
         (chunk,) = engine.documents.passage_chunks([bob])
-        assert set(noted) == {chunk.chunk_id}
+        assert len(noted) == 2
 
         def erase_first(*args, **kwargs):
             monkeypatch.undo()
@@ -147,7 +174,7 @@ def test_what_is_erased_is_not_prepared_afterwards(demo, erased, monkeypatch):
 
         if erased == "before":
             engine.documents.erase("1")
-            assert not noted
+            assert len(noted) == 1
         elif erased == "meanwhile":
             monkeypatch.setattr(engine.documents._documents, "_run_prefill", erase_first)
         while engine.cache.repair_one():

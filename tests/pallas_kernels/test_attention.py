@@ -11,7 +11,16 @@ import pytest
 from ccjax.kernels.attention import attention, xla
 from ccjax.kernels.attention.xla import _block
 from ccjax.kernels.rope import rotation_rows
-from tests.pallas_kernels.cases import IMPLEMENTATIONS, KERNELS, TOLERANCE, UNUSED, Case, frequencies, packed, worst
+from scripts.gpucheck.attention_cases import (
+    IMPLEMENTATIONS,
+    KERNELS,
+    TOLERANCE,
+    UNUSED,
+    Case,
+    frequencies,
+    packed,
+    worst,
+)
 
 LONG = dict(heads=8, kv_heads=1, head_dim=64, queries=130, slots=300, used=290)
 SHAPES = [

@@ -13,8 +13,8 @@ from ccjax.kernels.decode import decode_attention, mosaic_tpu, page_rotation
 from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
 from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
 from ccjax.kernels.decode.pages import PageRotation
-from tests.pallas_kernels.cases import worst
-from tests.pallas_kernels.decode_cases import MUTANTS, TOLERANCE, Case, jitted
+from scripts.gpucheck.attention_cases import worst
+from scripts.gpucheck.decode_cases import MUTANTS, TOLERANCE, Case, jitted
 
 IMPLEMENTATIONS = ["reference", "xla", "triton_interpret", "mosaic_tpu_interpret"]
 

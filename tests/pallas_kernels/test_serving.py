@@ -8,9 +8,9 @@ import pytest
 
 from ccjax.runner.device_model import DeviceModel
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from scripts.gpucheck.attention_cases import KERNELS
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_plan, run_reusing
 from tests.oracles import llama_forward
-from tests.pallas_kernels.cases import KERNELS
 
 MODEL = TinyModel(num_hidden_layers=2, num_attention_heads=4, head_dim=32)
 LENGTHS = [41, 20, 9]

@@ -31,12 +31,12 @@ from scripts.gpucheck.attention_candidates import (
     visible_pairs,
     work,
 )
+from scripts.gpucheck.attention_cases import UNUSED, packed
 from scripts.gpucheck.attention_numerics import Problem
 from scripts.gpucheck.record import CheckRecord, table
 from scripts.gpucheck.serving_case import TOLERANCE, ServingCase
 from scripts.gpucheck.timing import Timed, interleaved, ratio, timed_jax
 from tests.engine import few_shapes as sizes
-from tests.pallas_kernels.cases import UNUSED, packed
 
 
 @pytest.fixture(scope="module")

@@ -140,15 +140,11 @@ def test_nothing_is_prepared_if_disabled_or_read_only(start_server) -> None:
             assert server.engine.cache.num_variants == 0
 
 
-def test_a_passage_that_was_first_in_a_prompt_is_prepared_in_idle_time(start_server, frame) -> None:
+def test_passages_of_a_request_are_prepared_in_idle_time(start_server, frame) -> None:
+    """All of them, whether they stood first, behind one passage or behind several."""
     with start_server(ServerSettings(), frame=str(frame)) as server:
-        anna, bob, carla, *_ = PASSAGES
-        ask(server, [anna])
-        assert not ask(server, [bob, anna])[1]["framed"]
-
-        def prepared() -> bool:
-            lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
-            return "ccjax_variants_prepared_total 1.0" in lines
-
-        wait_until(prepared)
-        assert ask(server, [carla, anna])[1]["framed"]
+        ask(server, PASSAGES[:3])
+        wait_until(lambda: metric(server, "ccjax_variants_prepared_total") == 3)
+        first, *others = parts = ask(server, PASSAGES[2::-1])
+        assert first["exact"] and not first["framed"] and share(parts, "computed") == 0.0
+        assert all(one["framed"] and not one["exact"] for one in others)

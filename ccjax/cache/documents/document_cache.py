@@ -243,34 +243,43 @@ class DocumentCache:
         self._run_prefill(prompt, "exact", keep, is_urgent=warming.is_urgent, is_cancelled=is_cancelled)
         return num_computed
 
-    def prepare_one(self, is_cancelled: IsCancelled | None) -> bool:
-        """Computes the passage behind the frame that was last reused out of context; False where there is none, the
-        engine is in use, or `is_cancelled` returned True first."""
+    def prepare_one(self, is_cancelled: IsCancelled | None, *, only_reused: bool) -> bool:
+        """Computes the next of `CachedPrefill.unprepared` as `Engine.documents.warm` does; False if there is none, the
+        engine is in use, or `is_cancelled` returned True first.
+
+        Args:
+          only_reused: leave out passages that no request reused.
+        """
         with self._exclusive(wait=False) as is_ours:
-            found = self._next_to_prepare() if is_ours else None
+            found = self._next_to_prepare(only_reused) if is_ours else None
         if found is None:
             return False
-        alone, warming = found
+        alone, was_reused, warming = found
         try:
-            self.compute(warming, is_cancelled)
+            while not warming.is_finished:
+                self.compute(warming, is_cancelled)
+                with self._exclusive():
+                    self.pass_over(warming, "computed")
         except PrefillCancelledError:
             with self._exclusive():
                 if not self._erasures_of(warming.next_prompt) - warming._erasures:
-                    self._prefill.reused_out_of_context[alone.chunks[-1].chunk_id] = alone
+                    self._prefill.unprepared.note(alone, was_reused=was_reused)
             return False
         return True
 
-    def _next_to_prepare(self) -> tuple[Prompt, Warming] | None:
-        """The prompt of a passage that was reused out of context, and the warming of it behind the frame."""
-        waiting = self._prefill.reused_out_of_context
-        while waiting:
-            _, alone = waiting.popitem()
+    def _next_to_prepare(self, only_reused: bool) -> tuple[Prompt, bool, Warming] | None:
+        """A passage as `UnpreparedPassages.pop` returns it, and the warming of those of its variants that are not held.
+        It counts as erased if it is from now on, whichever of them is being computed then."""
+        while found := self._prefill.unprepared.pop(only_reused=only_reused):
+            alone, was_reused = found
             framed = self.frame.around(alone)
             if framed is None or framed.num_tokens > self._max_model_len:
                 continue
-            warming = Warming([Document("")], [(framed,)], compares=True)
-            if self.needs_computing(warming):
-                return alone, warming
+            missing = [prompt for prompt in (alone, framed) if self.held_id(prompt) is None]
+            if missing:
+                warming = Warming([Document("")], [missing], compares=True)
+                warming._erasures = self._erasures_of(framed)
+                return alone, was_reused, warming
         return None
 
     def pass_over(self, warming: Warming, status: WarmStatus) -> None:
@@ -357,7 +366,7 @@ class DocumentCache:
         """Applies what `fetch` returned: drops what other processes erased from every tier, memory included."""
         if self.registry.apply_changes(added, removed):
             self._variants.discard_erased()
-            self._drop_noted()
+            self._drop_unprepared()
 
     def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
         """What is cached, by document and version. Reads the records of their variants that no request asked for yet.
@@ -422,7 +431,7 @@ class DocumentCache:
     def _carry_out(self, erasure: Erasure) -> tuple[int, dict[str, int], tuple[str, ...]]:
         """Deletes what an erasure takes: number of variants, their bytes by tier, and what could not be deleted. Such
         as were not looked into before the erasure began are deleted and not counted."""
-        self._drop_noted()
+        self._drop_unprepared()
         held = [meta for meta in self._variants if erasure.takes(meta.chunk_id, self._variants.origin(meta))]
         num_bytes = dict.fromkeys(self._store.usage(), 0)
         for meta in held:
@@ -440,12 +449,9 @@ class DocumentCache:
         self._variants.save_hints()
         return len(held), num_bytes, remaining
 
-    def _drop_noted(self) -> None:
+    def _drop_unprepared(self) -> None:
         """Forgets the erased ones of the passages that `prepare_one` would compute."""
-        noted = self._prefill.reused_out_of_context
-        for chunk_id in tuple(noted):
-            if self.registry.is_erased(chunk_id, Origin(frozenset({chunk_id}))):
-                del noted[chunk_id]
+        self._prefill.unprepared.drop(lambda one: self.registry.is_erased(one, Origin(frozenset({one}))))
 
     def _erase(self, erasure: Erasure, condemned: set[str]) -> tuple[str, ...]:
         """Deletes these variants, and what more of the erasure's it finds on disk: others write until they have heard

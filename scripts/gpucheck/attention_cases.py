@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.attention import attention
-from tests.oracles import rotate
+from scripts.gpucheck.rotation import rotate
 
 UNUSED = np.iinfo(np.int32).max
 TOLERANCE = {"float32": 3e-6, "bfloat16": 3e-2}
