@@ -78,7 +78,7 @@ class EngineCache:
 
     @property
     def change_feed_counts(self) -> ChangeFeedCounts | None:
-        """The state of the shared index and the traffic of its change feed; None without a shared index."""
+        """Whether the shared index answers, and how many changes were applied from it; None without a shared index."""
         return None if self._store.change_feed is None else self._store.change_feed.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:

@@ -197,7 +197,8 @@ class EngineDocuments:
             self._documents.registry.learn(chunks)
 
     def prune(self, keep: Collection[ChunkId]) -> Pruned:
-        """Removes the variants of all passages not in `keep` (`ccjax.cache.documents.pruning`).
+        """Removes the variants of all indexed passages that are neither pinned nor in `keep`, and all variants whose
+        computation attended to one (`ccjax.cache.documents.pruning`).
 
         Raises:
           ReadOnlyError: as `warm`.
