@@ -228,7 +228,7 @@ class Pack:
         )
 
     def _slots_to_load(self, job: PrefillJob, num_slots: int) -> np.ndarray:
-        """For each slot of a job's context, the pool slot that its loaded row is written to; `num_slots` for none."""
+        """For each slot of a job's context, the pool slot that its loaded row is written to, or `pool.num_slots`."""
         from_pages, slots = job.pages.slots, np.full(num_slots, self._pool.num_slots, np.int32)
         for index, segment in enumerate(job.plan.segments):
             if segment.action == "reuse" and index not in job.pages.shared:
