@@ -38,8 +38,8 @@ class Drawn:
 
 
 def seed_of(seed: int, answer: int) -> int:
-    """The seed of one of the answers to a prompt: the request's own for the first, a hash for the others. With adjacent
-    seeds, the second answer of one request would equal the first answer of another."""
+    """The seed of one of the answers to a prompt: the request's own for the first, a hash for the others. If it were
+    `seed + answer`, the second answer of one request would equal the first of the request with the next seed."""
     if not answer:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{answer}".encode()).digest()[:8], "big")
