@@ -14,7 +14,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class Compilations:
-    """Counts the executables created since this object was; it lives as long as the process.
+    """Counts the executables created in this process; lives as long as the process.
 
     JAX does not guarantee the names of its events, so a test compiles a function and checks the count.
     """
