@@ -1,6 +1,4 @@
-"""Turns requests into answers and reuse reports: start-up, the batch loop over cache and runner, and the work for idle
-time.
-"""
+"""Turns requests into answers and reuse reports: start-up, the batch loop over cache and runner, idle-time work."""
 
 from ccjax.cache.documents.document_cache import CachedDocument, Removal, WarmedDocument, Warming
 from ccjax.cache.documents.registry import Pin

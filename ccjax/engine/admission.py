@@ -1,5 +1,5 @@
-"""One request's way to a prefill: a plan, the KV that it reuses, another plan where some of that cannot be had. Knows
-no other request, no page and no step."""
+"""Prepares the prefill of one request: plans it, pins and loads the KV it reuses, and plans again if some of that KV is
+unavailable."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 
 
 class Admission:
-    """Not thread-safe. `settle`, `agree` and `open`, `load`, then `prefilled`; `close` at the end, whatever happened.
+    """The plan and the loads of one prefill. Not thread-safe.
+
+    Call `settle`, `agree`, `open`, `load`, then `prefilled`, in this order; always call `close` at the end.
 
     Attributes:
-      plan: of the last `settle`; None before.
+      plan: the current plan; None before the first `settle`.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Admission:
     ) -> None:
         """
         Args:
-          settings: to plan by; None for the engine's own.
-          is_shared: agree with other processes on the store who computes what (`ccjax.cache.shared.prefill`).
-          is_cancelled: ends waits for loads, with PrefillCancelledError, when it returns True.
-          on_load: of `LayerLoader`, its `on_layer`.
+          settings: planner settings; None for the engine's own.
+          is_shared: coordinate with other processes on the store which of them computes what
+            (`ccjax.cache.shared.prefill`).
+          is_cancelled: when it returns True, waiting for loads ends with PrefillCancelledError.
+          on_load: the `on_layer` of the `LayerLoader`.
         """
         self._is_cancelled = is_cancelled
         self._on_load = on_load
@@ -63,22 +66,22 @@ class Admission:
 
     @property
     def settings(self) -> PlannerSettings:
-        """What it plans by."""
+        """The planner settings."""
         return self._settings
 
     @property
     def collects(self) -> bool:
-        """True if what is computed should be kept."""
+        """True if the computed KV should be stored."""
         return self.mode != "off" and not self._prefill.read_only
 
     @property
     def on_device(self) -> frozenset[VariantId]:
-        """The variants of the plan that are on the device; `open` comes first."""
+        """The variants of the plan that are on the device; empty before `open`."""
         tiers = {} if self._ticket is None else self._ticket.tiers
         return frozenset(VariantId(key) for key, tier in tiers.items() if tier == DEVICE)
 
     def settle(self) -> PrefillPlan:
-        """The plan as things are now, without what failed before."""
+        """Plans with the variants available now, except those that failed before, and returns the plan."""
         started = time.perf_counter()
         if self.mode == "off":
             self.plan = self._prefill.plan(self.prompt, self.mode, {})
@@ -92,8 +95,11 @@ class Admission:
         return self.plan
 
     def agree(self) -> bool:
-        """Tells other processes what the plan computes; that may need another plan first. False where some of it is
-        better waited for, until `look` is True: then `settle` and `agree` again."""
+        """Claims what the plan computes, so that other processes need not; plans again if new variants have appeared.
+
+        Returns False if it is better to wait for what another process computes: wait until `look` returns True, then
+        call `settle` and `agree` again.
+        """
         assert self.plan is not None
         while self._shared is not None:
             agreement = self._shared.settle(self.plan, self._usable())
@@ -103,11 +109,12 @@ class Admission:
         return True
 
     def look(self) -> bool:
-        """True once what other processes compute is not waited for any more."""
+        """True once there is nothing left to wait for from other processes."""
         return self._shared is None or self._shared.look()
 
     def open(self) -> PrefillPlan:
-        """Pins what the plan reuses, `agree` comes first; that may need another plan, which comes back."""
+        """Pins what the plan reuses, after `agree`. Plans again if a variant is no longer available as planned; returns
+        the plan that is pinned."""
         assert self.plan is not None
         while self.mode != "off":
             loads = self._prefill.loads
@@ -116,14 +123,14 @@ class Admission:
             self._ticket = self._prefill.pin(self.plan)
             if not self._ticket.missing and self._prefill.is_as_planned(self._ticket, self.plan):
                 break
-            # Since it was planned an exact copy went, or all of one.
+            # Since planning, the exact copy of a variant, or all of its copies, disappeared.
             self._lossy.update(self._ticket.lossy)
             missing = {VariantId(key): ShardNotFoundError("no tier holds it any more") for key in self._ticket.missing}
             self.fail(LoadFailedError(missing))
         return self.plan
 
     def load(self, shared: frozenset[int]) -> LayerLoader | None:
-        """The source of all that the plan reuses besides the segments in `shared`, reading already; or None."""
+        """Starts loading all that the plan reuses except the segments in `shared`; None if nothing is to be loaded."""
         assert self.plan is not None
         wanted = {
             segment.variant_id: segment.num_tokens
@@ -145,16 +152,16 @@ class Admission:
         return self._loader.__enter__()
 
     def fail(self, error: LoadFailedError) -> None:
-        """What `error` names cannot be read; unpins, and plans without it."""
+        """Unpins, and plans again without the variants that `error` names, which cannot be read."""
         waited_s = 0.0 if self._loader is None else self._loader.waited_s
-        self.close(ok=bool(waited_s))  # what was read whole and sound may stay in memory
+        self.close(ok=bool(waited_s))  # what was read completely and without errors may stay in memory
         self._failed.update(error.causes)
         self._waited_s += waited_s
         self._prefill.leave_out(error, waited_s)
         self.settle()
 
     def prefilled(self, outcome: PrefillOutcome) -> Prefilled:
-        """What report and capture need of a prefill that is through. Reading is over; what it reused stays pinned."""
+        """Returns what report and capture need of a finished prefill. Ends loading; what was reused stays pinned."""
         assert self.plan is not None
         if self._loader is not None:
             self._loader.__exit__()
@@ -178,7 +185,7 @@ class Admission:
         )
 
     def close(self, *, ok: bool = True) -> None:
-        """Ends reading, and unpins: with `ok`, what was read may move into a faster tier. May be repeated."""
+        """Ends loading and unpins; with `ok`, what was read may be promoted to a faster tier. May be repeated."""
         if self._loader is not None:
             self._loader.__exit__()
             self._loader = None
@@ -187,7 +194,7 @@ class Admission:
             self._prefill.unpin(ticket, ok=ok)
 
     def release(self) -> None:
-        """Gives up what this process said it computes. May be repeated."""
+        """Releases the claims of this process on what it computes. May be repeated."""
         if self._shared is not None:
             self._shared.release()
             self._shared = None

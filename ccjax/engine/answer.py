@@ -1,4 +1,4 @@
-"""The answer under construction: turns tokens into text, stops."""
+"""Builds an answer token by token: decodes the text and checks the stop conditions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answer:
     ) -> None:
         """
         Args:
-          index: which of the answers to its prompt it is.
+          index: its index among the answers to the prompt.
         """
         self._index = index
         self._sampling = sampling
@@ -42,16 +42,16 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens drawn so far, the end-of-turn token left out."""
+        """Number of tokens sampled so far, without the end-of-turn token."""
         return len(self._token_ids)
 
     @property
     def last_token(self) -> int:
-        """The token drawn last."""
+        """The last sampled token, unless it was the end-of-turn token."""
         return self._token_ids[-1]
 
     def push(self, drawn: Drawn) -> Delta:
-        """Adds a token; the delta holds the text it completes, without any of a stop string."""
+        """Adds a token; the returned delta has the text it completes, without any part of a stop string."""
         token_id = drawn.token_id
         if drawn.logits is not None:
             self._first_logits = drawn.logits
@@ -70,7 +70,8 @@ class Answer:
         return self._delta(text, (token_id,), logprobs)
 
     def finish(self, last: Delta) -> tuple[Delta, Choice]:
-        """The last delta, with text still held back, and the whole answer. `last` is what the last `push` gave."""
+        """Returns the last delta, with the text still held back, and the complete answer. `last` is the delta that the
+        last `push` returned."""
         tail = ""
         if self._decoder is not None and self._stops.matched is None:
             tail = self._stops.push(self._decoder.flush()) + self._stops.flush()

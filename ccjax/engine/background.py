@@ -1,4 +1,4 @@
-"""Prefills that no client waits for: requests of the lowest priority in the batch loop."""
+"""Background prefills: requests of the lowest priority in the batch loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.types import ReuseMode, ReuseReport
 
 PRIORITY = MOST_PRIORITY + 1
-"""Behind every request that a client can send."""
+"""A lower priority than any that a client can request."""
 
 _QUEUE_LOOK_S = 0.05
 
 
 class BackgroundPrefills:
-    """Runs prefills for warming, preparing, repair and shadow checks. Thread-safe; each call waits for its prefill, so
-    none may come from the batch loop's thread or while the loop is paused."""
+    """Runs prefills for warming, preparing, repair and shadow checks. Thread-safe. Each call waits for its prefill, so
+    it must not be made on the batch loop's thread or while the loop is paused."""
 
     def __init__(
         self, loop: BatchLoop, prefill: CachedPrefill, report: Callable[[Prefilled, ReuseMode], ReuseReport]
@@ -49,15 +49,15 @@ class BackgroundPrefills:
         """Prefills a prompt.
 
         Args:
-          keep: called on the batch loop's thread when the prefill is through, while what it reused is pinned.
-          num_logits: `Response.prompt_logits` is to have the logits of the last so many tokens.
-          is_urgent: wait like the requests of clients, in the order of arrival, instead of behind all of them.
-          is_cancelled: asked between layers, and while the queue is full.
+          keep: called on the batch loop's thread when the prefill is complete, while what it reused is pinned.
+          num_logits: number of last tokens whose logits `Response.prompt_logits` contains.
+          is_urgent: queue it like a client's request, by arrival, instead of after all of them.
+          is_cancelled: called between layers, and while the queue is full.
 
         Raises:
           PrefillCancelledError: `is_cancelled` returned True; `keep` was not called.
           RuntimeError: the engine is closed.
-          Exception: whatever `keep` raised, or made the prefill fail.
+          Exception: what `keep` raised, or what made the prefill fail.
         """
         asked = is_cancelled or (lambda: False)
         sampling = SamplingParams(max_new_tokens=1, prompt_logits=num_logits)
@@ -67,7 +67,7 @@ class BackgroundPrefills:
         def kept(prefilled: Prefilled) -> None:
             try:
                 keep(prefilled)
-            except Exception as error:  # for the caller; the loop goes on
+            except Exception as error:  # raised to the caller below; the loop continues
                 failures.append(error)
 
         answers = SequenceGroup(

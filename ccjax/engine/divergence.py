@@ -1,4 +1,4 @@
-"""How far one distribution over tokens is from another."""
+"""The divergence between two distributions over tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def kl_divergence(full: np.ndarray, other: np.ndarray) -> float:
     """KL(full || other) in nats between the softmax distributions of two rows of logits [V]; 0 for equal ones.
 
     Raises:
-      ValueError: they are not two rows of one length.
+      ValueError: they are not two rows of equal length.
     """
     if full.shape != other.shape or full.ndim != 1:
         raise ValueError(f"full, other: wanted two rows of logits of one length, got {full.shape} and {other.shape}")

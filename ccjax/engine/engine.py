@@ -1,7 +1,5 @@
-"""The public engine: one request in, an answer and a reuse report out.
-
-Puts loading, runner, cache and batch loop together; knows nothing of HTTP.
-"""
+"""The public engine: takes requests and returns answers with reuse reports. Combines loading, runner, cache and batch
+loop."""
 
 from __future__ import annotations
 
@@ -67,12 +65,12 @@ from ccjax.types import Document, ReuseMode
 class Engine:
     """A loaded model with its chunk-caches. Thread-safe; requests run together, in one batch.
 
-    Use as a context manager or call `close`, which writes out what the disk tier has not taken yet. `disk_link` is what
-    reads of the disk tier go through, for tests and benchmarks of slow ones.
+    Use as a context manager or call `close`, which completes pending writes to the disk tier. `disk_link` throttles
+    reads from the disk tier, for tests and benchmarks of slow disks.
 
     Attributes:
-      documents: what is cached as documents: warm, pin, invalidate, erase, list.
-      cache: what is cached as a whole: usage, upkeep, snapshots.
+      documents: operations on cached documents: warm, pin, invalidate, erase, list.
+      cache: operations on the whole cache: usage, maintenance, snapshots.
       orders: prefills that engines on one store order from each other.
     """
 
@@ -227,17 +225,17 @@ class Engine:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, progress: Progress | None = None, **settings: Any) -> Engine:
-        """The engine of a Hugging Face model directory, of the embedded model for "demo", or of random weights for
-        "random:NAME" (`ccjax.loading.model.load_model`).
+        """Creates an engine from a Hugging Face model directory, the embedded model ("demo") or random weights
+        ("random:NAME"); see `ccjax.loading.model.load_model`.
 
         Args:
           progress: called with (stage, done, total) while weights load.
           settings: fields of `EngineConfig`.
 
         Raises:
-          ConfigError: a setting is unknown or out of range, there is no such directory or preset, or the model does not
-            fit into the device's memory.
-          CheckpointError: model files are missing, damaged or do not fit together.
+          ConfigError: a setting is unknown or out of range, the directory or preset does not exist, or the model does
+            not fit into device memory.
+          CheckpointError: model files are missing, damaged or inconsistent.
           StoreIdentityError, StoreUnavailableError: the store belongs to another model, or cannot be opened.
         """
         return cls(*load_configured(model, settings, progress))
@@ -256,7 +254,7 @@ class Engine:
         quality_target: float | None = None,
         truncate: bool = False,
     ) -> Response:
-        """The answer to `question` behind `documents` (`Document`s or mappings with "text", "id", "title", "version").
+        """Answers `question` over `documents` (`Document`s or mappings with "text", "id", "title", "version").
 
         Raises:
           RequestError: an argument is empty, of the wrong type or out of range; the message names it.
@@ -285,8 +283,8 @@ class Engine:
         reuse: ReuseMode = "bounded",
         truncate: bool = False,
     ) -> Response:
-        """The answer for callers that tokenize themselves: the first segment is the system prompt (may be empty), the
-        last the question, each one between a passage.
+        """Answers a prompt that the caller tokenized: the first segment is the system prompt (may be empty), the last
+        one the question, each one between them a passage.
 
         Raises:
           RequestError, ContextLengthError: as `generate`.
@@ -295,7 +293,7 @@ class Engine:
         return self.run(Request(segments=segments, sampling=sampling, reuse=reuse, truncate=truncate))
 
     def run(self, request: Request) -> Response:
-        """The whole answer to a request."""
+        """Runs a request and returns its complete response."""
         response = None
         for delta in self.stream(request):
             response = delta.response
@@ -303,31 +301,35 @@ class Engine:
         return response
 
     def check_queue_limit(self, flow: str) -> None:
-        """Raises OverloadError where `submit` would for a request of that flow."""
+        """Raises OverloadError if `submit` would for a request of this flow."""
         self._loop.check_queue_limit(flow)
 
     def validate(self, request: Request) -> int:
-        """Number of prompt tokens of a request that could run; raises what `run` would raise before its first step."""
+        """Checks a request without running it and returns its number of prompt tokens.
+
+        Raises:
+          RequestError, ContextLengthError: as `run`.
+        """
         return self._assemble(request).num_tokens
 
     def preload(self, request: Request) -> Preload:
-        """Begins to read what the request will probably reuse from disk, while others run; returns at once. To be
-        closed once its first token is there, or when it is given up."""
+        """Starts reading what the request will probably reuse from disk, while other requests run; returns at once.
+        Close the returned object once the request has its first token or is abandoned."""
         contract = self._submission.contract(request)
         return self._preloader.add(
             lambda: self._prefill.wanted(self._assemble(request), contract.mode, contract.settings)
         )
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
-        """The answer piece by piece; the last delta carries the `Response`. Closing the iterator cancels the request.
+        """Streams the answer as deltas; the last one carries the `Response`. Closing the iterator cancels the request.
 
         Args:
-          is_cancelled: asked between the layers of the prefill, when there is no delta yet to close the iterator at.
-            Once it returns True the stream ends without any delta, and nothing that was computed is kept.
+          is_cancelled: called between the layers of the prefill, before the first delta, when the iterator cannot be
+            closed yet. Once it returns True, the stream ends without a delta, and nothing that was computed is kept.
 
         Raises:
-          RequestError, ContextLengthError: at once.
-          OverloadError: at the first step.
+          RequestError, ContextLengthError: immediately.
+          OverloadError: when the iterator is first advanced.
         """
         started = time.perf_counter()
         prompt = self._assemble(request)
@@ -341,16 +343,16 @@ class Engine:
         on_start: Callable[[], None] = lambda: None,
         is_cancelled: IsCancelled = lambda: False,
     ) -> Callable[[], None]:
-        """Puts a request in the batch; what comes back cancels it, at any time, from any thread.
+        """Queues a request and returns a function that cancels it at any time, from any thread.
 
         Args:
-          emit: gets the deltas in order, the last of which has the response, or the exception that ends the answer:
-            CancelledError where it was cancelled. Called on the engine's thread; must return at once.
-          on_start: called there when the request leaves the line.
-          is_cancelled: asked there between the layers of a prefill and the steps of answers.
+          emit: receives the deltas in order, the last one with the response, or the exception that ends the answer
+            (CancelledError if it was cancelled). Called on the engine's thread; must return at once.
+          on_start: called on that thread when the request leaves the queue.
+          is_cancelled: called on that thread between the layers of a prefill and between decode steps.
 
         Raises:
-          RequestError, ContextLengthError, OverloadError: at once.
+          RequestError, ContextLengthError, OverloadError: immediately.
           RuntimeError: the engine is closed.
         """
         started = time.perf_counter()
@@ -359,14 +361,15 @@ class Engine:
 
     @contextlib.contextmanager
     def _exclusive(self, *, wait: bool = True) -> Iterator[bool]:
-        """No prefill runs meanwhile; without `wait`, False where any request would have to be waited for."""
+        """Gives exclusive access: no prefill runs meanwhile. Without `wait`, yields False instead of waiting for a
+        request or another thread."""
         with self._loop.paused(wait=wait) as is_ours:
             if is_ours:
                 self._watcher.apply()
             yield is_ours
 
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logits [num_tokens, vocab], float32, of a plain full prefill; no chunk-cache is read or written.
+        """Computes the logits [num_tokens, vocab], float32, of a full prefill; the chunk-cache is not read or written.
 
         Raises:
           RequestError: no tokens, or an id outside the vocabulary.
@@ -383,19 +386,19 @@ class Engine:
 
     @property
     def batch_counts(self) -> BatchCounts:
-        """Pages of device memory, and the requests that want them: who runs, who waits, how many were preempted."""
+        """Pages of device memory; numbers of running and waiting requests, preemptions and retries."""
         return self._loop.counts
 
     def full_prefill_s(self, num_tokens: int) -> float:
-        """Seconds that computing a prompt of so many tokens usually takes here, with nothing cached."""
+        """Estimates the seconds to compute a prompt of `num_tokens` tokens with nothing cached."""
         return self._costs.usual_prefill_s(num_tokens)
 
     def warmup(self, progress: Progress | None = None, *, only_first: bool = False) -> None:
-        """Compiles the steps for all sizes up to `max_model_len`, so that no request pays for it.
+        """Compiles the steps for all sizes up to `max_model_len`, so that no request has to wait for a compilation.
 
         Args:
-          only_first: compile a few sizes that all others fit into, to which requests are padded until `compile_one` has
-            compiled theirs. A model over several devices compiles all nevertheless: it cannot beside requests.
+          only_first: compile only a few sizes that cover all others; requests are padded to these until `compile_one`
+            has compiled theirs. Ignored for a model over several devices, which cannot compile while requests run.
         """
         with self._exclusive():
             is_all = not only_first or not self._steps.is_apart
@@ -404,14 +407,14 @@ class Engine:
                 self._compiled.substitute(self._steps.all())
 
     def compile_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: compiles one size that `warmup` left out, those first that requests were padded for. Requests
-        go on meanwhile. Returns whether there was one, so that there may be another.
+        """Compiles, in idle time, one size that `warmup` left out, first those that requests were padded for. Requests
+        can run meanwhile. Returns False if none was left.
 
         Args:
-          is_cancelled: asked often; once it returns True the call ends, while what it has begun goes on.
+          is_cancelled: polled; once it returns True, the call returns and the compilation goes on in the background.
 
         Raises:
-          RuntimeError: there is one, and the engine is closed.
+          RuntimeError: a size is left, but the engine is closed.
         """
         return self._compiler.compile_next(is_cancelled)
 
@@ -421,13 +424,13 @@ class Engine:
         return self._compiled.num_left
 
     def memory_plan(self) -> MemoryPlan:
-        """What of a device's memory goes where, by the shapes of model and steps."""
+        """How a device's memory is divided, computed from the shapes of model and steps."""
         plan = memory_plan(self.model_config, self.config)
         return dataclasses.replace(plan, pool=self._pool.num_pages * self._pool.page_bytes // kv_shards(plan.shapes))
 
     def close(self) -> None:
-        """Waits for the requests that are there, writes out what is pending and gives back the store and all memory of
-        KV. May be called twice."""
+        """Waits for the submitted requests, completes pending writes, closes the store and frees all KV memory. May be
+        called twice."""
         if self._closed:
             return
         self._closed = True

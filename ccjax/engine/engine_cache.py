@@ -1,4 +1,4 @@
-"""The chunk-caches of an engine as a whole: `Engine.cache`."""
+"""Operations on an engine's whole chunk-cache: `Engine.cache`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEARLY_FULL = 0.8
 
 
 class EngineCache:
-    """All that an engine keeps of computed chunks: usage, upkeep, checks, snapshots. Thread-safe."""
+    """Usage, maintenance, shadow checks and snapshots of an engine's chunk-cache. Thread-safe."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class EngineCache:
 
     @property
     def capacity_used(self) -> float:
-        """Share of the last tier's budget that is taken; of its file system where it has no budget of its own, and all
-        of it where nothing says how much there is, as of a bucket."""
+        """Used share of the lowest tier's budget or, if it has none, of its file system; 1.0 if the capacity is
+        unknown, as for a bucket."""
         usage = self._store.usage()
         last = usage.get(DISK) or usage[HOST]
         if last.budget_bytes is not None:
@@ -71,33 +71,33 @@ class EngineCache:
 
     @property
     def num_variants(self) -> int:
-        """Chunk variants that can be reused now."""
+        """Number of chunk variants that can be reused now."""
         return len(self._variants)
 
     @property
     def maintenance_counts(self) -> MaintenanceCounts:
-        """What `repair_one` and `refresh` did so far."""
+        """Results of `repair_one` and `refresh` so far."""
         return self._maintenance.counts
 
     @property
     def change_feed_counts(self) -> ChangeFeedCounts | None:
-        """Whether the shared index answers, and what came through it; None without one."""
+        """Whether the shared index answers, and how many changes were applied from it; None without a shared index."""
         return None if self._store.change_feed is None else self._store.change_feed.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: computes one passage behind the frame, of those that requests computed or reused out of
-        context; or computes one approximate variant anew and puts the exact one in its place. Once the last tier is
-        nearly full, passages that no request reused are left out.
+        """In idle time, prepares one passage that requests computed, or reused from a variant computed behind too little
+        context; if there is none, replaces one approximate variant by an exact one. Once the last tier is nearly full,
+        passages that no request reused are left out.
 
-        An approximate variant is what a repaired chunk was stored as; exact ones can be reused behind their prefix in
-        every mode, and no error builds up on them.
+        Repaired chunks are stored as approximate variants. Exact ones can be reused behind their prefix in every mode,
+        and errors do not accumulate on them.
 
         Args:
-          is_cancelled: asked before every layer; once it returns True all is left as it was.
+          is_cancelled: called before every layer; once it returns True, nothing is changed.
 
         Returns:
-          Whether a variant was dealt with, so that there may be another one. False where there is none, where the
-          engine is in use, cancelled, `read_only`, or never reuses anything.
+          Whether a variant was processed, so that there may be another one. False if there is none, the engine is in
+          use, `read_only` or of strategy `full`, or the call was cancelled.
 
         Raises:
           RuntimeError: the engine is closed.
@@ -111,21 +111,21 @@ class EngineCache:
 
     @property
     def shadow_counts(self) -> ShadowCounts:
-        """What `check_one` found so far."""
+        """Results of `check_one` so far."""
         return self._shadow.counts
 
     def check_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Uses idle time: runs one answer over approximate reuse, of those that `EngineConfig.shadow_ratio` chose,
-        through a full prefill, and notes whether it is the same.
+        """In idle time, compares one answer over approximate reuse, selected by `EngineConfig.shadow_ratio`, with a
+        full prefill.
 
         Args:
-          is_cancelled: asked before every layer; once it returns True the answer waits on.
+          is_cancelled: called before every layer; once it returns True, the answer keeps waiting.
 
         Returns:
-          Whether one was checked. False where none waits, where the engine is in use, or cancelled.
+          Whether an answer was checked. False if none waits, the engine is in use, or the call was cancelled.
 
         Raises:
-          RuntimeError: one waits, and the engine is closed.
+          RuntimeError: an answer waits, but the engine is closed.
         """
         if not self._shadow.num_waiting:
             return False
@@ -135,14 +135,14 @@ class EngineCache:
         return self._shadow.check_one(is_cancelled)
 
     def refresh(self) -> None:
-        """Applies what other processes stored in and removed from the same store since the last call.
+        """Applies what other processes added to and removed from the same store since the last call.
 
-        The disk is read beside a running request; only the index is changed between two requests.
+        The disk is read while requests run; only the index is changed between two requests.
 
         Raises:
           RuntimeError: the engine is closed.
         """
-        notes = self._documents.fetch()  # first: what was erased must not be adopted
+        notes = self._documents.fetch()  # first, since erased chunks must not be adopted
         added, removed = self._store.refresh()
         is_due = not self._config.read_only and self._documents.needs_tending()
         if added or removed or any(notes) or is_due:
@@ -154,7 +154,7 @@ class EngineCache:
         self.tidy()
 
     def summary(self) -> Summary:
-        """What a router should know of this engine; looks at no disk."""
+        """The summary that a router needs of this engine; does no disk I/O."""
         rates, disk = self._rates, self._rates.tiers[DISK].cost
         load_s = None if disk is None else disk.unit_s * self._store.kv_spec.num_bytes(1)
         held = ChunkFilter.of(map(ChunkId, self._store.chunk_ids(self._store.memory_tiers)))
@@ -163,31 +163,31 @@ class EngineCache:
     def save_snapshot(
         self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
     ) -> SaveReport:
-        """Writes all chunk-caches with their metadata to a directory or bucket, while requests go on: see
+        """Writes all chunk-caches with their metadata to a directory or bucket while requests run; see
         `ccjax.cache.snapshot.save_snapshot`."""
         return save_snapshot(self._chunks, where, overwrite=overwrite, progress=progress)
 
     def restore_snapshot(
         self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
     ) -> RestoreReport:
-        """Restores the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests go on: see
-        `ccjax.cache.snapshot.restore_snapshot`. A `read_only` engine raises ConfigError."""
+        """Restores the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests run; see
+        `ccjax.cache.snapshot.restore_snapshot`. Raises ConfigError if the engine is `read_only`."""
         if self._config.read_only:
             raise ConfigError("read_only: wanted an engine that may add to its store")
         return restore_snapshot(self._chunks, where, max_bytes=max_bytes, progress=progress)
 
     def flush(self) -> None:
-        """Waits until the disk tier has taken everything."""
+        """Waits until all pending writes to the disk tier are complete."""
         self._store.flush()
         self.save_hints()
         self.tidy()
 
     def tidy(self) -> None:
-        """Drops what the store does not need any more, unless the engine is `read_only`."""
+        """Deletes what the store no longer needs, unless the engine is `read_only`."""
         if not self._config.read_only:
             self._store.tidy()
 
     def save_hints(self) -> None:
-        """Stores what a restart should know of variants that were used."""
+        """Saves the usage data of variants for the next start, unless the engine is `read_only`."""
         if not self._config.read_only:
             self._variants.save_hints()

@@ -1,4 +1,4 @@
-"""Documents as units of an engine's cache: `Engine.documents`."""
+"""Operations on the documents in an engine's cache: `Engine.documents`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ccjax.types import Chunk, ChunkId, Document
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentCounts:
-    """How things stand: documents (versions apart) in the cache, pins, and erasures of which something is left."""
+    """Current counts: cached documents (each version counts), pins, and erasures that are not complete yet."""
 
     documents: int
     pins: int
@@ -38,7 +38,7 @@ class DocumentCounts:
 class EngineDocuments:
     """Warms, pins, invalidates, erases and lists documents. Thread-safe.
 
-    A document is named by its `id`, or that of one of its passages; `version` None stands for all versions.
+    A document is named by its own `id` or by that of one of its passages; `version` None means all versions.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class EngineDocuments:
     ) -> None:
         """
         Args:
-          builder: None where the model has no tokenizer.
-          assemble: makes the prompt of a request that wants no answer.
+          builder: None if the model has no tokenizer.
+          assemble: builds the prompt of a request without an answer.
         """
         self._config = config
         self._documents = documents
@@ -78,17 +78,17 @@ class EngineDocuments:
         system_prompt: str | None = None,
         is_cancelled: IsCancelled | None = None,
     ) -> tuple[WarmedDocument, ...]:
-        """Computes and stores documents ahead of any question, in the wording that requests have: each behind the
-        system prompt alone, as it is where it comes first, and behind the frame (`EngineConfig.frame`), as it is reused
-        behind others. Other requests may run between two prefills.
+        """Computes and stores documents before any question, formatted as in requests: each behind the system prompt
+        alone, for prompts in which it comes first, and behind the frame (`EngineConfig.frame`), for reuse behind other
+        passages. Other requests may run between two prefills.
 
         Args:
-          system_prompt: that of the requests to come, where they bring one of their own.
-          is_cancelled: asked before every layer; once it returns True the rest is left out of what is returned.
+          system_prompt: the system prompt of future requests, if they bring their own.
+          is_cancelled: called before every layer; once it returns True, only the documents done so far are returned.
 
         Raises:
-          RequestError, ContextLengthError: a document cannot be used or is too long; nothing was computed.
-          ReadOnlyError: the engine is `read_only`, or never reuses anything.
+          RequestError, ContextLengthError: a document is invalid or too long; nothing was computed.
+          ReadOnlyError: the engine is `read_only` or of strategy `full`.
         """
         warming = self.begin_warming(documents, system_prompt=system_prompt)
         warming.is_urgent = True
@@ -104,12 +104,13 @@ class EngineDocuments:
         system_prompt: str | None = None,
         cache_salt: str = "",
     ) -> Warming:
-        """What `warm` begins with, for callers that go on with `warm_one` whenever there is time; raises as `warm`.
+        """Prepares a warming, as `warm` does, for callers that advance it with `warm_one` in idle time; raises as
+        `warm`.
 
         Args:
-          behind: for each document what stands between it and the system prompt, which may be nothing, and no other
-            variant of it is computed; None for the variants that `warm` computes.
-          cache_salt: `Request.cache_salt` of the requests to come: only those find what is warmed.
+          behind: for each document, the documents (possibly none) between the system prompt and it; only this variant
+            is computed. None for the variants that `warm` computes.
+          cache_salt: `Request.cache_salt` of future requests; only these can reuse the result.
         """
         self._check_writable()
         checked = documents_from(documents)
@@ -125,7 +126,7 @@ class EngineDocuments:
             except ContextLengthError as error:
                 message = str(error).removeprefix(f"{error.argument}: ").partition(";")[0]
                 raise ContextLengthError(f"documents[{number}]", message) from error
-            # One token in place of a question: a prefill ends with one.
+            # A prefill must end with a question, so one token stands for it.
             prompt = dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1)
             framed = self.frame.around(prompt) if behind is None else None
             fits = framed is not None and framed.num_tokens <= self._max_model_len
@@ -134,7 +135,7 @@ class EngineDocuments:
 
     @property
     def frame(self) -> PassageFrame:
-        """What passages are prepared behind."""
+        """The frame behind which passages are prepared."""
         return self._documents.frame
 
     def _warm_prompt(self, documents: Sequence[Document], system_prompt: str | None, cache_salt: str = "") -> Prompt:
@@ -145,10 +146,10 @@ class EngineDocuments:
         return self._assemble(request)
 
     def passage_chunks(self, documents: Sequence[Document | Mapping[str, Any]]) -> tuple[Chunk, ...]:
-        """The documents as prompts have them, with their token ids; computes nothing.
+        """Tokenizes the documents as in prompts; computes no KV.
 
         Raises:
-          RequestError: a document cannot be used, or the model has no tokenizer.
+          RequestError: a document is invalid, or the model has no tokenizer.
         """
         return self._passage_chunks(documents, "")
 
@@ -158,8 +159,8 @@ class EngineDocuments:
         return tuple(as_chunk(self._builder.document_ids(one), one, tenant) for one in documents_from(documents))
 
     def prompt_overhead(self, *, system_prompt: str | None = None) -> tuple[Chunk | None, int]:
-        """The system prompt that warmed documents stand behind, None for none, and the tokens that a prompt has besides
-        its documents: with those it may have `max_model_len`."""
+        """Returns the chunk of the system prompt that warmed documents are behind (None without one), and the number of
+        tokens that a prompt has besides its documents, which count towards `max_model_len`."""
         prompt = self._warm_prompt([Document("?")], system_prompt)
         system = prompt.chunks[0] if prompt.has_system else None
         return system, prompt.num_tokens - len(prompt.chunks[-1].token_ids)
@@ -172,9 +173,9 @@ class EngineDocuments:
         system_prompt: str | None = None,
         is_cancelled: IsCancelled | None = None,
     ) -> tuple[SharedVariant, ...]:
-        """Computes one variant of each document as part of a job that other processes on the same store take part in:
-        what another one computes is left to it, and what was computed is on disk when this returns. Arguments are those
-        of `begin_warming`; without `behind` each document stands directly behind the instructions.
+        """Computes one variant of each document, in a job shared with other processes on the same store: variants that
+        another process is computing are left to it, and what was computed is on disk when this returns. Arguments as
+        for `begin_warming`; without `behind`, each document is directly behind the system prompt.
 
         Raises:
           RequestError, ContextLengthError, ReadOnlyError: as `warm`.
@@ -186,7 +187,7 @@ class EngineDocuments:
         return shared.run(is_cancelled)
 
     def note_passages(self, chunks: Sequence[Chunk]) -> None:
-        """Notes to which documents chunks belong whose variants are there, so that these can be erased by their names.
+        """Records which documents chunks with stored variants belong to, so that they can be erased by document id.
 
         Raises:
           ReadOnlyError: as `warm`.
@@ -196,7 +197,8 @@ class EngineDocuments:
             self._documents.registry.learn(chunks)
 
     def prune(self, keep: Collection[ChunkId]) -> Pruned:
-        """Drops the variants of all passages that are not among `keep` (`ccjax.cache.documents.pruning`).
+        """Removes the variants of all indexed passages that are neither pinned nor in `keep`, and all variants whose
+        computation attended to one (`ccjax.cache.documents.pruning`).
 
         Raises:
           ReadOnlyError: as `warm`.
@@ -208,7 +210,7 @@ class EngineDocuments:
             return prune(self._variants, self._documents.registry, self._store, keep)
 
     def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """Deals with the next variant of a warming; False if `is_cancelled` returned True first."""
+        """Processes the next variant of a warming; returns False if `is_cancelled` returned True first."""
         try:
             self._documents.warm_one(warming, is_cancelled)
         except PrefillCancelledError:
@@ -216,18 +218,18 @@ class EngineDocuments:
         return True
 
     def pin(self, document_id: str, version: str | None = None, *, ttl_s: float = 3600.0, host: bool = False) -> Pin:
-        """Keeps a document's variants, also those to come, in the last tier that holds them for `ttl_s` seconds; a pin
-        of the same document and version is replaced. It outlasts a restart where there is a disk tier.
+        """Protects a document's present and future variants from eviction from the lowest tier that holds them, for
+        `ttl_s` seconds. Replaces a pin of the same document and version. With a disk tier, pins survive a restart.
 
         Args:
-          host: do not evict them from host memory either, where they are there.
+          host: also protect variants in host memory from eviction.
 
         Raises:
           RequestError: an argument is of the wrong type or out of range.
-          UnknownDocumentError: nothing is cached of it.
+          UnknownDocumentError: nothing of the document is cached.
           PinLimitError: `pin_share` of a budget is exceeded; nothing changed.
-          ReadOnlyError: the engine is `read_only`.
-          OSError: the disk did not take the pin; it holds in this process.
+          ReadOnlyError: the engine is `read_only` or of strategy `full`.
+          OSError: the pin could not be written to disk; it is effective in this process only.
         """
         self._check_writable()
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not (math.isfinite(ttl_s) and ttl_s > 0):
@@ -241,7 +243,7 @@ class EngineDocuments:
             return pin
 
     def unpin(self, document_id: str, version: str | None = None) -> bool:
-        """Takes back the pin of exactly this document and version; False if there was none.
+        """Removes the pin of exactly this document and version; returns False if there was none.
 
         Raises:
           RequestError, ReadOnlyError, OSError: as `pin`.
@@ -256,14 +258,14 @@ class EngineDocuments:
     def invalidate(
         self, document_id: str, version: str | None = None, *, keep: Sequence[Document | Mapping[str, Any]] = ()
     ) -> Removal:
-        """From the next request on, no variant of the document's text is used, and all go from every tier; text that
-        another document (or version) has, too, stays. Reads the record of every variant: some 50 us each.
+        """Removes all variants of the document's text from every tier; no later request uses them. Text that another
+        document (or version) also contains is kept. Reads the record of every variant: some 50 us each.
 
-        What was computed behind that text stays as well: it is another passage's KV, and is repaired wherever it is
-        used. To leave no trace, `erase`.
+        KV of other passages computed behind the text is kept, too, and is repaired wherever it is used. Use `erase` to
+        leave no trace of the text.
 
         Args:
-          keep: passages that the document still has; where their text is cached it stays, under their version.
+          keep: passages that the document still contains; their cached variants are kept, under their version.
 
         Raises:
           RequestError, UnknownDocumentError, ReadOnlyError: as `pin`.
@@ -278,25 +280,25 @@ class EngineDocuments:
             return self._documents.remove(document_id, version, whole=False, keep=chunks)
 
     def erase(self, document_id: str, version: str | None = None) -> Removal:
-        """As `invalidate`, and leaves nothing of the text or its KV in any tier that this process can reach: also gone
-        are all variants that were computed while looking at it, queued writes, quarantine, parts of killed writes and
-        copies of records.
+        """As `invalidate`, but leaves nothing of the text or its KV in any tier that this process can reach: also
+        deletes all variants whose computation attended to it, queued writes, quarantined objects, parts of interrupted
+        writes and copies of records.
 
-        Other processes on the same store drop what they have in memory at their next `refresh`, and this one then
-        deletes what they still stored. For an hour a hash of the text is kept for that. Not reached: backups,
-        snapshots and versions that a bucket keeps, the documents directory and its index, logs.
+        Other processes on the same store drop their copies in memory at their next `refresh`, and this one then deletes
+        what they stored meanwhile; a hash of the text is kept for an hour for that. Not covered: backups, snapshots and
+        object versions that a bucket keeps, the documents directory and its index, logs.
 
         Raises:
           RequestError, UnknownDocumentError, ReadOnlyError: as `pin`.
-          EraseIncompleteError: as `invalidate`; tell the client that asked for it.
+          EraseIncompleteError: as `invalidate`; report it to the client that requested the erasure.
         """
         self._check_writable()
         with self._exclusive():
             return self._documents.remove(document_id, version, whole=True)
 
     def list(self, document_id: str | None = None, version: str | None = None) -> tuple[CachedDocument, ...]:
-        """What is cached, by document and version; of one document, or version of it, where they are given. Reads the
-        records of these variants, as far as no request asked for them yet: some 50 us each.
+        """Lists what is cached by document and version, optionally of one document or version only. Reads the records
+        of these variants that no request has needed yet: some 50 us each.
 
         Raises:
           RequestError, UnknownDocumentError: as `pin`.
@@ -306,7 +308,7 @@ class EngineDocuments:
 
     @property
     def counts(self) -> DocumentCounts:
-        """How many documents, pins and unfinished erasures there are; does not wait."""
+        """The current counts; does not wait for exclusive access."""
         registry = self._documents.registry
         versions = {(link.document_id, link.version) for _, link in registry.links()}
         return DocumentCounts(len(versions), len(registry.pins()), len(registry.unfinished()))

@@ -1,4 +1,4 @@
-"""A model over the devices of several hosts: one process leads, has the store and takes requests, the others follow.
+"""A model over the devices of several hosts: one process leads, owns the store and serves requests; the others follow.
 
     group = join("10.0.0.1:8476", num_processes=2, process_id=...)  # before anything else uses JAX
     if group.is_leader:
@@ -6,7 +6,7 @@
     else:
         follow("DIR", tensor_parallel_size=16)
 
-The leader is an `Engine` like any other. See `ccjax.models.lockstep` for how the others keep up.
+The leader is an ordinary `Engine`. `ccjax.models.lockstep` describes how the others execute the same operations.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Group", "LostHostError", "follow", "group", "join", "lead"]
 
 
 def lead(model: DeviceModel) -> Group | None:
-    """Everything on the model's mesh goes through the group of this process from now on; None where it has no other
-    process.
+    """Makes this process the leader of its group: from now on all operations on the model's mesh are sent to the group.
+    Returns None if there is no other process.
 
     Raises:
-      ConfigError: this process follows.
-      LostHostError: not all the others came.
+      ConfigError: this process is a follower.
+      LostHostError: not all other processes connected.
     """
     found = group()
     if found is None or found.num_processes == 1:
@@ -41,13 +41,14 @@ def lead(model: DeviceModel) -> Group | None:
 
 
 def follow(model: str | Path, *, progress: Progress | None = None, **settings: Any) -> None:
-    """Loads this host's part of the model and computes with it what the leader's engine does, until that is closed.
+    """Loads this host's part of the model and executes the leader's operations until the leader's engine is closed.
 
-    Args: as of `Engine.from_pretrained`; both sides give the same. What is not about the model is not looked at.
+    Args: as for `Engine.from_pretrained`, with the same values as the leader's. Settings that do not concern the model
+      are ignored.
 
     Raises:
       ConfigError, CheckpointError: as `Engine.from_pretrained`.
-      LostHostError: the leader went without a word, or could not be reached.
+      LostHostError: the leader died or could not be reached.
     """
     found = group()
     assert found is not None, "follow: wanted a process that has joined a group"
@@ -56,6 +57,6 @@ def follow(model: str | Path, *, progress: Progress | None = None, **settings: A
 
 
 def _shared(model: DeviceModel) -> dict[str, Any]:
-    """What operations name instead of sending it."""
+    """The objects that operations refer to by name instead of sending them."""
     layers = {f"layer {number}": layer for number, layer in enumerate(model.params.layers)}
     return {"mesh": model.mesh, "config": model.config, "top": model.top, **layers}

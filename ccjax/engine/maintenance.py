@@ -1,5 +1,4 @@
-"""Work for idle time: replaces approximate variants by exact ones, and follows what other processes did to the
-store."""
+"""Replaces approximate variants by exact ones in idle time, and applies other processes' changes to the store."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaintenanceCounts:
-    """What was done since the engine started.
+    """Counts since the engine started.
 
     Attributes:
-      repaired: approximate variants, and lossy copies that stood before them, that exact ones took the place of.
-      repair_failed: approximate variants that could not be computed anew; they stay.
-      prepared: passages that requests had computed, or reused out of context, and that were then prepared.
-      adopted, vanished: variants that other processes stored in, or took out of, the same store.
+      repaired: approximate variants, and lossy copies that preceded them, that were replaced by exact ones.
+      repair_failed: approximate variants that could not be computed again; they remain.
+      prepared: passages of requests that were prepared.
+      adopted, vanished: variants that other processes added to, or removed from, the same store.
     """
 
     repaired: int = 0
@@ -36,10 +35,10 @@ class MaintenanceCounts:
 
 
 class Maintenance:
-    """Repairs the variants of one engine; one thread at a time.
+    """Repairs the variants of one engine; for one thread at a time.
 
     Attributes:
-      counts: a new value after each change.
+      counts: replaced by a new object at each change.
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class Maintenance:
         self._given_up: set[VariantId] = set()
 
     def repair_one(self, is_cancelled: IsCancelled | None) -> bool:
-        """Computes the most useful approximate variant behind its own prefix and puts the exact one in its place.
+        """Computes the most useful approximate variant again behind its own prefix and replaces it by the exact one.
 
-        Approximate variants of chunks in that prefix are replaced along the way. A variant whose repair fails is not
-        tried again. False if there was nothing to do, the engine is in use, or `is_cancelled` returned True.
+        Approximate variants of chunks in that prefix are replaced, too. A variant whose repair fails is not tried
+        again. Returns False if there was nothing to do, the engine is in use, or `is_cancelled` returned True.
         """
         with self._exclusive(wait=False) as is_ours:
             meta = self._choose(is_cancelled) if is_ours else None
@@ -85,7 +84,7 @@ class Maintenance:
         return True
 
     def apply_changes(self, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
-        """Applies what `TieredStore.refresh` found."""
+        """Applies the added and removed variants that `TieredStore.refresh` returned."""
         adopted, vanished = self._variants.apply_changes(added, removed)
         self.count(adopted=adopted, vanished=vanished)
 
@@ -96,13 +95,13 @@ class Maintenance:
         return choose_repair(candidates, self._variants.tokens.known())
 
     def _fits(self, meta: VariantMeta) -> bool:
-        """True unless the prompt, with its one-token question, is longer than allowed: an engine with a larger limit
-        may have stored the variant."""
+        """True if the prompt with its one-token question is within `max_model_len`; an engine with a larger limit may
+        have stored the variant."""
         prefix = self._variants.tokens.num_tokens(meta.prefix_ids)
         return prefix + meta.num_tokens + 1 <= self._max_model_len
 
     def _compute(self, meta: VariantMeta, is_cancelled: IsCancelled | None) -> int:
-        """Computes a variant's chunk behind its prefix; how many approximate variants were replaced."""
+        """Computes a variant's chunk behind its prefix; returns how many approximate variants were replaced."""
         repaired = 0
 
         def keep(prefilled: Prefilled) -> None:
@@ -110,7 +109,7 @@ class Maintenance:
             repaired = self._prefill.replace_approximate(prefilled)
 
         with self._exclusive():
-            prompt = self._variants.prompt_of(meta)  # fails where it was erased meanwhile
+            prompt = self._variants.prompt_of(meta)  # fails if the chunk was erased meanwhile
         self._background.run(prompt, "exact", keep, is_cancelled=is_cancelled)
         return repaired
 

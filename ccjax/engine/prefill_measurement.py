@@ -1,4 +1,4 @@
-"""Measures what prefills of a model cost on this machine."""
+"""Measures how long prefills of a model take on this machine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def measure_prefills(
     repetitions: int = 3,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PrefillGrid:
-    """T(cached, new): prefills of `new` tokens behind one passage of `cached` that is reused exactly, from the fastest
-    tier that took it; the median of several, after one that may have compiled. No other thread may use the engine.
+    """Measures T(cached, new): the seconds of a prefill of `new` tokens behind one passage of `cached` tokens that is
+    reused exactly, from the fastest tier that stored it. Takes the median of `repetitions` runs, after one that may
+    compile. No other thread may use the engine.
 
     Args:
-      progress: called with prefills done and in all.
+      progress: called with the number of prefills done and the total.
 
     Raises:
       RequestError, ContextLengthError: a number is out of range.
-      ValueError: the engine did not keep that many tokens.
+      ValueError: the engine did not store that many tokens.
     """
     rng = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""Prefills that engines on one store order from each other for requests that wait: `Engine.orders`."""
+"""Prefills that engines on one store order from each other for waiting requests: `Engine.orders`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ccjax.store.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 ORDER_S = 60.0
-"""An order that was not taken for so long is of no use any more."""
+"""Lifetime of an order that no process takes."""
 
 _TAKE_S = 30.0
-"""After so long without an end the process that took an order is taken for dead, and another may take it."""
+"""Time after which the process that took an order is presumed dead, and another may take the order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrderCounts:
-    """Orders since the engine started.
+    """Counts of orders since the engine started.
 
     Attributes:
-      placed: by this engine, for requests that waited.
-      taken, failed: by this engine, from any; those that could not be carried out.
-      computed_tokens: tokens that ran through the model for them.
+      placed: orders placed by this engine for waiting requests.
+      taken, failed: orders of any engine taken by this one; those of them that failed.
+      computed_tokens: tokens that ran through the model for the taken orders.
     """
 
     placed: int = 0
@@ -47,11 +47,11 @@ class OrderCounts:
 
 
 class PrefillOrders:
-    """Orders of one engine: those that it places for requests that wait, and those that it takes. One thread at a time
-    may place, and one compute.
+    """Places orders for the waiting requests of one engine and carries out orders of any engine. One thread at a time
+    may call `place`, and one `compute`.
 
     Attributes:
-      counts: a new value after each change.
+      counts: replaced by a new object at each change.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class PrefillOrders:
         self._looked_at: frozenset[str] = frozenset()
 
     def place(self) -> int:
-        """Orders what the requests that have waited for `order_after_s` will have to compute; how many orders are new.
-        Each request is looked at once. To be called every now and then, from any thread but the batch's own."""
+        """Orders what requests that have been queued for `order_after_s` will have to compute; returns how many orders
+        are new. Each request is considered once. Call it periodically, from any thread except the batch loop's."""
         orders, after_s = self._orders, self._config.order_after_s
         if orders is None or after_s is None:
             return 0
@@ -106,8 +106,11 @@ class PrefillOrders:
         return num_placed
 
     def compute(self, *, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...] | None:
-        """Takes the oldest order of any process on the store and computes what is missing of it, unless another process
-        does; what came of each passage, None where there was no order. What was computed is on disk afterwards.
+        """Takes the oldest order of any process on the store and computes the variants that are still missing and not
+        being computed by another process. What was computed is on disk afterwards.
+
+        Returns:
+          The result for each passage; None if there was no order.
 
         Raises:
           ConfigError: the engine has no `store_index`, or is `read_only`.
@@ -125,12 +128,12 @@ class PrefillOrders:
             warming = found.warming(max_model_len=self._max_model_len, vocab_size=self._vocab_size)
             shared = SharedWarming(self._documents, self._variants, self._store, self._rates, warming, self._exclusive)
             results = shared.run(is_cancelled)
-        except ValueError as error:  # made by another version of this program, or not by it
+        except ValueError as error:  # placed by another version of this program, or by another program
             logger.warning("an order cannot be carried out: %s", error)
             results = (SharedVariant("failed", reason=str(error)),)
         failed = any(result.status == "failed" for result in results)
         self._count(failed=int(failed), computed_tokens=sum(result.computed_tokens for result in results))
-        with contextlib.suppress(OSError):  # then it is taken again, and found done
+        with contextlib.suppress(OSError):  # if so, the order is taken again and found done
             orders.finish(order.key)
         return results
 

@@ -1,4 +1,4 @@
-"""Builds the reuse report of a finished prefill from its plan."""
+"""Builds the reuse report of a finished prefill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_report(
     load_s: float,
     given_up_loads: int,
 ) -> ReuseReport:
-    """What the prefill reused, per document and in sum."""
+    """Reports what the prefill reused, per document and in total."""
     documents: list[DocumentReuse] = []
     number = 0
     splits = [_split(segment, result.repaired_tokens.get(index)) for index, segment in enumerate(plan.segments)]
@@ -83,7 +83,8 @@ def build_report(
 
 
 def _split(segment: Segment, repaired: int | None) -> tuple[int, int, int]:
-    """(reused, recomputed, computed) tokens of a segment, of which deviation chose so many to repair, if it did."""
+    """(reused, recomputed, computed) tokens of a segment. `repaired`: tokens chosen by deviation for recomputing, None
+    if deviation did not choose."""
     if segment.action == "compute":
         return 0, 0, segment.num_tokens
     recomputed = len(segment.recompute_offsets) if repaired is None else repaired

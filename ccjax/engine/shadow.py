@@ -1,4 +1,4 @@
-"""Checks in idle time whether answers over reused KV are those of a full prefill."""
+"""Checks in idle time whether answers over reused KV equal those of a full prefill."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from ccjax.requests import Delta, Response, SamplingParams
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 
 MOST_WAITING = 32
-"""Answers that wait for their check; each holds a row of logits. Beyond that the oldest goes unchecked."""
+"""Most answers that wait for their check; each holds a row of logits. Beyond that the oldest is dropped unchecked."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShadowCounts:
-    """What was checked since the engine started.
+    """Results since the engine started.
 
     Attributes:
-      checks: answers, of which `greedy` were drawn greedily; only of these it is known whether they are `same`, token
-        by token, as full prefill's.
-      tokens, agreed_tokens: of greedy answers, and those of them that full prefill would have drawn there, too.
+      checks: answers checked.
+      greedy: those of them that were sampled greedily.
+      same: greedy answers equal to full prefill's, token by token; this is known of greedy answers only.
+      tokens, agreed_tokens: tokens of greedy answers; those of them that full prefill would also have chosen there.
       first_kl: sum over all checks of KL(full prefill, answer) in nats, of the first token's distribution.
-      dropped: answers that should have been checked and were not, for want of idle time.
-      factor: `ShareControl.factor` now.
+      dropped: answers that were selected but not checked, for lack of idle time.
+      factor: the current `ShareControl.factor`.
     """
 
     checks: int = 0
@@ -45,11 +46,12 @@ class ShadowCounts:
 
 
 class ShadowChecks:
-    """Of one engine. `watched` and what it returns may be called from any thread, `check_one` from one at a time.
+    """The shadow checks of one engine. `watched` and the functions it returns may be called from any thread,
+    `check_one` from one thread at a time.
 
     Attributes:
-      counts: a new value after each change.
-      control: what the checks so far ask for.
+      counts: replaced by a new object at each change.
+      control: adjusts the recomputed share by the results so far.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class ShadowChecks:
         """
         Args:
           ratio: share of the approximate answers that are checked.
-          target: share of these that should be full prefill's.
+          target: share of these that should equal full prefill's.
         """
         self.counts = ShadowCounts()
         self.control = ShareControl(target)
@@ -80,7 +82,8 @@ class ShadowChecks:
         return len(self._waiting)
 
     def watched(self, prompt: Prompt, sampling: SamplingParams, emit: Emit) -> tuple[SamplingParams, Emit]:
-        """How to draw an answer and where to send it so that it is checked later; as they are for most requests."""
+        """Selects a share of the requests for a check: for these, returns sampling parameters and an `emit` that record
+        the answer; for all others, the arguments unchanged."""
         if sampling.n > 1 or self._random.random() >= self._ratio:
             return sampling, emit
 
@@ -102,8 +105,8 @@ class ShadowChecks:
             self._count(dropped=1)
 
     def check_one(self, is_cancelled: IsCancelled | None) -> bool:
-        """Runs the newest answer that waits through a full prefill. False where none waits, or `is_cancelled` returned
-        True; then it waits on."""
+        """Checks the newest waiting answer with a full prefill. Returns False if none waits, or if `is_cancelled`
+        returned True; then the answer keeps waiting."""
         try:
             prompt, sampling, response = sample = self._waiting.pop()
         except IndexError:
@@ -117,7 +120,7 @@ class ShadowChecks:
         return True
 
     def _full_logits(self, prompt: Prompt, response: Response, is_cancelled: IsCancelled | None) -> np.ndarray:
-        """Logits [tokens of the answer + 1, V] behind the prompt and behind every token of the answer."""
+        """Logits [tokens of the answer + 1, V] after the prompt and after each token of the answer."""
         whole = dataclasses.replace(prompt, question=(*prompt.question, *response.token_ids), max_new_tokens=1)
         num_logits = len(response.token_ids) + 1
         logits = self._background.run(whole, "off", num_logits=num_logits, is_cancelled=is_cancelled).prompt_logits
@@ -131,7 +134,7 @@ class ShadowChecks:
         if sampling.temperature == 0.0:
             drawn = logits.argmax(-1)
             agreed = int((drawn[:-1] == np.asarray(response.token_ids, np.int64)).sum())
-            # Where a stop string ended the answer, full prefill is not asked what it would have said next.
+            # If a stop string ended the answer, the next token of full prefill does not matter.
             ends_alike = response.finish_reason == "length" or bool(sampling.stop) or int(drawn[-1]) in self._eos_ids
             is_same = agreed == len(response.token_ids) and ends_alike
             self.control = self.control.after(is_same)

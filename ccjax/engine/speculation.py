@@ -1,4 +1,4 @@
-"""Answers that begin while their passages are still searched for (RAGCache sec. 5.3)."""
+"""Answers that start while their passages are still being searched for (RAGCache sec. 5.3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Submit(Protocol):
 
 
 class _Attempt:
-    """An answer whose pieces are held back until it is known to be the right one."""
+    """An answer whose deltas are held back until its passages are known to be the right ones."""
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
         self.documents = documents
@@ -33,7 +33,7 @@ class _Attempt:
         self._lock = threading.RLock()
 
     def take(self, event: Delta | Exception) -> None:
-        """On the engine's thread."""
+        """Holds an event back or passes it on; called on the engine's thread."""
         with self._lock:
             if self.emit is None:
                 self.held.append(event)
@@ -41,13 +41,13 @@ class _Attempt:
                 self.emit(event)
 
     def begin(self) -> None:
-        """It leaves the line."""
+        """Records that the request left the queue."""
         with self._lock:
             self.has_started = True
             self.on_start()
 
     def release(self, emit: Emit, on_start: Callable[[], None]) -> None:
-        """It is the right one: what was held back, and all that follows, goes to `emit`."""
+        """Sends what was held back, and all that follows, to `emit`."""
         with self._lock:
             self.on_start = on_start
             if self.has_started:
@@ -59,15 +59,15 @@ class _Attempt:
 
 
 class SpeculativeAnswer:
-    """The answer to one request, begun from what `offer` says was found so far. One thread offers; `start`, after the
-    last offer, and `close` may be called by another.
+    """The answer to one request, started speculatively from the passages that `offer` reports. One thread calls
+    `offer`; another may call `start`, after the last offer, and `close`.
 
-    What a wrong answer computed to the end stays cached: where the right list holds some of its passages, in whatever
-    order, only the rest is left to compute.
+    Chunks that a wrong answer computed completely stay cached: if the final list contains some of them, in any order,
+    only the rest has to be computed.
 
     Attributes:
-      num_started: answers that were begun before the search was through.
-      was_right: the last of them was from the passages that `start` was given; None before that.
+      num_started: answers started before the search was complete.
+      was_right: whether the last of them used the passages given to `start`; None before `start`.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class SpeculativeAnswer:
     ) -> None:
         """
         Args:
-          request_of: the request over some documents.
-          num_pending: waiting requests now.
+          request_of: builds the request over some documents.
+          num_pending: returns the current number of waiting requests.
           max_pending: see `ccjax.policy.speculation.Speculation`.
         """
         self._submit = submit
@@ -95,8 +95,8 @@ class SpeculativeAnswer:
         self.was_right: bool | None = None
 
     def offer(self, documents: Sequence[Document]) -> None:
-        """What the search has found so far, best first; not the final list. Never fails: what is wrong with the request
-        shows when it is started."""
+        """Reports what the search has found so far, best first, before the final list. Does not raise for an invalid
+        request, which `start` will report."""
         own = self._attempt is not None and not self._attempt.has_started
         step = self._policy.next_step(_keys(documents), is_final=False, num_pending=self._num_pending() - own)
         if step.give_up:
@@ -105,17 +105,18 @@ class SpeculativeAnswer:
             attempt = _Attempt(tuple(documents))
             try:
                 attempt.cancel = self._submit(self._request_of(documents), attempt.take, on_start=attempt.begin)
-            except (RequestError, OverloadError, DeadlineError):  # the final passages may fit, and find a place
+            except (RequestError, OverloadError, DeadlineError):  # the request with the final passages may succeed
                 self._policy.refused()
                 return
             self.num_started += 1
             with self._lock:
                 self._attempt = attempt
-            if self._is_closed:  # meanwhile: nothing else will end it
+            if self._is_closed:  # closed meanwhile, so nothing else would cancel the attempt
                 self._give_up()
 
     def start(self, request: Request, emit: Emit, *, on_start: Callable[[], None]) -> Callable[[], None]:
-        """`Engine.submit` for the request over the final documents: the answer that was begun, if it is from these."""
+        """As `Engine.submit`, for the request with the final documents; continues the speculative answer if that used
+        the same ones."""
         attempt = self._attempt
         self.was_right = attempt is not None and _keys(attempt.documents) == _keys(request.documents or ())
         if attempt is not None and self.was_right:
@@ -127,7 +128,8 @@ class SpeculativeAnswer:
         return self._submit(request, emit, on_start=on_start)
 
     def close(self) -> None:
-        """Gives up what was begun and not started, now or by an offer that is under way. May be called twice."""
+        """Cancels a speculative answer that `start` has not released, even one from an `offer` still running. May be
+        called twice."""
         self._is_closed = True
         self._give_up()
 
@@ -139,5 +141,5 @@ class SpeculativeAnswer:
 
 
 def _keys(documents: Sequence[Document]) -> tuple[str, ...]:
-    """What tells lists of passages apart: all of them but their scores, which no prompt shows."""
+    """Keys by which lists of passages are compared: all fields except the score, which does not enter the prompt."""
     return tuple(repr(dataclasses.replace(document, score=None)) for document in documents)

@@ -1,4 +1,4 @@
-"""From settings to a loaded model: the same for an engine and for the processes that follow one."""
+"""Loads a model from settings, for an engine and for the processes that follow it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ccjax.runner.device_memory import with_pool
 def load_configured(
     model: str | Path, settings: Mapping[str, Any], progress: Progress | None
 ) -> tuple[LoadedModel, EngineConfig]:
-    """The model and the settings that were checked against it before its weights were read.
+    """Checks settings against a model before reading its weights, then loads it; returns the model and its settings.
 
     Args:
       settings: fields of `EngineConfig`.
@@ -23,7 +23,7 @@ def load_configured(
       ConfigError, CheckpointError: as `Engine.from_pretrained`.
     """
     config = EngineConfig(**settings)
-    with_pool(model_config(model, tokenizer=config.tokenizer), config)  # what does not fit is refused at once
+    with_pool(model_config(model, tokenizer=config.tokenizer), config)  # raises if the model does not fit
     loaded = load_model(
         model,
         dtype=config.dtype,

@@ -1,4 +1,4 @@
-"""Puts requests into the batch loop, and reports what was reused for each."""
+"""Submits requests to the batch loop and builds their reuse reports."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from ccjax.types import ReuseMode, ReuseReport, VariantId
 
 
 class RequestSubmission:
-    """Makes a sequence group of each request; thread-safe.
+    """Turns each request into a sequence group and submits it; thread-safe.
 
     Args:
-      framed: the variants of a prompt that were computed behind the frame.
-      is_shared: of `Admission`.
+      framed: returns the variants of a prompt that were computed behind the frame.
+      is_shared: as for `Admission`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RequestSubmission:
         self._is_shared = is_shared
 
     def contract(self, request: Request) -> ReuseContract:
-        """What may be reused for a request, with what shadow checks have found so far."""
+        """Determines how much may be reused for a request, adjusted by the results of the shadow checks so far."""
         mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
         contract = reuse_contract(mode, request.quality_target, self._settings, self._calibration)
         if contract.mode == "bounded":
@@ -81,7 +81,7 @@ class RequestSubmission:
         on_start: Callable[[], None],
         is_cancelled: IsCancelled,
     ) -> Callable[[], None]:
-        """See `Engine.submit`; `prompt` is the request's, and `assemble_s` the time that took."""
+        """See `Engine.submit`; `prompt` is the assembled prompt, `assemble_s` the seconds spent assembling it."""
         contract = self.contract(request)
         if contract.mode in ("bounded", "fast"):
             sampling, emit = self._shadow.watched(prompt, request.sampling, emit)
@@ -128,7 +128,7 @@ class RequestSubmission:
     def stream(
         self, request: Request, prompt: Prompt, assemble_s: float, is_cancelled: IsCancelled | None
     ) -> Iterator[Delta]:
-        """See `Engine.stream`; further arguments as of `submit`."""
+        """See `Engine.stream`; further arguments as for `submit`."""
         events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
         asked = is_cancelled or (lambda: False)
         cancel = self.submit(request, prompt, assemble_s, events.put, lambda: None, asked)
@@ -146,7 +146,7 @@ class RequestSubmission:
             cancel()
 
     def report(self, prefilled: Prefilled, contract: ReuseContract, wanted: ReuseMode) -> ReuseReport:
-        """What was reused in a prefill, and what that saved."""
+        """Builds the report of what a prefill reused; `wanted` is the mode that was requested."""
         return build_report(
             prefilled.plan,
             prefilled.prompt,
@@ -166,5 +166,5 @@ class RequestSubmission:
         )
 
     def background_report(self, prefilled: Prefilled, mode: ReuseMode) -> ReuseReport:
-        """The report of a prefill that no request waits for."""
+        """Builds the report of a background prefill."""
         return self.report(prefilled, reuse_contract(mode, None, self._settings, self._calibration), mode)

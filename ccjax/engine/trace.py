@@ -1,5 +1,4 @@
-"""What is told of one request that asked for it: its tokens and what became of them, and where its time went. Decides
-nothing; a request that does not ask has no tracer."""
+"""Traces a request on demand: how each of its tokens was obtained, and where its time went."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[Varian
 
 
 class Tracer:
-    """Notes what happens to one request. `load` may be called from any thread, the rest belongs to the loop's."""
+    """Records the trace of one request. `load` may be called from any thread, the rest from the loop's thread only."""
 
     def __init__(self, num_layers: int, variants: KnownVariants, full_prefill_s: Callable[[int], float | None]) -> None:
         """
         Args:
-          variants: what is known of the variants of chunks, without looking any up.
-          full_prefill_s: seconds to compute so many tokens from text.
+          variants: returns the variants of chunks that are known without I/O.
+          full_prefill_s: estimates the seconds of a full prefill of this many tokens.
         """
         self._num_layers = num_layers
         self._variants = variants
@@ -33,12 +32,12 @@ class Tracer:
         self._has_new_sizes = False
 
     def load(self, layer: int, start_s: float, end_s: float) -> None:
-        """A layer's KV was read and merged."""
+        """Records that the KV of a layer was read and merged."""
         self._spans.append(Span("load", layer, start_s, end_s))
 
     def layers(self, end_s: Sequence[float], *, has_new_sizes: bool) -> None:
-        """Layers ran in a pack: the first from `end_s[0]` to `end_s[1]`, and so on. What runs behind the first token is
-        another answer's and left out."""
+        """Records the layers of a pack: the first ran from `end_s[0]` to `end_s[1]`, and so on. Ignored after the first
+        token, when layers run for other answers."""
         if self._token_s:
             return
         pairs = zip(end_s, end_s[1:], strict=False)
@@ -46,18 +45,18 @@ class Tracer:
         self._has_new_sizes |= has_new_sizes
 
     def prefilled(self, prefilled: Prefilled, report: ReuseReport) -> None:
-        """The prompt is through."""
+        """Records the finished prefill."""
         metas = self._variants({segment.chunk_id for segment in prefilled.plan.segments if segment.chunk_id})
         ccis = {meta.variant_id: meta.cci for known in metas.values() for meta in known}
         self._segments = tuple(_segments(prefilled, report, ccis, self._num_layers))
         self._full_prefill_s = self._estimate(prefilled.plan.num_tokens)
 
     def token(self, now_s: float) -> None:
-        """A token of an answer is there."""
+        """Records the time of a token of an answer."""
         self._token_s.append(now_s)
 
     def finish(self, arrived_s: float, started_s: float) -> RequestTrace:
-        """All that was noted."""
+        """Returns the trace."""
         return RequestTrace(
             self._segments,
             self._num_layers,
@@ -118,15 +117,16 @@ def _segments(
 
 
 def _least_layers(plan: PrefillPlan) -> int:
-    """Layers through which a token runs that deviation chose when it first did (CacheBlend sec. 4.3); later ones drop
-    some."""
+    """Layers that each token runs through that was kept by the first choice by deviation (CacheBlend sec. 4.3); later
+    choices drop some of these tokens."""
     counts = plan.hkvd_counts_by_layer
     drops = (layer for layer in range(1, len(counts)) if counts[layer] < counts[layer - 1])
     return next(drops, len(counts) - 1) + 1
 
 
 def _recomputed(segment: Segment, not_repaired: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """In-chunk offsets of what was recomputed; `not_repaired` are prompt offsets that deviation left as they were."""
+    """In-chunk offsets of the recomputed tokens. `not_repaired`: prompt offsets of the tokens that deviation did not
+    choose."""
     if not not_repaired:
         return segment.recompute_offsets
     left = {int(offset) - segment.start for offsets in not_repaired for offset in offsets}

@@ -1,5 +1,4 @@
-"""The sizes that an engine's steps are compiled for: all that are listed, and the few that the others fit into. Knows
-no array and no step."""
+"""Lists the sizes that an engine's steps are compiled for: all of them, and a few that cover all others."""
 
 from __future__ import annotations
 
@@ -12,24 +11,25 @@ from ccjax.runner.pool import num_pages
 
 _ALL_ROWS_UP_TO = 4096
 _PARTS = 16
-"""Parts of a prompt, each with a last page that is not full."""
+"""Assumed number of segments of a prompt, each with a partly filled last page."""
 
 _FEWEST_ROWS = 32
 _MOST_PADDING = 1.5
-"""Before the first request packs are compiled for no fewer rows than the first number, and so that each finds a size at
-most so many times its own: a layer of SmolLM2 takes 6 ms with 32 rows, 58 ms with 640 (processor time)."""
+"""The packs compiled before the first request have at least `_FEWEST_ROWS` rows, spaced so that each larger pack finds
+a size of at most `_MOST_PADDING` times its own: a layer of SmolLM2 takes 6 ms with 32 rows, 58 ms with 640 (processor
+time)."""
 
 _MOST_ENDS = 8
-"""Prompts that usually end in one pack, at most."""
+"""Most prompts that usually end in one pack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """What an engine's steps are compiled for.
+    """The sizes that an engine's steps are compiled for.
 
     Attributes:
       max_model_len, max_num_batched_tokens, max_num_seqs: as in `EngineConfig`.
-      with_mass: of `Pack`.
+      with_mass: as for `Pack`.
     """
 
     max_model_len: int
@@ -39,7 +39,8 @@ class BatchSizes:
 
     @property
     def context_tokens(self) -> int:
-        """Most tokens of the contexts of a pack: any one prompt, or as many as a full pack with half of all reused."""
+        """Most tokens of the contexts of a pack: enough for any single prompt, and for a full pack of prompts of which
+        half is reused."""
         return slot_bucket(max(self.max_model_len, self._usual_tokens))
 
     @property
@@ -50,8 +51,8 @@ class BatchSizes:
     def packs(self) -> list[tuple[int, int]]:
         """(computed tokens, context slots) of every pack, small ones first.
 
-        Beyond 4,096 slots only short questions and full packs: all of them would take minutes, and what is left out
-        compiles once, when a request first needs it.
+        Above 4,096 slots only short questions and full packs: compiling all sizes would take minutes, and the others
+        compile once, when a request first needs them.
         """
         rows = self.rows()
         full = rows[-1]
@@ -63,8 +64,8 @@ class BatchSizes:
         ]
 
     def first_packs(self) -> list[tuple[int, int]]:
-        """Few packs that every other one fits into: most with little padding of rows. Slots cost little, since those
-        that are not used are not looked at: 640 rows over 600 tokens take 58 ms with 1,024 slots, 70 with 8,192."""
+        """A few packs that cover all others, most with little padding of rows. Extra slots are cheap, since unused ones
+        are not read: 640 rows over 600 tokens take 58 ms with 1,024 slots, 70 ms with 8,192."""
         rows = self.rows()
         few = spread([count for count in rows if count >= _FEWEST_ROWS] or rows[-1:])
         usual, most = slot_bucket(min(self._usual_tokens, self.context_tokens)), self.context_tokens
@@ -78,14 +79,14 @@ class BatchSizes:
         return [(batch, count) for count in entries for batch in self._batches()]
 
     def first_decodes(self) -> list[tuple[int, int]]:
-        """Few decode steps that every other one fits into: one request alone, a few, all. Entries that are not used
-        cost next to nothing."""
+        """A few decode steps that cover all others: for one request, for a few, for all. Unused entries cost next to
+        nothing."""
         batches, entries = self._batches(), self.decodes()[-1][1]
         few = [batch for batch in batches if batch <= _MOST_ENDS]
         return [(batch, entries) for batch in dict.fromkeys([*few[:1], *few[-1:], batches[-1]])]
 
     def ends(self) -> list[int]:
-        """Requests whose last token is in a pack: up to 8, or all."""
+        """Numbers of requests whose last token is in a pack: up to 8, or all."""
         batches = self._batches()
         return [count for count in batches if count <= _MOST_ENDS or count == batches[-1]]
 
@@ -107,8 +108,8 @@ class BatchSizes:
 
 
 def spread(sizes: Sequence[int]) -> list[int]:
-    """Few of some ascending sizes, the largest among them: each of the others finds one that is at most `_MOST_PADDING`
-    times as large."""
+    """Selects a few of the given ascending sizes, including the largest, so that each of the others has one that is at
+    most `_MOST_PADDING` times as large."""
     kept, smallest = [], sizes[0]
     for size, larger in itertools.pairwise(sizes):
         if larger > _MOST_PADDING * smallest:

@@ -1,11 +1,11 @@
-"""Listed sizes that arrays are padded to, so that few shapes are ever compiled."""
+"""The sizes that arrays are padded to, so that only few shapes are compiled."""
 
 from __future__ import annotations
 
 
 def token_bucket(num_tokens: int) -> int:
-    """Rows that `num_tokens` computed tokens are padded to: 1, 16, 32, then eight sizes per doubling, never finer than
-    32. More would compile more, fewer would compute more padding (here at most 1/8 above 256)."""
+    """Rows that `num_tokens` computed tokens are padded to: 1, 16, 32, then eight sizes per doubling, in steps of at
+    least 32. More sizes would take more compilations, fewer more padding (here at most 1/8 above 256)."""
     if num_tokens == 1:
         return 1
     if num_tokens <= 16:
@@ -15,8 +15,8 @@ def token_bucket(num_tokens: int) -> int:
 
 
 def slot_bucket(num_tokens: int) -> int:
-    """Context slots for `num_tokens` tokens: powers of two from 256, beyond 4,096 those half way between two as well.
-    An unused slot costs its read, a padding row would run through the model: so sizes are coarser than of rows."""
+    """Context slots for `num_tokens` tokens: powers of two from 256, above 4,096 also the midpoints between two of
+    them. An unused slot only costs its read, a padding row a pass through the model, so these sizes are coarser."""
     size = max(256, 1 << (num_tokens - 1).bit_length())
     return 3 * size // 4 if size > 4096 and num_tokens <= 3 * size // 4 else size
 
@@ -30,7 +30,7 @@ def segment_bucket(num_segments: int) -> int:
 
 
 def batch_bucket(num_requests: int) -> int:
-    """Rows of a decode step, and of the logits behind a prefill: powers of two."""
+    """Rows of a decode step, and of the logits after a prefill: powers of two."""
     return 1 << (num_requests - 1).bit_length()
 
 

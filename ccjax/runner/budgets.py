@@ -1,4 +1,4 @@
-"""Whether this machine has what the budgets of the tiers allow."""
+"""Checks the budgets of the tiers against this machine, and their defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 _SPARE_PAGES = 64
-"""Pages of a request that may be part full: one for each segment of its prompt."""
+"""Allowance for partly filled pages of a request: one for each segment of its prompt."""
 
 
 _USUAL_HOST_BYTES = 2 << 30
@@ -26,7 +26,7 @@ _USUAL_HOST_SHARE = 4
 
 
 def host_cache_bytes(config: EngineConfig) -> int:
-    """What `config` says, or a quarter of the memory that this process may use; 2 GiB where the system does not say."""
+    """The configured budget, or a quarter of the memory that this process may use, or 2 GiB if that is unknown."""
     if config.host_cache_bytes is not None:
         return config.host_cache_bytes
     memory = memory_bytes()
@@ -34,14 +34,14 @@ def host_cache_bytes(config: EngineConfig) -> int:
 
 
 def check_budgets(config: EngineConfig, num_shards: int = 1) -> None:
-    """Nothing, unless a budget is larger than what it is a share of: then it would end in a killed process or a full
-    disk, long after the start.
+    """Checks that no budget exceeds the available memory or disk space: otherwise the process would be killed, or the
+    disk fill up, long after the start.
 
     Args:
-      num_shards: devices that the kv heads are split over.
+      num_shards: number of devices that the kv heads are split over.
 
     Raises:
-      ConfigError: names the budget, what there is, and what was asked for.
+      ConfigError: names the budget, the available and the configured size.
     """
     device, memory = free_device_bytes(num_shards), memory_bytes()
     host = host_cache_bytes(config)
@@ -68,14 +68,14 @@ def check_budgets(config: EngineConfig, num_shards: int = 1) -> None:
 
 
 def pool_bytes(config: EngineConfig, kv_spec: KVSpec, max_model_len: int, num_shards: int = 1) -> int:
-    """Device memory for KV: what `config` says, or room for four of the longest requests, as far as a quarter of the
-    free memory holds those.
+    """Device memory for KV: the configured budget, or room for four of the longest requests, but at most a quarter of
+    the free memory (and at least one such request).
 
     Args:
-      num_shards: devices that the kv heads are split over.
+      num_shards: number of devices that the kv heads are split over.
 
     Raises:
-      ConfigError: it is less than the longest request needs.
+      ConfigError: the configured budget is less than the longest request needs.
     """
     least = least_pool_bytes(kv_spec, max_model_len)
     if config.device_cache_bytes:
@@ -89,18 +89,18 @@ def pool_bytes(config: EngineConfig, kv_spec: KVSpec, max_model_len: int, num_sh
 
 
 def least_pool_bytes(kv_spec: KVSpec, max_model_len: int) -> int:
-    """Pages of a request of that many tokens."""
+    """Bytes of the pages of a request of `max_model_len` tokens."""
     return kv_spec.num_bytes((num_pages(max_model_len) + _SPARE_PAGES) * PAGE_TOKENS)
 
 
 def usual_pool_bytes(least: int, free: int | None) -> int:
-    """Pages of four of the longest requests, as far as a quarter of the free memory holds those."""
+    """The default size of the pool: `4 * least`, but at most a quarter of the free memory, and at least `least`."""
     return max(least, 4 * least if free is None else min(4 * least, free // 4))
 
 
 def free_device_bytes(num_shards: int) -> int | None:
-    """Memory that nothing has taken yet, on so many devices like the first; None where it has none of its own, or does
-    not say."""
+    """Free memory of `num_shards` devices like the first; None if the device has no memory of its own or does not
+    report it."""
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -108,7 +108,7 @@ def free_device_bytes(num_shards: int) -> int | None:
 
 
 def memory_bytes() -> int | None:
-    """Memory of this machine, or of this container where that is less; None where the system does not say."""
+    """Memory of this machine or the limit of this container, whichever is less; None if unknown."""
     found = [int(limit) for limit in map(_content, _CGROUP_LIMITS) if limit.isdecimal()]
     try:
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -118,13 +118,13 @@ def memory_bytes() -> int | None:
 
 
 def disk_bytes(url: str) -> int | None:
-    """Size of the file system that a `file://` URL is on; None for other URLs."""
+    """Size of the file system of a `file://` URL; None for other URLs."""
     usage = _file_system(url)
     return None if usage is None else usage.total
 
 
 def file_system_used(url: str) -> float | None:
-    """Share of the file system that a `file://` URL is on that is taken, by whatever; None for other URLs."""
+    """Used share of the file system of a `file://` URL, by any files; None for other URLs."""
     usage = _file_system(url)
     return None if usage is None else 1.0 - usage.free / usage.total
 
@@ -139,7 +139,7 @@ def _file_system(url: str) -> shutil._ntuple_diskusage | None:
     try:
         return shutil.disk_usage(path)
     except OSError:
-        return None  # opening the store will say what is wrong
+        return None  # opening the store will report the problem
 
 
 def _content(path: str) -> str:

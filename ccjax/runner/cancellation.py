@@ -1,12 +1,12 @@
-"""How work is broken off that is not wanted any more."""
+"""Cancellation of work whose result is no longer wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 IsCancelled = Callable[[], bool]
-"""True once the result is not wanted any more; called often, from the thread that does the work."""
+"""Returns True once the result is no longer wanted; called often, on the thread that does the work."""
 
 
 class PrefillCancelledError(Exception):
-    """`is_cancelled` returned True during a prefill; nothing of it is kept."""
+    """`is_cancelled` returned True during a prefill; nothing of the prefill is kept."""

@@ -1,4 +1,4 @@
-"""Counts what XLA compiles in this process."""
+"""Counts XLA compilations in this process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import jax
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""Recorded once per executable, also where it comes out of the persistent compilation cache."""
+"""Recorded once per executable, even if it is read from the persistent compilation cache."""
 
 
 class Compilations:
-    """The number of executables made since this object was; lives as long as the process.
+    """Counts the executables created in this process; lives as long as the process.
 
-    JAX names its events but does not promise their names: a test compiles a function and looks at the count.
+    JAX does not guarantee the names of its events, so a test compiles a function and checks the count.
     """
 
     def __init__(self) -> None:
@@ -28,22 +28,22 @@ class Compilations:
 
     @property
     def count(self) -> int:
-        """Executables so far, without those of `in_background`."""
+        """Number of executables so far, without those of `in_background`."""
         return self._count
 
     @property
     def background_count(self) -> int:
-        """Executables of `in_background` so far."""
+        """Number of executables of `in_background` so far."""
         return self._background_count
 
     @property
     def seconds(self) -> float:
-        """Seconds that making them took, of all threads together; less where the persistent cache had them."""
+        """Seconds spent creating all of them, summed over threads; short for those from the persistent cache."""
         return self._seconds
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """Counts apart what this thread compiles meanwhile: no request waits for it."""
+        """Counts compilations of this thread separately meanwhile, because no request waits for them."""
         self._thread.is_background = True
         try:
             yield
@@ -62,5 +62,5 @@ class Compilations:
 
 @functools.cache
 def compilations() -> Compilations:
-    """The counter of this process; one for all, as JAX's own caches of compiled functions are."""
+    """The counter of this process; shared by all engines, like JAX's own caches of compiled functions."""
     return Compilations()

@@ -1,7 +1,7 @@
-"""Which sizes an engine's steps are compiled for, and which one rows and slots are padded to.
+"""The sizes that an engine's steps are compiled for, and the size that rows and slots are padded to.
 
-Verbs: `pack`, `rows`, `decode`, `batch` and `write` say which size to take, `note` that one is compiled, `next` which
-is to be compiled.
+`pack`, `rows`, `decode`, `batch` and `write` return the size to use, `note` records a compiled size, `next` returns the
+next size to compile.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from typing import Literal
 from ccjax.runner.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
 
 Kind = Literal["pack", "decode", "batch", "write", "context"]
-"""What a size is of: a pack (rows, context slots, columns of the mass output or 0), a decode step (requests, entries of
-the page tables), logits (rows), a variant that is written to the pool (tokens), a context that is brought into it
-(slots)."""
+"""What a size describes: a pack (rows, context slots, columns of the mass output or 0), a decode step (requests,
+entries of the page tables), logits (rows), a variant written to the pool (tokens), a context loaded into it (slots)."""
 
 Key = tuple[Kind, tuple[int, ...]]
-"""A size and what it is of."""
+"""A size and its kind."""
 
 
 class CompiledSizes:
     """The sizes of one engine; thread-safe.
 
-    What is asked for gets its own size, the natural one, unless `substitute` was called: from then on it gets the
-    smallest that is compiled and large enough, and its own is noted as wanted. Where none is, it gets its own, whose
-    steps compile when they are called.
+    A request for a size returns its natural size until `substitute` is called. From then on, if the natural size is not
+    compiled, it returns the smallest compiled size that is large enough and records the natural one as wanted. If no
+    compiled size is large enough, it returns the natural one, whose steps compile on first use.
     """
 
     def __init__(self) -> None:
@@ -40,32 +39,32 @@ class CompiledSizes:
     # -- which size to take ------------------------------------------------------------------------------------
 
     def pack(self, num_rows: int, num_slots: int, num_segments: int) -> tuple[int, int, int]:
-        """(rows, context slots, columns of the mass output) of a pack; `num_segments` 0 for one without masses."""
+        """(rows, context slots, columns of the mass output) of a pack; `num_segments` is 0 without masses."""
         columns = segment_bucket(num_segments) if num_segments else 0
         rows, slots, columns = self._take("pack", (token_bucket(num_rows), slot_bucket(num_slots), columns))
         return rows, slots, columns
 
     def rows(self, num_rows: int, slots: int, columns: int) -> int:
-        """Rows of a pack some of which were dropped, whose other numbers stay as `pack` gave them."""
+        """Rows of a pack after some were dropped; the other numbers stay as `pack` returned them."""
         return self._take("pack", (token_bucket(num_rows), slots, columns), num_fixed=2)[0]
 
     def decode(self, num_requests: int, num_entries: int) -> tuple[int, int]:
-        """(requests, entries of the page tables) of a decode step, and of the logits behind it."""
+        """(requests, entries of the page tables) of a decode step; its logits have as many rows as requests."""
         requests, entries = self._take("decode", (batch_bucket(num_requests), entry_bucket(num_entries)))
         return requests, entries
 
     def batch(self, num_rows: int) -> int:
-        """Rows of the logits behind a pack."""
+        """Rows of the logits after a pack."""
         return self._take("batch", (batch_bucket(num_rows),))[0]
 
     def write(self, num_tokens: int) -> int:
-        """Tokens that are written to the pool for a variant."""
+        """Tokens written to the pool for a variant."""
         return self._take("write", (token_bucket(num_tokens),))[0]
 
     # -- what is compiled --------------------------------------------------------------------------------------
 
     def note(self, kind: Kind, size: tuple[int, ...]) -> bool:
-        """Notes that a size is compiled; True the first time."""
+        """Records that a size is compiled; returns True the first time."""
         with self._lock:
             compiled = self._compiled.setdefault(kind, set())
             is_new = size not in compiled
@@ -75,27 +74,27 @@ class CompiledSizes:
         return is_new
 
     def compiled(self, kind: Kind) -> frozenset[tuple[int, ...]]:
-        """The sizes that were noted."""
+        """The recorded sizes of a kind."""
         with self._lock:
             return frozenset(self._compiled.get(kind, ()))
 
     def substitute(self, left: Iterable[Key]) -> None:
-        """From now on compiled sizes are given in place of others.
+        """From now on, substitutes compiled sizes for those that are not compiled.
 
         Args:
-          left: what is to be compiled besides what is wanted; what is compiled already is left out.
+          left: sizes to compile besides those that will be wanted; compiled ones are ignored.
         """
         with self._lock:
             self._substitutes = True
             self._left = {(kind, size): None for kind, size in left if size not in self._compiled.get(kind, ())}
 
     def next(self) -> Key | None:
-        """What to compile next: what was wanted first, then what is left; None once there is nothing."""
+        """The next size to compile: wanted ones first, then the remaining ones; None if there is none."""
         with self._lock:
             return next(iter(self._wanted or self._left), None)
 
     def give_up(self, key: Key) -> None:
-        """Strikes a size out that cannot be compiled: it is never asked for again."""
+        """Removes a size that cannot be compiled; `next` will not return it again."""
         with self._lock:
             self._given_up.add(key)
             self._left.pop(key, None)
@@ -103,12 +102,12 @@ class CompiledSizes:
 
     @property
     def num_left(self) -> int:
-        """Sizes that are still to be compiled."""
+        """Number of sizes still to be compiled."""
         with self._lock:
             return len(self._wanted.keys() | self._left.keys())
 
     def _take(self, kind: Kind, natural: tuple[int, ...], num_fixed: int = 0) -> tuple[int, ...]:
-        """The size to take; the last `num_fixed` numbers stay as they are."""
+        """The size to use; the last `num_fixed` numbers are not changed."""
         with self._lock:
             compiled = self._compiled.get(kind, set())
             if not self._substitutes or natural in compiled:
@@ -123,5 +122,5 @@ class CompiledSizes:
                 return natural
             if (kind, natural) not in self._given_up:
                 self._wanted[kind, natural] = None
-            # Rows and requests stand first: each one more is computed with, an unused slot or entry is not looked at.
+            # Rows and requests come first in a size: each extra one is computed, unused slots and entries are not read.
             return min(large_enough)

@@ -1,4 +1,4 @@
-"""One token for each of many requests: a step of the whole batch, over the pages of each."""
+"""Decode steps: one token for each request of a batch, over their pages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class DecodeBatch:
         """Writes the KV of each request's last token and returns the logits `[B, V]`, float32, of the next, B padded.
 
         Raises:
-          TierFullError: a request needs a page and none is free; nothing has run, but requests before it have a slot
-            more. A caller that asks `needs_page` first never sees that.
+          TierFullError: a request needs a page and none is free. Nothing has run, but the preceding requests have an
+            additional slot. Check `needs_page` first to avoid this.
         """
         positions = [request.num_tokens for request in requests]
         slots = [request.append() for request in requests]

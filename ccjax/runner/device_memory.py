@@ -1,4 +1,4 @@
-"""The memory plan of an engine's settings on the devices that are here. Reads sizes from devices and system."""
+"""The memory plan for an engine's settings on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LONGEST_DEFAULT = 8192
 
 
 def longest(model: LlamaConfig, config: EngineConfig) -> int:
-    """Tokens of the longest prompt plus answer.
+    """Most tokens of prompt plus answer.
 
     Raises:
-      ConfigError: more are asked for than the model has positions for.
+      ConfigError: `max_model_len` exceeds the number of positions of the model.
     """
     limit = config.max_model_len or min(model.max_position_embeddings, _LONGEST_DEFAULT)
     if limit > model.max_position_embeddings:
@@ -31,7 +31,7 @@ def longest(model: LlamaConfig, config: EngineConfig) -> int:
 
 
 def sizes_of(model: LlamaConfig, config: EngineConfig) -> BatchSizes:
-    """What an engine of this model compiles its steps for.
+    """The sizes that an engine of this model compiles its steps for.
 
     Raises:
       ConfigError: as `longest`.
@@ -45,10 +45,10 @@ def sizes_of(model: LlamaConfig, config: EngineConfig) -> BatchSizes:
 
 
 def memory_plan(model: LlamaConfig, config: EngineConfig) -> MemoryPlan:
-    """What an engine of this model will take of each device, whether that is there or not.
+    """Plans the memory that an engine of this model takes on each device, without checking that it fits.
 
     Raises:
-      ConfigError: the model cannot be split so, or its memory is not known.
+      ConfigError: the model cannot be split this way, or the memory of the devices is unknown.
     """
     weight_bytes = (plain if config.quantization is None else in_8_bits)(config.dtype)
     shapes = ServedShapes(model, config.dtype, sizes_of(model, config), weight_bytes, config.tensor_parallel_size)
@@ -65,13 +65,13 @@ def memory_plan(model: LlamaConfig, config: EngineConfig) -> MemoryPlan:
 
 
 def with_pool(model: LlamaConfig, config: EngineConfig) -> EngineConfig:
-    """The settings with the pool's size in `device_cache_bytes`, where `gpu_memory_utilization` asks for one.
+    """Returns the settings with `device_cache_bytes` set to the size of the pool if `gpu_memory_utilization` is set.
 
-    Where it does, and where devices have memory of their own, it is also said here that a model does not fit, before
-    it is loaded.
+    If it is set, or the memory of the devices is given or reported, also checks that the model fits before it is
+    loaded.
 
     Raises:
-      ConfigError: it does not fit, with what would; or as `memory_plan`.
+      ConfigError: the model does not fit; says what would. Or as `memory_plan`.
     """
     is_asked = config.gpu_memory_utilization is not None
     if not is_asked and config.device_memory_bytes is None and _own_bytes() is None:
@@ -84,7 +84,7 @@ def with_pool(model: LlamaConfig, config: EngineConfig) -> EngineConfig:
 
 
 def _device_bytes(config: EngineConfig) -> tuple[int, str]:
-    """Memory of each device, and where that figure is from."""
+    """Memory of each device, and the origin of that figure."""
     if config.device_memory_bytes is not None:
         return config.device_memory_bytes, "as given"
     own = _own_bytes()
@@ -98,6 +98,6 @@ def _device_bytes(config: EngineConfig) -> tuple[int, str]:
 
 
 def _own_bytes() -> int | None:
-    """Memory of the first device, None where it has none of its own or does not say."""
+    """Memory of the first device; None if it has none of its own or does not report it."""
     stats = jax.local_devices()[0].memory_stats()
     return stats.get("bytes_limit") if stats else None

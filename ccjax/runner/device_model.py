@@ -1,4 +1,4 @@
-"""The model on its devices: weights, configuration, and which implementation and sizes its steps run with."""
+"""The model on its devices: weights, configuration, and the implementation and sizes of its steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ccjax.types import PrefillPlan
 
 
 class DeviceModel:
-    """A model whose weights are on the device, or on a mesh of several.
+    """A model whose weights are on one device, or on a mesh of several.
 
     Attributes:
-      top: the weights outside the layers: a call flattens every leaf that it is given.
-      mesh: what the weights lie on; None for a single device.
-      context_placement: of a layer's context [S, K, H], for `ccjax.models.lockstep.put`.
-      sizes: what steps are padded to.
+      top: the weights outside the layers, kept separately because a jitted call flattens every leaf passed to it.
+      mesh: the mesh of the weights; None for a single device.
+      context_placement: the placement of a layer's context [S, K, H], for `ccjax.models.lockstep.put`.
+      sizes: the sizes that steps are padded to.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class DeviceModel:
         self.sizes = CompiledSizes() if sizes is None else sizes
 
     def put(self, values: Any) -> Any:
-        """Copies host arrays to every device that the model is on."""
+        """Copies host arrays to every device of the model."""
         return put(values, placement(self.mesh, EVERYWHERE))
 
     def context_shape(self, plan: PrefillPlan) -> tuple[int, int, int]:
-        """[S, K, H] of a layer's context, padded."""
+        """The shape [S, K, H] of a layer's context, with S padded."""
         return slot_bucket(plan.num_tokens), self.config.num_kv_heads, self.config.head_dim
 
     def turned(self, k: np.ndarray, shift: int) -> np.ndarray:
-        """Keys before RoPE [T, K, H], rotated by `shift` positions, which may be negative."""
+        """Rotates keys before RoPE [T, K, H] by `shift` positions, which may be negative."""
         return np.asarray(rotate_step(k, np.full(len(k), shift, np.int32), config=self.config))

@@ -1,7 +1,7 @@
-"""Which tokens draw attention, for the baseline that recomputes those (H2O, Zhang et al. 2023).
+"""Measures which tokens receive attention, for the baseline that recomputes those (H2O, Zhang et al. 2023).
 
-Serving's attention says what a query looks at, not what looks at a key; so a prompt is run once more, with attention
-written out. Only engines of strategy `h2o` pay for that.
+The serving kernels return the mass of each query on the segments, not the mass received by each key, so the prompt is
+run a second time with explicit attention matrices. Only engines of strategy `h2o` do this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ccjax.types import VariantMeta
 
 
 def received_mass(model: DeviceModel, token_ids: np.ndarray) -> np.ndarray:
-    """Softmax mass [n], float64, that each token of a prompt draws from all its tokens, mean over layers and heads."""
+    """Softmax mass [n], float64, that each token of a prompt receives from all tokens, averaged over layers and
+    heads."""
     count = len(token_ids)
     x = embed_step(model.top, padded_to(token_ids, token_bucket(count), 0))
     total = np.zeros(count)
@@ -30,5 +31,5 @@ def received_mass(model: DeviceModel, token_ids: np.ndarray) -> np.ndarray:
 
 
 def with_received(meta: VariantMeta, received: np.ndarray) -> VariantMeta:
-    """The variant with what its tokens drew, to three digits."""
+    """The variant's metadata with the mass that its tokens received, to three digits."""
     return dataclasses.replace(meta, token_received=tuple(float(f"{value:.3g}") for value in received))

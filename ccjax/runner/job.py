@@ -1,5 +1,5 @@
-"""One request's prefill, whichever packs its pieces run in: what they gave, which tokens are not worth going
-on with."""
+"""One request's prefill, across the packs that its pieces run in: collects their results and chooses the tokens to
+drop."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Contexts(Protocol):
     waited_s: float
 
     def is_ready(self, layer: int) -> bool:
-        """True when `take` of the layer would not wait."""
+        """True if `take` of the layer would not wait."""
         ...
 
     def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """Keys before RoPE and values [S, K, H] of a layer, zeros elsewhere; called once for each, in order."""
+        """Returns keys before RoPE and values [S, K, H] of a layer, zeros where nothing is loaded; called once per
+        layer, in order."""
         ...
 
 
@@ -47,8 +48,8 @@ class PrefillJob:
 
     Attributes:
       offsets: positions, ascending, of all tokens that run through the model.
-      segment_of: [n + a] int32, segment of every token; the answer belongs to the question's.
-      result: what came of it so far.
+      segment_of: [n + a] int32, segment of every token; the answer belongs to the question's segment.
+      result: its results so far.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class PrefillJob:
     ) -> None:
         """
         Args:
-          token_ids: [n + a] int32: the prompt and, behind a preemption, the answer so far.
-          pages: with a slot for each of them.
-          contexts: source of the KV of reused segments that are not `pages.shared`, layer by layer.
+          token_ids: [n + a] int32: the prompt and, after a preemption, the answer so far.
+          pages: pages with a slot for each of them.
+          contexts: source of the KV of reused segments that are not in `pages.shared`, layer by layer.
           collect: keep computed KV and masses, for capture.
-          num_logits: keep the logits behind the last so many tokens.
+          num_logits: number of last tokens whose logits are kept.
         """
         if token_ids.shape != (pages.num_tokens,):
             raise ValueError(f"token_ids: wanted shape ({pages.num_tokens},), a slot each, got {token_ids.shape}")
@@ -84,7 +85,7 @@ class PrefillJob:
         self.segment_of = segment_of_tokens(plan, len(token_ids))
         self.result = PrefillOutcome()
         self._is_candidate = np.zeros(len(token_ids), bool)
-        """Where deviation chooses."""
+        """Tokens among which deviation chooses."""
         if plan.hkvd_counts_by_layer:
             fixed = {index for index in reused if plan.segments[index].recompute_offsets}
             self._is_candidate = np.isin(self.segment_of, list(fixed))
@@ -95,21 +96,21 @@ class PrefillJob:
 
     @property
     def watches_focus(self) -> bool:
-        """True while CacheCraft alg. 1 wants the question's masses."""
+        """True while CacheCraft alg. 1 needs the question's masses."""
         return self.plan.focus_window is not None and self._focus.decided is None
 
     def filters(self, layer: int) -> bool:
-        """True where some candidates are dropped before a layer runs (CacheBlend sec. 4.3)."""
+        """True if some candidates are dropped before this layer runs (CacheBlend sec. 4.3)."""
         counts = self.plan.hkvd_counts_by_layer
         return layer > 0 and bool(counts) and counts[layer] < counts[layer - 1]
 
     def most_deviating(self, layer: int, begun: np.ndarray, offsets: np.ndarray, deviations: np.ndarray) -> np.ndarray:
-        """The rows that run through a layer and those behind it, of a piece.
+        """Chooses the rows of a piece that run through this layer and the following ones.
 
         Args:
-          begun: offsets that the piece began with; of its candidates the same share is kept as of all.
-          offsets: of its rows now.
-          deviations: [rows], of the KV that the layer would give them from the stored one.
+          begun: offsets that the piece began with; the share of its candidates that is kept equals that of the prompt.
+          offsets: offsets of its current rows.
+          deviations: [rows], the distance between the KV that the layer would compute for them and the stored KV.
         """
         counts = self.plan.hkvd_counts_by_layer
         candidates = np.flatnonzero(self._is_candidate[offsets])
@@ -124,13 +125,14 @@ class PrefillJob:
         return np.flatnonzero(stays)
 
     def add_layer(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
-        """Adds the output of a layer; returns the rows that stay, where CacheCraft alg. 1 just dropped others."""
+        """Adds the output of a layer; returns the rows to keep if CacheCraft alg. 1 has just dropped others, else
+        None."""
         self.result.computed_token_layers += len(rows.offsets)
         if self.collect:
             self.result.layers.append(rows)
         if not (is_last_piece and self.watches_focus) or rows.mass is None:
             return None
-        # Policy reads one layer late: while it looks at the layer before, the device is busy with this one.
+        # The policy reads one layer late: while it processes the previous layer, the device computes this one.
         rows.mass.copy_to_host_async()
         self._pending.append(rows)
         if len(self._pending) < 2 or rows.layer + 1 == num_layers:

@@ -1,4 +1,4 @@
-"""Which kernels an engine runs, and whether they can do its model."""
+"""Selects an engine's attention kernels and checks that they support its model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ccjax.runner.pool import PAGE_TOKENS
 
 
 def decode_implementation(attention: str | None) -> str | None:
-    """The implementation of decode attention that goes with one of prefill attention.
+    """The implementation of decode attention for one of prefill attention.
 
-    The same one; beside tokamax, which has none for pages, the platform's own.
+    The same one; for tokamax, which has no paged attention, None: the platform's default.
     """
     return None if attention is not None and attention.startswith("tokamax") else attention
 
 
 def check_kernels(attention: str | None, config: LlamaConfig, dtype: str) -> None:
-    """Returns if prefill and decode of a model can run with an implementation of attention.
+    """Checks that prefill and decode of a model can run with an implementation of attention.
 
     Raises:
-      ConfigError: one of them cannot, on this platform, on this chip or with such heads.
+      ConfigError: one of them cannot, on this platform, on this chip or with these heads.
     """
     shape: dict[str, Any] = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
     shape |= {"head_dim": config.head_dim, "dtype": dtype}

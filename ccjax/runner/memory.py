@@ -1,7 +1,7 @@
-"""What a model's serving takes of each device, from shapes alone, and whether it fits.
+"""Computes, from shapes alone, the memory that serving a model takes on each device, and whether it fits.
 
-All figures are of one device. Weights and KV are exact; activations and workspace are the most that the steps of
-`ccjax.models.llama3.paged_steps` hold at once, from their shapes (docs/memory.md).
+All figures are per device. Weights and KV are exact; activations and workspace are the peak of the steps of
+`ccjax.models.llama3.paged_steps`, from their shapes (docs/memory.md).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.store.spec import KVSpec
 
 WeightBytes = Callable[[ParamSpec, int], float]
-"""Bytes of a part of a weight of so many elements."""
+"""Bytes of a part of a weight, given its number of elements."""
 
 _SIZES_TRIED = (1, 2, 4, 8, 16, 32)
 _CONTEXT_COPIES = 4
-"""Of keys or values of a context, in the blocked attention: as gathered and as blocks, of each."""
+"""Copies of one context array in the blocked attention: keys and values, each as gathered and as blocks."""
 _LAYERS_IN_FLIGHT = 2
 _LOGITS_COPIES = 3
-"""The logits, and as much again twice while tokens are drawn."""
+"""The logits, and two temporaries of the same size while tokens are sampled."""
 
 
 def plain(dtype: str) -> WeightBytes:
@@ -41,7 +41,7 @@ def plain(dtype: str) -> WeightBytes:
 
 
 def in_8_bits(dtype: str) -> WeightBytes:
-    """The matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`."""
+    """Matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`."""
 
     def num_bytes(spec: ParamSpec, size: int) -> float:
         if spec.layout == "as_is" or not {"vocab", "router"}.isdisjoint(spec.axes):
@@ -53,11 +53,11 @@ def in_8_bits(dtype: str) -> WeightBytes:
 
 @dataclasses.dataclass(frozen=True)
 class ServedShapes:
-    """What decides memory.
+    """What determines the memory of serving a model.
 
     Attributes:
-      dtype: of activations and KV.
-      sizes: what steps are compiled for.
+      dtype: dtype of activations and KV.
+      sizes: the sizes that steps are compiled for.
       weight_bytes: `plain` or `in_8_bits`.
     """
 
@@ -70,20 +70,20 @@ class ServedShapes:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one device.
+    """The use of one device's memory, in bytes.
 
     Attributes:
-      total: its memory.
-      source: where that figure is from, in words.
-      fraction: share of it that may be taken.
+      total: the memory of the device.
+      source: the origin of that figure, in words.
+      fraction: share of the memory that may be used.
       weights: exact.
       activations: hidden states, keys and values of a layer's computed tokens; cosines and sines of the positions.
-      workspace: what a layer's attention or its MLP holds besides, whichever is more.
-      transit: KV of layers that are loaded ahead of a prefill, and of computed tokens until variants are made of it.
-      logits: of a decode step, while tokens are drawn.
-      kv_per_token: of all layers.
-      least_pool: pages for a request of the longest kind; less is refused.
-      pool: pages that there will be.
+      workspace: temporaries of a layer's attention or of its MLP, whichever is more.
+      transit: KV of layers loaded ahead of a prefill, and of computed tokens until they are stored as variants.
+      logits: logits of a decode step, while tokens are sampled.
+      kv_per_token: KV of a token in all layers.
+      least_pool: smallest permitted pool: the pages of the longest request.
+      pool: the page pool.
     """
 
     shapes: ServedShapes
@@ -101,26 +101,26 @@ class MemoryPlan:
 
     @property
     def besides_pool(self) -> int:
-        """All but the pool."""
+        """Everything except the pool."""
         return self.weights + self.activations + self.workspace + self.transit + self.logits
 
     @property
     def usable(self) -> int:
-        """What may be taken."""
+        """Memory that may be used."""
         return int(self.total * self.fraction)
 
     @property
     def missing(self) -> int:
-        """Bytes by which it does not fit, 0 where it does."""
+        """Bytes that are missing; 0 if it fits."""
         return max(0, self.besides_pool + self.pool - self.usable)
 
     @property
     def num_pool_tokens(self) -> int:
-        """Tokens that the pool has room for."""
+        """Number of tokens that fit into the pool."""
         return self.pool // (self.kv_per_token * PAGE_TOKENS) * PAGE_TOKENS
 
     def rows(self) -> list[tuple[str, int, str]]:
-        """(what, bytes, how it comes about), for a table."""
+        """(item, bytes, explanation), for a table."""
         sizes, shapes = self.shapes.sizes, self.shapes
         split = "" if shapes.tensor_parallel_size == 1 else f", split over {shapes.tensor_parallel_size} devices"
         return [
@@ -137,13 +137,13 @@ class MemoryPlan:
 def plan_memory(
     shapes: ServedShapes, total: int, *, source: str, fraction: float = 1.0, pool: int | None = None
 ) -> MemoryPlan:
-    """The plan of one device; whether it fits, `check_fits` says.
+    """Plans the memory of one device; `check_fits` tells whether the plan fits.
 
     Args:
-      pool: its bytes on this device; None for all that the rest leaves of `fraction`, and the least at least.
+      pool: bytes of the pool on this device; None for all that the rest leaves of `fraction`, but at least the minimum.
 
     Raises:
-      ConfigError: the model cannot be split so.
+      ConfigError: the model cannot be split this way.
     """
     config, sizes = shapes.config, shapes.sizes
     item = jnp.dtype(shapes.dtype).itemsize
@@ -176,10 +176,10 @@ def plan_memory(
 
 
 def check_fits(plan: MemoryPlan) -> None:
-    """Nothing, unless the plan takes more than it may.
+    """Checks that the plan fits into the usable memory.
 
     Raises:
-      ConfigError: says how much is missing, and what would fit.
+      ConfigError: it does not fit; says how much is missing, and what would fit.
     """
     if not plan.missing:
         return
@@ -192,10 +192,10 @@ def check_fits(plan: MemoryPlan) -> None:
 
 
 def kv_shards(shapes: ServedShapes) -> int:
-    """Devices that the kv heads are split over.
+    """Number of devices that the kv heads are split over.
 
     Raises:
-      ConfigError: the model cannot be split so.
+      ConfigError: the model cannot be split this way.
     """
     return num_kv_shards(_mesh(shapes))
 
@@ -204,7 +204,7 @@ def weight_bytes(shapes: ServedShapes) -> int:
     """Bytes of the weights on one device.
 
     Raises:
-      ConfigError: the model cannot be split so.
+      ConfigError: the model cannot be split this way.
     """
     mesh = _mesh(shapes)
     sizes: list[float] = []
@@ -219,7 +219,7 @@ def weight_bytes(shapes: ServedShapes) -> int:
 
 @functools.cache
 def num_parameters(config: LlamaConfig) -> int:
-    """Weights of the model, one by one."""
+    """Number of parameters of the model."""
     sizes: list[int] = []
     build_params(config, lambda _, spec: sizes.append(math.prod(spec.shape)))
     return sum(sizes)
@@ -227,7 +227,7 @@ def num_parameters(config: LlamaConfig) -> int:
 
 def _mesh(shapes: ServedShapes) -> Mesh:
     try:
-        return make_mesh(shapes.config, range(shapes.tensor_parallel_size))  # devices need not be here
+        return make_mesh(shapes.config, range(shapes.tensor_parallel_size))  # the devices need not exist
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -238,8 +238,8 @@ def _rows(sizes: BatchSizes) -> int:
 
 
 def _mlp_bytes(config: LlamaConfig, rows: int, inner: int, item: int) -> int:
-    """Two inner arrays; of experts (`ccjax.models.llama3.experts`) also their rows, in and out, or, where one gets more
-    of these than are kept ready, copies of its weights."""
+    """Temporaries of an MLP: two inner arrays; with experts (`ccjax.models.llama3.experts`) also their input and output
+    rows or, if an expert gets more rows than its capacity, copies of its weights."""
     if not config.num_experts:
         return 2 * rows * inner * item
     pairs = rows * config.num_experts_per_token
@@ -250,7 +250,7 @@ def _mlp_bytes(config: LlamaConfig, rows: int, inner: int, item: int) -> int:
 
 
 def _what_fits(plan: MemoryPlan) -> str:
-    """Other ways to serve the same model on such devices."""
+    """Describes other ways to serve the same model on such devices."""
     found: dict[int, str] = {}
     for name, kind in (("", plan.shapes.weight_bytes), (" with quantization int8", in_8_bits(plan.shapes.dtype))):
         for size in (size for size in _SIZES_TRIED if size >= plan.shapes.tensor_parallel_size):

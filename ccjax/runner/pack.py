@@ -21,7 +21,7 @@ _NO_POSITION = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(eq=False)
 class Piece:
-    """Computed tokens `[first, last)` of a job, counted from the first one that it computes."""
+    """Computed tokens `[first, last)` of a job, as indices into its computed tokens (`PrefillJob.offsets`)."""
 
     job: PrefillJob
     first: int
@@ -37,12 +37,12 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """True when nothing of the prompt is left to compute behind it."""
+        """True if it completes the prompt."""
         return self.last == len(self.job.offsets)
 
 
 class JobFailedError(Exception):
-    """A job of a pack cannot go on; its cause says why."""
+    """A job of a pack cannot continue; `__cause__` is the reason."""
 
     def __init__(self, job: PrefillJob) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class JobFailedError(Exception):
 
 
 class Pack:
-    """Pieces that run together; `run_layer` for each layer, then `logits`.
+    """Pieces that run together: call `run_layer` for each layer, then `logits`.
 
-    The KV that pieces compute or load goes into the pages of their requests, so a later piece, and decoding, find it
-    there. What a piece gives does not depend on the others.
+    The KV that pieces compute or load is written to the pages of their requests, where later pieces and decode steps
+    read it. The result of a piece does not depend on the other pieces.
 
     Attributes:
-      layer: the next one to run.
-      has_new_sizes: a step ran at a size for the first time here, so compiling it may be part of the time it took.
+      layer: the next layer to run.
+      has_new_sizes: whether a step ran at a size for the first time, so that its time may include a compilation.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Pack:
     ) -> None:
         """
         Args:
-          with_mass: take the masses that capture and CacheCraft alg. 1 need, also while no job needs them: whether one
-            does would double the sizes that are compiled.
+          with_mass: compute the masses that capture and CacheCraft alg. 1 need, even if no job of the pack needs them:
+            making this depend on the jobs would double the number of compiled sizes.
         """
         self._model = model
         self._pool = pool
@@ -78,7 +78,7 @@ class Pack:
         self._num_rows_run = 0
         self._filled: set[PrefillJob] = set()
         self._loaded_slots: dict[PrefillJob, jax.Array] = {}
-        # A later piece reads no slot behind its last token, so none of those is asked for.
+        # A piece attends to no slot after its last token, so the context ends there.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
         parts = list(zip(pieces, lengths, strict=True))
         most_segments = max(len(piece.job.plan.segments) for piece in pieces) if with_mass else 0
@@ -92,7 +92,7 @@ class Pack:
         slots = context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
         k_pos = context([np.arange(length) for length in lengths], _NO_POSITION)
         k_request = context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
-        # Requests number their segments alike: a token's masses are on those of its own request.
+        # Segment numbers of different requests overlap; a token's masses refer to the segments of its own request.
         k_segment = context([without_sink(piece.job.segment_of)[:length] for piece, length in parts], -1)
         self._slots, self._k_pos, self._k_request, self._k_segment = model.put((slots, k_pos, k_request, k_segment))
         self._k_rotation = self._rotation(self._k_pos)
@@ -102,41 +102,41 @@ class Pack:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that ran, as many as if each had run through all layers."""
+        """Number of computed tokens, averaged over the layers of the model."""
         return round(self._num_rows_run / self._model.config.num_layers)
 
     @property
     def hidden(self) -> jax.Array:
-        """[N, D], what the layers so far gave."""
+        """[N, D], the hidden states after the layers that ran so far."""
         return self._x
 
     @property
     def is_done(self) -> bool:
-        """True once all layers ran, or no piece is left."""
+        """True once all layers have run, or no piece is left."""
         return self.layer == self._model.config.num_layers or not self._pieces
 
     def is_ready(self) -> bool:
-        """True when the next layer would not wait for a load."""
+        """True if the next layer would not wait for a load."""
         return all(contexts.is_ready(self.layer) for _, contexts in self._loading())
 
     def wait(self) -> None:
-        """Until the device has run the layers so far."""
+        """Waits until the device has run the launched layers."""
         self._x.block_until_ready()
 
     def drop(self, job: PrefillJob) -> None:
-        """Takes a job out: none of its pages is written from now on."""
+        """Removes a job; none of its pages is written from now on."""
         if any(piece.job is job for piece in self._pieces):
             others = [piece for piece in self._pieces if piece.job is not job]
             self._keep({piece: np.arange(len(piece.offsets)) for piece in others})
 
     def run_layer(self) -> None:
-        """Runs the next layer; returns before the device is done.
+        """Launches the next layer; returns before the device is done.
 
         Raises:
-          JobFailedError: the reused KV of a job cannot be had; once that is dropped, the layer can be run.
+          JobFailedError: the reused KV of a job could not be loaded; after `drop` of that job, the layer can be run.
         """
         for job, contexts in self._loading():
-            if job not in self._filled:  # it is after a failure of another one
+            if job not in self._filled:  # already filled if another job failed in this layer
                 self._fill(job, contexts)
                 self._filled.add(job)
         self._filled.clear()
@@ -178,7 +178,8 @@ class Pack:
             self._keep(kept)
 
     def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
-        """The jobs whose prompt is complete, and the logits `[B, V]`, float32, of the last token of each, B padded."""
+        """Returns the jobs whose prompt is complete, and the logits `[B, V]`, float32, of their last tokens, B padded;
+        None instead of logits if there is no such job."""
         self._keep_logits()
         ends = np.cumsum([len(piece.offsets) for piece in self._pieces]) - 1
         done = [(piece.job, int(end)) for piece, end in zip(self._pieces, ends, strict=True) if piece.is_last]
@@ -189,7 +190,7 @@ class Pack:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _keep_logits(self) -> None:
-        """Adds to each job's outcome the logits behind those of the wanted tokens that ran here."""
+        """Adds the logits of the tokens of this pack to the outcomes of the jobs that want them (`num_logits`)."""
         first = 0
         for piece in self._pieces:
             job = piece.job
@@ -200,7 +201,7 @@ class Pack:
                 job.result.last_logits = logits if before is None else np.concatenate([before, logits])
 
     def _logits(self, rows: np.ndarray) -> jax.Array:
-        """Logits [B, V], float32, behind some rows, B padded."""
+        """Logits [B, V], float32, of some rows, B padded."""
         sizes = self._model.sizes
         size = sizes.batch(len(rows))
         x = select_step(self._x, self._model.put(padded_to(rows, size, int(rows[-1]))))
@@ -209,12 +210,12 @@ class Pack:
         return logits
 
     def _loading(self) -> list[tuple[PrefillJob, Contexts]]:
-        """The jobs whose first piece is here, with their source of reused KV; those that have one."""
+        """The jobs whose first piece is in this pack and that load reused KV, with the source of that KV."""
         first = [piece.job for piece in self._pieces if piece.first == 0]
         return [(job, job.contexts) for job in first if job.contexts is not None]
 
     def _fill(self, job: PrefillJob, contexts: Contexts) -> None:
-        """Puts the reused rows of a layer into the pages of the request."""
+        """Writes the loaded KV of the next layer to the pages of the request."""
         try:
             k, v = contexts.take(self.layer)
         except Exception as error:
@@ -227,7 +228,7 @@ class Pack:
         )
 
     def _slots_to_load(self, job: PrefillJob, num_slots: int) -> np.ndarray:
-        """For each slot of a job's context the one of the pool that its loaded row goes to; past the end for none."""
+        """For each slot of a job's context, the pool slot that its loaded row is written to, or `pool.num_slots`."""
         from_pages, slots = job.pages.slots, np.full(num_slots, self._pool.num_slots, np.int32)
         for index, segment in enumerate(job.plan.segments):
             if segment.action == "reuse" and index not in job.pages.shared:
@@ -236,7 +237,8 @@ class Pack:
         return slots
 
     def _filter(self) -> None:
-        """Drops rows whose stored KV is close to what they would give it; waits for the device where there are any."""
+        """Drops candidate rows whose stored KV deviates little from the computed one; waits for the device if there are
+        candidates."""
         choosing = [piece for piece in self._pieces if piece.job.filters(self.layer)]
         if not choosing:
             return
@@ -264,7 +266,7 @@ class Pack:
         self._keep(kept)
 
     def _set_rows(self) -> None:
-        """What the steps are told about the rows; padding repeats the last one and is written nowhere."""
+        """Sets the inputs that describe the rows; padding rows repeat the last row and are not written."""
         offsets = [piece.offsets for piece in self._pieces]
         slots = [piece.job.pages.slots[piece.offsets] for piece in self._pieces]
         requests = [np.full(len(piece.offsets), piece.number) for piece in self._pieces]
@@ -281,7 +283,7 @@ class Pack:
         return rotation_step(positions, config=self._model.config, mesh=self._model.mesh)
 
     def _keep(self, kept: Mapping[Piece, np.ndarray]) -> None:
-        """Goes on with the pieces in `kept`, and with those rows of each."""
+        """Continues with the pieces in `kept` only, and with the given rows of each."""
         rows, first = [], 0
         for piece in self._pieces:
             if piece in kept:

@@ -1,4 +1,4 @@
-"""Where the KV of a running request lies: pages for each of its segments, some of them a cached chunk's own."""
+"""The pages that hold the KV of a running request, some of them shared with cached chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAGE, _START, _LENGTH = range(3)
 
 
 def shared_segments(plan: PrefillPlan, chunks: Container[VariantId | None]) -> frozenset[int]:
-    """Segments of a plan that are read where a cached chunk has them: reused without any change."""
+    """Segments of a plan that are read in place from the pages of `chunks`: reused without recomputed tokens."""
     return frozenset(
         index
         for index, segment in enumerate(plan.segments)
@@ -22,15 +22,15 @@ def shared_segments(plan: PrefillPlan, chunks: Container[VariantId | None]) -> f
 
 
 class RequestPages:
-    """The pages of one request. A segment that is reused unchanged stays where the chunk is, and any number of requests
-    read it there, each at its own position; every other one has pages of its own, and so has the answer.
+    """The pages of one request. Segments reused unchanged are read in place from the chunk's pages, by any number of
+    requests, each at its own position; all other segments, and the answer, have pages of their own.
 
-    Its pages are free again, and the chunks' may be, after `release`, or once this object is released.
+    `release`, or garbage collection of this object, frees its own pages and drops its references to those of chunks.
 
     Attributes:
-      shared: indices of the segments that lie in a chunk's pages.
+      shared: indices of the segments that are in a chunk's pages.
       num_tokens: tokens that have a slot: the prompt's and those of the answer so far.
-      num_entries: pages that they take.
+      num_entries: number of pages that they take.
     """
 
     def __init__(self, pool: DevicePool, plan: PrefillPlan, chunks: Mapping[VariantId, PagedShard]) -> None:
@@ -39,7 +39,7 @@ class RequestPages:
           chunks: the plan's variants that are in the pool.
 
         Raises:
-          TierFullError: too few pages are free; none is taken.
+          TierFullError: too few pages are free; none is allocated.
         """
         self._pool = pool
         self.shared = shared_segments(plan, chunks)
@@ -65,14 +65,14 @@ class RequestPages:
 
     @property
     def needs_page(self) -> bool:
-        """True when the next token of the answer begins a page."""
+        """True if the next token of the answer starts a new page."""
         return self._table[_LENGTH, self.num_entries - 1] == PAGE_TOKENS
 
     def append(self) -> int:
-        """The slot of one more token, behind all others.
+        """Appends a token and returns its slot.
 
         Raises:
-          TierFullError: it begins a page and none is free.
+          TierFullError: the token starts a new page and none is free.
         """
         if self.needs_page:
             (shard,) = self._pool.allocate([1])
@@ -88,14 +88,16 @@ class RequestPages:
         return slot
 
     def hand_over(self) -> tuple[list[PagedShard], list[PagedShard]]:
-        """Where each segment of the prompt lies, and which of the shards were this request's own: they are free when
-        their new owner says so. Pages of the answer stay, and it goes on in the prompt's last page."""
+        """Transfers ownership of the prompt's own shards to the caller. Returns the shards of all segments of the
+        prompt, and those of them that this request owned. The answer keeps its pages and continues in the prompt's last
+        page."""
         own, self._own = self._own[: self._num_prompt_shards], self._own[self._num_prompt_shards :]
         self._num_prompt_shards = 0
         return list(self._segments), own
 
     def release(self) -> None:
-        """Gives all pages back. It must not be used any more, though a traceback, say, may still hold it."""
+        """Frees its own pages now, even if references to this object, e.g. in a traceback, remain; it must not be used
+        any more."""
         for shard in self._own:
             shard.free()
         self._own, self._segments = [], []
@@ -108,5 +110,5 @@ class RequestPages:
 
     @property
     def table(self) -> np.ndarray:
-        """[3, M] int32: page, position of its first token, tokens in use, of each page in order of position."""
+        """[3, M] int32: page number, position of its first token and number of tokens, for each page by position."""
         return self._table[:, : self.num_entries]

@@ -1,4 +1,4 @@
-"""Which rows of a prompt a plan computes, and what a layer gave for them."""
+"""The rows of a prompt that a plan computes, and the results of a layer for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ccjax.types import LayerStats, PrefillPlan
 class LayerRows:
     """What one layer computed: prompt offsets of its rows (ascending), their KV and, if collected, their masses.
 
-    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C]; `self_mass`: [N]. Of N rows, `len(offsets)` count, from `first`.
+    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C]; `self_mass`: [N]. Only `len(offsets)` of the N rows are valid,
+    starting at `first`.
     """
 
     layer: int
@@ -29,17 +30,17 @@ class LayerRows:
 
 @dataclasses.dataclass
 class PrefillOutcome:
-    """What a prefill did, besides the context that it leaves.
+    """The results of a prefill, besides the KV in its pages.
 
     Attributes:
-      layers: what was computed, layer after layer, of each maybe in several pieces; empty unless collected.
+      layers: computed rows, layer by layer, possibly in several pieces per layer; empty unless collected.
       computed_token_layers: sum over layers of the tokens computed there.
-      focused: indices of the focused documents once alg. 1 decided, else None.
-      focus_cut_layer: first layer that ran without the unfocused tokens.
-      unrepaired: segments of which not all tokens to recompute were computed in every layer.
-      repaired_tokens: of the segments where deviation chose, how many tokens it kept first.
-      not_repaired: where deviation chose, prompt offsets of the tokens that it left as they were.
-      last_logits: [n, V] float32, behind the last n tokens, where they were asked for.
+      focused: indices of the focused documents once CacheCraft alg. 1 has decided, else None.
+      focus_cut_layer: first layer that ran without the unfocused tokens; None if there was no cut.
+      unrepaired: segments in which not every token to recompute was computed in every layer.
+      repaired_tokens: for each segment recomputed by deviation, the number of tokens kept by the first choice.
+      not_repaired: prompt offsets of the tokens that the first choice by deviation dropped.
+      last_logits: [n, V] float32, of the last n tokens, if requested.
     """
 
     layers: list[LayerRows] = dataclasses.field(default_factory=list)
@@ -55,12 +56,12 @@ class PrefillOutcome:
 
 
 SINK_TOKENS = 4
-"""First tokens of a prompt that draw attention from every later one whatever they say; StreamingLLM (arXiv 2309.17453)
-keeps four."""
+"""Number of first tokens of a prompt that attract attention from all later ones regardless of their content (attention
+sink); StreamingLLM (arXiv 2309.17453) keeps four."""
 
 
 def padded_to(values: np.ndarray | Sequence[int], size: int, fill: int) -> np.ndarray:
-    """`values`, int32, and `fill` behind them."""
+    """`values` as int32, padded to `size` with `fill`."""
     padded = np.full(size, fill, np.int32)
     padded[: len(values)] = values
     return padded
@@ -78,7 +79,7 @@ def computed_offsets(plan: PrefillPlan) -> np.ndarray:
 
 
 def segment_of_tokens(plan: PrefillPlan, num_tokens: int) -> np.ndarray:
-    """[num_tokens] int32, the segment of every token; those behind the prompt belong to the question."""
+    """[num_tokens] int32, the segment of every token; tokens after the prompt belong to the question."""
     segments = np.full(num_tokens, len(plan.segments) - 1, np.int32)
     for index, segment in enumerate(plan.segments):
         segments[segment.start : segment.start + segment.num_tokens] = index
@@ -86,13 +87,13 @@ def segment_of_tokens(plan: PrefillPlan, num_tokens: int) -> np.ndarray:
 
 
 def without_sink(segments: np.ndarray) -> np.ndarray:
-    """The segments [n] that mass on a prompt's tokens counts to: -1 for the attention sink, which is no passage even
-    where it stands in one."""
+    """The segments [n] to which the mass on each token of a prompt is counted: -1 for the attention sink, even if it is
+    part of a passage."""
     return np.where(np.arange(len(segments)) < SINK_TOKENS, np.int32(-1), segments)
 
 
 def recomputed_share(plan: PrefillPlan, outcome: PrefillOutcome, index: int, num_layers: int) -> float:
-    """Of a reused segment's token-layers, the share that was computed again, in [0, 1]."""
+    """The share, in [0, 1], of a reused segment's token-layers that was recomputed."""
     segment = plan.segments[index]
     share = plan.recomputed_tokens(segment) / segment.num_tokens
     if outcome.focus_cut_layer is not None and index in outcome.unrepaired:
@@ -105,14 +106,14 @@ def _documents(plan: PrefillPlan) -> list[int]:
 
 
 def question_stats(plan: PrefillPlan, rows: LayerRows) -> LayerStats:
-    """The question's mass on every document in one layer, as policy wants it."""
+    """The question's mass on every document in one layer, for the focus policy."""
     question = plan.segments[-1]
     mass = np.asarray(rows.mass)[rows.first : rows.first + len(rows.offsets)][rows.offsets >= question.start]
     return LayerStats(rows.layer, tuple(float(value) for value in mass[:, _documents(plan)].sum(0)))
 
 
 def unfocused(plan: PrefillPlan, focused: frozenset[int]) -> frozenset[int]:
-    """Segments of reused documents outside the focus; `focused` counts documents, the result segments."""
+    """Indices of the segments with recomputed tokens outside the focus; `focused` has indices among the documents."""
     return frozenset(
         index
         for number, index in enumerate(_documents(plan))
@@ -121,7 +122,7 @@ def unfocused(plan: PrefillPlan, focused: frozenset[int]) -> frozenset[int]:
 
 
 def rows_outside(plan: PrefillPlan, offsets: np.ndarray, dropped: frozenset[int]) -> np.ndarray:
-    """Indices of the rows that belong to none of the dropped segments."""
+    """Indices of the rows that are not in a dropped segment."""
     stays = np.ones(len(offsets), bool)
     for segment in (plan.segments[index] for index in dropped):
         stays &= (offsets < segment.start) | (offsets >= segment.start + segment.num_tokens)

@@ -1,6 +1,6 @@
-"""The device tier: chunk KV in pages of 16 tokens, a pool per layer, keys before RoPE.
+"""The device tier: chunk KV in pages of 16 tokens, one pool per layer, keys before RoPE.
 
-A chunk is a list of pages, anywhere in the pool; who reuses it reads them where they lie. The layout is that of
+A chunk is a list of pages anywhere in the pool; requests that reuse it read these pages in place. The layout is that of
 `ccjax.kernels.decode`.
 """
 
@@ -32,7 +32,7 @@ PAGE_TOKENS = 16
 
 
 class Paged(Protocol):
-    """What a step that was given pages returns."""
+    """The result of a step that updates pages."""
 
     @property
     def k_pages(self) -> jax.Array: ...
@@ -45,17 +45,17 @@ Read = TypeVar("Read")
 
 
 def num_pages(num_tokens: int) -> int:
-    """Pages that so many tokens take."""
+    """Number of pages for this many tokens."""
     return -(-num_tokens // PAGE_TOKENS)
 
 
 class PagedShard:
-    """KV of consecutive tokens in a pool. Its pages are free again once this object is released.
+    """KV of consecutive tokens in a pool. Its pages are freed when this object is garbage-collected.
 
     Attributes:
       slots: [T] int32, page * 16 + offset of every token.
-      num_pages: that it holds.
-      free: frees the pages now; for their only user.
+      num_pages: number of pages that it holds.
+      free: frees the pages immediately; only for their sole user.
     """
 
     free: weakref.finalize
@@ -67,12 +67,12 @@ class PagedShard:
         self.slots = np.asarray(pages, np.int32)[offsets // PAGE_TOKENS] * PAGE_TOKENS + offsets % PAGE_TOKENS
 
     def read_layers(self, first: int, last: int) -> np.ndarray:
-        """KV `[last - first, 2, T, K, H]` of layers `[first, last)`, copied to the host."""
+        """Copies the KV `[last - first, 2, T, K, H]` of layers `[first, last)` to the host."""
         return self._pool.read_layers(self.slots, first, last)
 
 
 class PageBudget(ByteBudget):
-    """Bytes of a pool's pages that are in use, by chunks or requests: what is charged is only checked."""
+    """Bytes of a pool's pages in use by chunks or requests, derived from the free pages: charging only checks them."""
 
     def __init__(self, num_pages: int, page_bytes: int, free: Collection[int]) -> None:
         super().__init__(DEVICE, num_pages * page_bytes)
@@ -86,27 +86,27 @@ class PageBudget(ByteBudget):
         return (self._num_pages - len(self._free)) * self._page_bytes
 
     def charge(self, num_bytes: int) -> None:
-        """Raises TierFullError unless so many bytes are free."""
+        """Raises TierFullError unless `num_bytes` are free."""
         if short := self.shortfall(num_bytes):
             raise TierFullError(f"device tier: wanted {num_bytes} bytes of pages, {short} more than are free")
 
     def release(self, num_bytes: int) -> None:
-        """Nothing: pages become free by themselves."""
+        """Does nothing, since pages are freed with their `PagedShard`."""
 
 
 class DevicePool(MemoryTier[PagedShard]):
-    """Pages in device memory, all of it taken at once, for cached variants and running requests alike. Thread-safe for
-    reads, and for `update`: arrays are replaced under a lock.
+    """Pages in device memory, all allocated at start, shared by cached variants and running requests. Thread-safe for
+    reads and `update`: arrays are replaced under a lock.
 
-    Pages are free again once no variant or request holds them: those of a removed variant after its last reader.
+    Pages are freed when no variant or request holds them; those of a removed variant, after its last reader.
 
     Args:
-      budget_bytes: what all pages together may take; at least one page of every layer.
-      mesh: that the kv heads are split over; None for a single device.
-      sizes: of what variants are written with.
+      budget_bytes: bytes of all pages together; at least one page in every layer.
+      mesh: the mesh over which the kv heads are split; None for a single device.
+      sizes: the sizes of the steps that write variants.
 
     Raises:
-      ValueError: the budget is smaller than that.
+      ValueError: the budget is smaller than one page.
     """
 
     def __init__(
@@ -129,23 +129,23 @@ class DevicePool(MemoryTier[PagedShard]):
 
     @property
     def num_slots(self) -> int:
-        """Slots of the pool; a slot number from here on means none."""
+        """Number of slots; a slot number of this value or above means none."""
         return self.num_pages * PAGE_TOKENS
 
     @property
     def num_free(self) -> int:
-        """Free pages."""
+        """Number of free pages."""
         return len(self._free)
 
     def charge_bytes(self, num_tokens: int) -> int:
-        """Bytes that so many tokens take out of the budget: whole pages."""
+        """Bytes that this many tokens take from the budget, in whole pages."""
         return num_pages(num_tokens) * self.page_bytes
 
     def allocate(self, lengths: Sequence[int]) -> list[PagedShard]:
-        """Pages for so many tokens each; what is in them is whatever was there before.
+        """Allocates pages for each of the given numbers of tokens; their contents are undefined.
 
         Raises:
-          TierFullError: fewer pages are free; none is taken.
+          TierFullError: too few pages are free; none is allocated.
         """
         wanted = sum(map(num_pages, lengths))
         if wanted > len(self._free):
@@ -160,24 +160,24 @@ class DevicePool(MemoryTier[PagedShard]):
         return shards
 
     def is_lost(self) -> bool:
-        """True where a step that failed took pages along. Waits for the device; for use after failures."""
+        """True if a failed step destroyed the pages. Waits for the device; for use after failures."""
         with self._pages_lock:
             try:
                 jax.block_until_ready(self._layers)
-            except RuntimeError:  # deleted, or what a failed step gave
+            except RuntimeError:  # deleted, or the output of a failed step
                 return True
             return not self._layers  # `renew` found no memory
 
     def renew(self) -> None:
-        """Empty pages in place of lost ones.
+        """Replaces lost pages by empty ones.
 
         Raises:
-          RuntimeError: pages are held, or the device has no memory for them.
+          RuntimeError: pages are still held, or the device has too little memory.
         """
         if self.num_free < self.num_pages:
             raise RuntimeError(f"device tier: wanted all {self.num_pages} pages free, got {self.num_free}")
         with self._pages_lock:
-            self._layers = []  # the old ones' memory first
+            self._layers = []  # frees the memory of the old pages first
             self._layers = self._empty_layers()
 
     def _empty_layers(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -187,20 +187,21 @@ class DevicePool(MemoryTier[PagedShard]):
         return [(empty(), empty()) for _ in range(spec.num_layers)]
 
     def close(self) -> None:
-        """Gives the memory back; the pool is of no use any more. May be called twice."""
+        """Frees the memory; the pool cannot be used any more. May be called twice."""
         super().close()
         with self._pages_lock:
             self._layers = []
 
     def update(self, layer: int, step: Callable[[jax.Array, jax.Array], Updated]) -> Updated:
-        """Lets `step` take the pages of a layer, `[K, P, 16, H]` each, and give them back."""
+        """Passes the pages of a layer, `[K, P, 16, H]` each, to `step`, which may donate them, and keeps the returned
+        ones."""
         with self._pages_lock:
             out = step(*self._layers[layer])
             self._layers[layer] = (out.k_pages, out.v_pages)
         return out
 
     def compile_write(self, num_tokens: int) -> None:
-        """Compiles what variants of so many tokens, a `token_bucket`, are written with."""
+        """Compiles the step that writes variants padded to `num_tokens`, a `token_bucket`."""
         kv = np.zeros(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)
         if self._mesh is not None:
             self._write(kv, np.zeros(0, np.int32))
@@ -209,12 +210,12 @@ class DevicePool(MemoryTier[PagedShard]):
         write_pages_step.compile(*self.pages(0), put(kv, None), np.int32(0), slots, mesh=None)
 
     def compile_gather(self, num_slots: int) -> None:
-        """Compiles what contexts of so many slots are read with."""
+        """Compiles the step that gathers contexts of `num_slots` slots."""
         slots = self.put_slots(np.full(num_slots, self.num_slots, np.int32))
         jax.block_until_ready(self.gather(0, slots, self.gather(0, slots)))
 
     def pages(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """The pages of a layer, `[K, P, 16, H]` each, to compile steps for: the next `update` takes them away."""
+        """The pages of a layer, `[K, P, 16, H]` each, for compiling steps; the next `update` may invalidate them."""
         return self.read(layer, lambda k_pages, v_pages: (k_pages, v_pages))
 
     def _hold(self, kv: np.ndarray) -> PagedShard:
@@ -225,13 +226,13 @@ class DevicePool(MemoryTier[PagedShard]):
         padded[:, :, :num_tokens] = kv
         try:
             self._write(padded, shard.slots)
-        except RuntimeError as error:  # the pages are lost, or memory is too short for what is to be written
+        except RuntimeError as error:  # the pages are lost, or memory is too short for the KV to write
             raise TierFullError(f"device tier: {num_tokens} tokens could not be written: {error}") from error
         self._sizes.note("write", (size,))
         return shard
 
     def _write(self, kv: np.ndarray, slots: np.ndarray) -> None:
-        """Rows of `kv` `[L, 2, N, K, H]` to `slots`, the first rows first; rows beyond the slots are dropped."""
+        """Writes the first rows of `kv` `[L, 2, N, K, H]` to `slots`, in order; rows beyond the slots are dropped."""
         padded = np.full(kv.shape[2], self.num_slots, np.int32)
         padded[: len(slots)] = slots
         on_device, on_device_slots = put(kv, placement(self._mesh, VARIANT)), self.put_slots(padded)
@@ -245,22 +246,23 @@ class DevicePool(MemoryTier[PagedShard]):
     def gather(
         self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = (None, None)
     ) -> tuple[jax.Array, jax.Array]:
-        """Keys before RoPE and values `[S, K, H]` of one layer: `ccjax.models.llama3.steps.read_pages_step`."""
+        """Gathers keys before RoPE and values `[S, K, H]` of one layer; see
+        `ccjax.models.llama3.steps.read_pages_step`."""
         return self.read(layer, lambda k_pages, v_pages: read_pages_step(k_pages, v_pages, slots, *others))
 
     def read(self, layer: int, step: Callable[[jax.Array, jax.Array], Read]) -> Read:
-        """What `step` makes of the pages of a layer, `[K, P, 16, H]` each, which stay as they are."""
-        with self._pages_lock:  # a `put` meanwhile would take the pages away
+        """Returns the result of `step` for the pages of a layer, `[K, P, 16, H]` each, which it leaves unchanged."""
+        with self._pages_lock:  # a concurrent write would donate the pages
             return step(*self._layers[layer])
 
     def read_layers(self, slots: np.ndarray, first: int, last: int) -> np.ndarray:
-        """KV `[last - first, 2, T, K, H]` in some slots, on the host."""
-        padded = np.full(slot_bucket(len(slots)), self.num_slots, np.int32)  # a size that contexts have as well
+        """Copies the KV `[last - first, 2, T, K, H]` of some slots to the host."""
+        padded = np.full(slot_bucket(len(slots)), self.num_slots, np.int32)  # a size already compiled for contexts
         padded[: len(slots)] = slots
         on_device = self.put_slots(padded)
         layers = [self.gather(layer, on_device) for layer in range(first, last)]
         return np.stack([np.stack([fetch(part)[: len(slots)] for part in layer]) for layer in layers])
 
     def put_slots(self, slots: np.ndarray) -> jax.Array:
-        """Slots [S] int32 on every device of the pool."""
+        """Copies slots [S] int32 to every device of the pool."""
         return put(slots, placement(self._mesh, EVERYWHERE))

@@ -1,4 +1,4 @@
-"""Draws the next token of several requests from their logits, on the device."""
+"""Samples the next tokens of several sequences from their logits, on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ccjax.requests import SamplingParams
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draw:
-    """How one request draws the token number `index` of its answer; the same draw whatever else is in the batch."""
+    """How to sample token number `index` of an answer; the result does not depend on the rest of the batch."""
 
     sampling: SamplingParams
     seed: int
@@ -26,9 +26,9 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawn:
-    """A drawn token: its id, its log-probability under the model, and the likeliest ones as (id, log-probability).
+    """A sampled token: its id, its log-probability under the model, and the likeliest tokens as (id, log-probability).
 
-    `logits` [V], float32: those it was drawn from, of a first token where they were asked for.
+    `logits` [V], float32: the logits it was sampled from; only for the first token of an answer, and only if requested.
     """
 
     token_id: int
@@ -38,15 +38,15 @@ class Drawn:
 
 
 def seed_of(seed: int, answer: int) -> int:
-    """The seed of one of the answers to a prompt: the request's own for the first; no neighbour's for the others, or
-    what one seed gives as its second answer another one would give as its first."""
+    """The seed of one of the answers to a prompt: the request's own for the first, a hash for the others. If it were
+    `seed + answer`, the second answer of one request would equal the first of the request with the next seed."""
     if not answer:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{answer}".encode()).digest()[:8], "big")
 
 
 def draw(logits: jax.Array, draws: Sequence[Draw]) -> list[Drawn]:
-    """A token for each of the first rows of `logits` `[B, V]`."""
+    """Samples a token for each of the first `len(draws)` rows of `logits` `[B, V]`."""
     size = logits.shape[0]
     num_top = max((one.sampling.logprobs or 0 for one in draws), default=0)
     temperature, top_p = np.zeros(size, np.float32), np.ones(size, np.float32)
@@ -73,5 +73,5 @@ def _drawn(out: SampleOutput, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def _top_bucket(num_top: int) -> int:
-    """0, 5 or 20 (what OpenAI allows at most): so many lists are compiled."""
+    """Pads the number of likeliest tokens to 0, 5 or 20 (OpenAI's maximum), the sizes that are compiled."""
     return next((size for size in (0, 5, 20) if num_top <= size), num_top)

@@ -1,4 +1,4 @@
-"""Compiles the model's steps: sizes before the first request, others beside requests."""
+"""Compiles the model's steps: some sizes before the first request, others while requests run."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _POLL_S = 0.05
 
 
 class StepCompiler:
-    """Compiles the steps of one engine, size by size; from any thread.
+    """Compiles the steps of one engine, size by size; may be called from any thread.
 
-    On a single device nothing runs but steps that need no pages, so that a compilation keeps no pages from requests.
-    Over several devices all of them run, as the processes of a group want it, once none does for requests.
+    On a single device, steps that use pages are compiled without running, so that compilations never hold the pages
+    that requests need. Over several devices, all steps are run, as the processes of a group require, while no request
+    runs.
 
     Args:
-      with_deviation: the step that chooses tokens by deviation, too.
-      with_tier: what chunks of the device tier are written and read with, too.
+      with_deviation: also compile the step that chooses tokens by deviation.
+      with_tier: also compile the steps that write and read chunks of the device tier.
     """
 
     def __init__(
@@ -61,16 +62,16 @@ class StepCompiler:
 
     @property
     def is_apart(self) -> bool:
-        """True where it may compile while requests run."""
+        """True if compiling is possible while requests run: on a single device."""
         return self._model.mesh is None
 
     def all(self) -> list[Key]:
-        """Every size that is listed, those of `first` in front."""
+        """All listed sizes, those of `first` first."""
         sizes = self._sizes
         return list(dict.fromkeys([*self.first(), *self._keys(sizes.packs(), sizes.decodes(), sizes.rows())]))
 
     def first(self) -> list[Key]:
-        """Few sizes that all others fit into, and those that have no substitute."""
+        """A few sizes that cover all others, and those that cannot be substituted."""
         sizes = self._sizes
         contexts: list[Key] = [("context", (count,)) for count in sizes.slots()]
         return [*self._keys(sizes.first_packs(), sizes.first_decodes(), spread(sizes.rows())), *contexts]
@@ -86,7 +87,7 @@ class StepCompiler:
         return keys
 
     def compile(self, key: Key) -> None:
-        """Compiles what runs at a size."""
+        """Compiles the steps that run at a size."""
         kind, size = key
         if kind == "pack":
             num_rows, num_slots, num_segments = size
@@ -109,7 +110,7 @@ class StepCompiler:
         self._model.sizes.note(kind, size)
 
     def warm_up(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
-        """Compiles all of these, on all cores."""
+        """Compiles all of the given sizes, on all cores."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
             runs = [threads.submit(self.compile, key) for key in keys]
             try:
@@ -126,14 +127,14 @@ class StepCompiler:
             jax.block_until_ready(select_step(x, self._model.put(np.zeros(count, np.int32))))
 
     def _compile_logits(self, batch: int) -> None:
-        """What follows the last layer."""
+        """Compiles the steps after the last layer: logits and sampling."""
         x = embed_step(self._model.top, self._model.put(np.zeros(batch, np.int32)))
         draw(logits_step(self._model.top, x, config=self._model.config), [])
         self._model.sizes.note("batch", (batch,))
 
 
 def compile_pack(model: DeviceModel, pool: DevicePool, size: tuple[int, int, int]) -> None:
-    """Compiles a layer of a pack, with what comes before it."""
+    """Compiles a layer of a pack and the steps before it."""
     num_rows, num_slots, num_segments = size
     x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
     rows, nowhere = model.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
@@ -167,7 +168,7 @@ def compile_pack(model: DeviceModel, pool: DevicePool, size: tuple[int, int, int
 
 def _compile_context(model: DeviceModel, pool: DevicePool, num_slots: int) -> None:
     shape = (num_slots, model.config.num_kv_heads, model.config.head_dim)
-    none = put(np.zeros(shape, model.dtype), model.context_placement)  # as `LayerLoader` does it
+    none = put(np.zeros(shape, model.dtype), model.context_placement)  # the same placement as in `LayerLoader`
     slots = model.put(np.full(num_slots, pool.num_slots, np.int32))
     _compile_update(
         model,
@@ -189,7 +190,7 @@ def _compile_deviation(model: DeviceModel, pool: DevicePool, num_rows: int) -> N
 
 
 def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int]) -> None:
-    """Compiles a layer of a decode step, with what comes before it."""
+    """Compiles a layer of a decode step and the steps before it."""
     batch, num_entries = size
     x = embed_step(model.top, model.put(np.zeros(batch, np.int32)))
     rows, nowhere = model.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
@@ -218,17 +219,17 @@ def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int])
 
 
 def _compile_update(model: DeviceModel, pool: DevicePool, call: Callable[..., Any], step: Any) -> None:
-    """Compiles a step that takes pages, as `call(step, k_pages, v_pages)` calls it: with rows that are written nowhere
-    and see nothing."""
+    """Compiles a step that updates pages, as called by `call(step, k_pages, v_pages)`: with rows that are not written
+    and attend to nothing."""
     if model.mesh is None:
         call(step.compile, *pool.pages(0))
         return
     out = pool.update(0, functools.partial(call, step))
-    jax.block_until_ready(getattr(out, "x", None))  # not the pages, which the next step takes away
+    jax.block_until_ready(getattr(out, "x", None))  # not the pages: they are donated to the next step
 
 
 class BackgroundCompiler:
-    """Compiles on a thread of its own: a compilation cannot be stopped, but need not be waited for."""
+    """Compiles on a separate thread, because a compilation cannot be stopped, but a call can stop waiting for it."""
 
     def __init__(self, model: DeviceModel, steps: StepCompiler) -> None:
         self._model, self._steps = model, steps
@@ -237,8 +238,8 @@ class BackgroundCompiler:
         self._is_closed = False
 
     def compile_next(self, is_cancelled: IsCancelled | None) -> bool:
-        """Compiles one size of those that are wanted or left. False where there was none; True also where
-        `is_cancelled` returned True first, and the compilation goes on."""
+        """Compiles the next wanted or remaining size. Returns False if there was none, else True, even if
+        `is_cancelled` returned True first and the compilation is still running."""
         run = self._next
         if run is None:
             key = self._model.sizes.next()
@@ -250,7 +251,7 @@ class BackgroundCompiler:
         return True
 
     def close(self) -> None:
-        """Compiles nothing more, but does not wait for what it has begun."""
+        """Starts no more compilations; does not wait for the running one."""
         self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -259,13 +260,13 @@ class BackgroundCompiler:
             with compilations().in_background():
                 self._steps.compile(key)
         except Exception:
-            if not self._is_closed:  # the pool is gone then
+            if not self._is_closed:  # after `close`, failures are expected: the page pool is closed
                 logger.exception("%s: could not be compiled ahead", key)
             self._model.sizes.give_up(key)
 
 
 def _is_done(run: concurrent.futures.Future[None], is_cancelled: IsCancelled | None) -> bool:
-    """Waits for the end; False where `is_cancelled` returned True first."""
+    """Waits until `run` is done; returns False if `is_cancelled` returned True first."""
     while not concurrent.futures.wait([run], timeout=_POLL_S).done:
         if is_cancelled is not None and is_cancelled():
             return False

@@ -1,1 +1,1 @@
-"""Many requests at once over one pool of pages. Who runs when is the business of `ccjax.policy.scheduling`."""
+"""Runs many requests at once over one page pool, in the order that `ccjax.policy.scheduling` decides."""

@@ -1,4 +1,4 @@
-"""Pages that requests could have: free ones, and those of cached chunks and unread shared prompts."""
+"""The pages available to requests: free ones, and those of cached chunks and unread shared prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ccjax.store.usage import DEVICE
 
 
 class AvailablePages:
-    """What is free in a pool, or could be.
+    """Counts and reclaims the pages of a pool that are free or can be freed.
 
     Attributes:
-      shared: the groups whose prompt is shared.
+      shared: the groups whose prompt is shared, oldest first.
     """
 
     def __init__(self, pool: DevicePool, store: TieredStore, variants: VariantIndex) -> None:
@@ -26,12 +26,12 @@ class AvailablePages:
 
     @property
     def num_pages(self) -> int:
-        """Free pages, those of unused cached chunks, and those of prompts that no admitted sequence reads."""
+        """Free pages, plus those of unused cached chunks and of shared prompts that no admitted sequence reads."""
         return self._num_evictable + sum(one.prompt.num_pages for one in self.shared if one.prompt and one.is_unread)
 
     def reclaim(self, num_pages: int) -> list[tuple[SequenceGroup, SharedPrompt]]:
-        """Frees so many pages where possible, and returns the shared prompts that were dropped for it, oldest first: as
-        few as can be, for computing a prompt again takes longer than loading a cached chunk."""
+        """Frees pages until `num_pages` are free, if possible. Returns the shared prompts dropped for this, oldest
+        first; as few as possible, since computing a prompt again takes longer than loading a cached chunk."""
         dropped = []
         for group in [one for one in self.shared if one.is_unread]:
             if num_pages <= self._num_evictable:
@@ -42,12 +42,12 @@ class AvailablePages:
         return dropped
 
     def forget_cached(self) -> None:
-        """Forgets the unused cached chunks, those of pinned documents too: what their pages held is lost."""
+        """Removes the unused cached chunks, even of pinned documents, since the contents of their pages are lost."""
         if self._caches_chunks:
             self._variants.lose(DEVICE)
 
     def drop(self, group: SequenceGroup) -> SharedPrompt:
-        """Frees a shared prompt, which no sequence reads."""
+        """Frees a shared prompt that no sequence reads, and returns it."""
         prompt, group.prompt = group.prompt, None
         assert prompt is not None
         self.shared.remove(group)

@@ -1,4 +1,4 @@
-"""What ends a request before its answer is complete, as the one who asked is told."""
+"""The errors that end a request before its answer is complete, as the caller sees them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class CancelledError(Exception):
 
 
 def too_late() -> DeadlineError:
-    """For a request whose deadline has come."""
+    """The error of a request whose deadline has passed."""
     return DeadlineError("timeout_s: the answer was not complete in that time")
 
 
 def as_request_error(error: Exception) -> Exception:
-    """`error` in the caller's terms; one that has none stays what it is."""
+    """Translates an internal error for the caller; other errors are returned unchanged."""
     if isinstance(error, PrefillCancelledError):
         return CancelledError()
     if isinstance(error, NeverFitsError):

@@ -1,8 +1,8 @@
-"""The scheduler as any thread may ask it.
+"""A thread-safe scheduler.
 
-Whether the queue has a place is asked where requests come in, on a thread that must not wait for a step of the model:
-the server asks on its event loop. The scheduler's methods take microseconds, so all threads share one behind a lock,
-and no second count can disagree with it.
+Whether the queue is full is checked where requests arrive, on threads that must not wait for a step of the model: the
+server checks on its event loop. The scheduler's methods take microseconds, so all threads share one scheduler behind a
+lock, instead of separate counts that could disagree with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ccjax.policy.scheduling import DecodeStep, ScheduledPack, Scheduler, Schedu
 
 
 class LockedScheduler:
-    """`Scheduler`, each of whose methods holds `lock`, which must be reentrant."""
+    """A `Scheduler` whose methods hold `lock`, which must be reentrant."""
 
     def __init__(self, settings: SchedulerSettings, lock: AbstractContextManager[Any]) -> None:
         self.settings = settings
@@ -111,14 +111,14 @@ class LockedScheduler:
             self._scheduler.decode_done(now_s)
 
     def clear(self) -> None:
-        """Forgets all requests, and what was under way."""
+        """Forgets all sequences and the running pack or step."""
         with self._lock:
             self._scheduler = Scheduler(self.settings)
 
 
 def planning_order(waiting: Iterable[TokenSequence]) -> list[TokenSequence]:
-    """About the order in which waiting sequences will start: by priority, then the flows in turn. The true one depends
-    on what each still has to compute."""
+    """Estimates the order in which waiting sequences will start: by priority, then round-robin over flows. The real
+    order also depends on how much each one has to compute."""
     num_of_flow: collections.Counter[tuple[int, str]] = collections.Counter()
     turns = []
     for sequence in waiting:

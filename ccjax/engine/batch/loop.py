@@ -1,10 +1,10 @@
 """The thread that runs all requests of an engine, step by step.
 
-How data flows: a request's prompt is planned (`Admission`: which chunks are reused, which tokens computed), and its
-`TokenSequence` waits in the queue until the scheduler (`ccjax.policy.scheduling`) admits it; it then draws pages of the
-pool and starts to load. A `Pack` of pieces of several prompts runs through the layers, with decode steps between them;
-the last piece of a prompt gives logits, from which the first token is drawn. A decode step gives one more token to each
-sequence that has its first. Tokens go to the caller; computed chunks are stored once the first tokens are out.
+Data flow: a request's prompt is planned (`Admission`: which chunks are reused, which tokens are computed), and its
+`TokenSequence` waits in the queue until the scheduler (`ccjax.policy.scheduling`) admits it; it then allocates pages of
+the pool and starts to load. A `Pack` of pieces of several prompts runs through the layers, with decode steps between
+them; the last piece of a prompt yields the logits from which the first token is sampled. A decode step adds a token to
+each sequence that has its first. Tokens go to the caller; computed chunks are stored once the first tokens are emitted.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 _UNMEASURED_S_PER_TOKEN = 1e-3
 _LOOK_S = 0.002
 _PAUSED_LOOK_S = 0.05
-"""How often cancelled requests are looked for while another thread has paused the loop."""
+"""Interval of checks for cancelled requests while another thread has paused the loop."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchCounts:
-    """How a loop stands: requests that run and that wait, prompt tokens that are to be computed for them, preemptions
-    and retries behind failed steps so far, pages of the pool."""
+    """The state of a loop: running and waiting requests, prompt tokens still to be computed for them, preemptions and
+    retries of failed steps so far, pages of the pool."""
 
     running: int
     waiting: int
@@ -57,10 +57,10 @@ class BatchCounts:
 
 
 class BatchLoop:
-    """Runs requests until `close`. What is public may be called from any thread.
+    """Runs requests until `close`. Public methods may be called from any thread.
 
-    `_changed` guards what several threads use: the scheduler, `_new` and the pauses. `_sequences` belong to the loop's
-    thread; what `submit` queued waits in `_new` for it.
+    `_changed` guards the state shared between threads: the scheduler, `_new` and the pauses. `_sequences` belongs to
+    the loop's thread, which collects submitted sequences from `_new`.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class BatchLoop:
     ) -> None:
         """
         Args:
-          max_retries: how often a sequence is tried again whose step failed.
-          with_mass: of `Pack`.
-          apply_changes: of `Sequences`.
+          max_retries: how often a sequence whose step failed is retried.
+          with_mass: as for `Pack`.
+          apply_changes: as for `Sequences`.
         """
         self._model = model
         self._pool = pool
@@ -104,7 +104,7 @@ class BatchLoop:
 
     @property
     def counts(self) -> BatchCounts:
-        """Who runs (in prefill or decoding) and waits (preempted ones among them), and what they need."""
+        """The current counts: running means in prefill or decoding; waiting includes preempted sequences."""
         scheduler, sequences, pool = self._scheduler, self._sequences, self._pool
         return BatchCounts(
             scheduler.num_running,
@@ -117,13 +117,13 @@ class BatchLoop:
         )
 
     def waiting(self) -> list[TokenSequence]:
-        """The sequences that never left the queue, in no order; one may just do so."""
+        """The sequences that never left the queue, unordered; one may leave it at the moment of the call."""
         with self._changed:
             known = [*self._sequences.all(), *self._new]
         return [one for one in known if one.group.started_s is None]
 
     def check_queue_limit(self, flow: str) -> None:
-        """Raises OverloadError where `submit` would for a request of that flow."""
+        """Raises OverloadError if `submit` would for a request of this flow."""
         with self._changed, self._refusing(flow):
             self._scheduler.check_queue_limit(flow)
 
@@ -131,7 +131,7 @@ class BatchLoop:
         """Puts a sequence in the queue.
 
         Raises:
-          OverloadError: there is no place for it.
+          OverloadError: the queue is full.
           ContextLengthError: the pool is too small for it.
           RuntimeError: the loop is closed.
         """
@@ -157,15 +157,15 @@ class BatchLoop:
             raise as_request_error(error) from None
 
     def wake(self) -> None:
-        """Lets the loop look which requests were cancelled."""
+        """Wakes the loop to check for cancelled requests."""
         with self._changed:
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def paused(self, *, wait: bool = True) -> Iterator[bool]:
-        """Stops the loop between two steps, once no prefill is under way: meanwhile the calling thread may use all that
-        the loop uses. Answers may be decoding. Without `wait`, False where a request, or another thread, would have to
-        be waited for.
+        """Pauses the loop between two steps, once no prefill is in progress; meanwhile the calling thread may use
+        everything that the loop uses. Sequences may be in the middle of decoding. Without `wait`, yields False instead
+        of waiting for a request or another thread.
 
         Raises:
           RuntimeError: the loop is closed.
@@ -188,7 +188,7 @@ class BatchLoop:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread once all requests have their answer. May be called twice."""
+        """Ends the thread once all requests are answered. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -211,7 +211,7 @@ class BatchLoop:
                 self._sequences.start_over()
 
     def _wait_for_work(self) -> bool:
-        """Lets other threads pause the loop, and waits for requests; False once there is none and never will be."""
+        """Lets other threads pause the loop and waits for requests; False once the loop is closed and none is left."""
         sequences = self._sequences
         is_prefilling = sequences.is_prefilling
         with self._changed:
@@ -225,21 +225,21 @@ class BatchLoop:
             return not self._is_standing
 
     def _accept_new(self) -> None:
-        """Makes new requests known; under the lock, so that the scheduler names none that is not."""
+        """Adds new sequences to `_sequences`; under the lock, so that the scheduler cannot name an unknown one."""
         with self._changed:
             self._sequences.add(self._new)
             self._new.clear()
 
     def _refresh(self) -> None:
-        """Makes new requests known, and ends cancelled and late ones."""
-        with self._changed:  # at once, for a request that is late already is known then
+        """Adds new sequences and ends cancelled and late ones."""
+        with self._changed:  # both under one lock, so that an expired sequence is always known
             self._accept_new()
             late = self._scheduler.expire(time.perf_counter())
         self._sequences.refresh(late)
 
     def _step(self) -> None:
-        """One pack with the decode steps between its layers, or one decode step; and a decode step for each sequence
-        that shares none."""
+        """Runs a decode step for each sequence that decodes alone, then a pack with the decode steps between its layers
+        or, if there is nothing to prefill, one decode step."""
         sequences, scheduler = self._sequences, self._scheduler
         self._refresh()
         alone = scheduler.decoding_alone
@@ -255,8 +255,8 @@ class BatchLoop:
         elif scheduler.num_decoding:
             self._decode()
         elif len(sequences) and not self._num_pausing and not alone:
-            # All that are left wait for another process, or for pages that no scheduled sequence holds: those of
-            # what is read just now for a snapshot, say, or the cached chunks of a prompt whose sequences all wait.
+            # All remaining sequences wait for another process, or for pages that no scheduled sequence holds: pages
+            # being read for a snapshot, for example, or cached chunks of a shared prompt whose sequences all wait.
             has_dropped = sequences.drop_unread_prompts()
             sequences.settle()
             if not has_dropped:
@@ -269,9 +269,9 @@ class BatchLoop:
     # -- prefill -------------------------------------------------------------------------------------------------------
 
     def _next_pieces(self) -> list[tuple[TokenSequence, Piece]]:
-        """What the scheduler wants to run next, once all is admitted and preempted for it."""
+        """The pieces that the scheduler wants to run next, after carrying out its admissions and preemptions."""
         sequences, now_s = self._sequences, time.perf_counter()
-        # A thread that pauses waits for the prefills that were begun, so none is admitted.
+        # A thread that wants to pause the loop waits for the prefills in progress, so none is admitted.
         free_pages = 0 if self._num_pausing else sequences.pages.num_pages
         with self._changed:
             self._accept_new()
@@ -308,14 +308,14 @@ class BatchLoop:
                 sequences.fail(sequence, error)
             else:
                 sequences.append_token(sequence, drawn)
-        for keep, admission, prefilled in finished:  # once the first tokens are out
+        for keep, admission, prefilled in finished:  # after the first tokens are emitted
             if prefilled is not None:
                 keep(prefilled)
             admission.release()
         sequences.settle()
 
     def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, Drawn]]:
-        """The sequences whose prompt is computed, each with its next token."""
+        """Runs a pack through all layers; returns the sequences whose prompt is complete, with their next tokens."""
         sequences, started_s, decoded_s = self._sequences, time.perf_counter(), 0.0
         parts = [piece for _, piece in pieces]
         pack = sequences.pack = Pack(self._model, self._pool, parts, with_mass=self._with_mass)
@@ -329,11 +329,11 @@ class BatchLoop:
                     decoded_s += self._decode()
                     if sequences.pack is not pack:
                         break
-                pack.wait()  # what is waited for while the device works is not waited for
+                pack.wait()  # time that a load takes while the device is busy does not count as waiting
             under_way.append(pack.hidden)
             if len(under_way) > 1:  # the host must not run ahead of the device
                 under_way.popleft().block_until_ready()
-                if tracers and len(ends_s) < pack.layer:  # the layer before the one that was begun last is through
+                if tracers and len(ends_s) < pack.layer:  # the layer before the last one launched is done
                     ends_s.append(time.perf_counter())
             try:
                 pack.run_layer()
@@ -343,7 +343,7 @@ class BatchLoop:
             self._refresh()
             if self._scheduler.after_layer(time.perf_counter()):
                 decoded_s += self._decode()
-        if sequences.pack is not pack:  # its pages are lost
+        if sequences.pack is not pack:  # the pool's pages are lost
             return []
         if tracers:
             for hidden in (*under_way, pack.hidden)[len(ends_s) - pack.layer - 1 :]:
@@ -361,8 +361,8 @@ class BatchLoop:
     # -- decode --------------------------------------------------------------------------------------------------------
 
     def _decode(self, *, alone: str | None = None) -> float:
-        """Gives a token to each sequence that decodes and shares steps; or, with `alone`, to that one. Returns the
-        seconds that it took."""
+        """Runs a decode step for all decoding sequences that share steps or, with `alone`, for that one only. Returns
+        the seconds it took."""
         sequences, started_s = self._sequences, time.perf_counter()
         step = self._scheduler.next_decode(sequences.pages.num_pages, self._costs(), alone=alone)
         sequences.preempt(step.preempted)
@@ -373,7 +373,7 @@ class BatchLoop:
             if decoding:
                 logits = self._decoder.step([one.pages for one in decoding], [one.last_token for one in decoding])
                 if sequences.pack is not None:
-                    sequences.pack.wait()  # the step runs behind its layers, whose time is not the step's
+                    sequences.pack.wait()  # the step is queued after the pack's layers, whose time is not counted
                     on_device_s = time.perf_counter()
                 drawn = draw(logits, [one.draw for one in decoding])
         except Exception as error:
@@ -392,6 +392,6 @@ class BatchLoop:
         return time.perf_counter() - started_s
 
     def _costs(self) -> StepCosts:
-        """What steps take, as measured lately."""
+        """The recently measured costs of steps."""
         token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
         return StepCosts(token_s, self._decode_step_s, self._sequences.answer_tokens)

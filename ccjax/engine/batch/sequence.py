@@ -1,5 +1,4 @@
-"""One request in the batch, and each of its answers: from its arrival, or from when its prompt was there, to its last
-token."""
+"""The state of a request in the batch, and of each of its answers (sequences), from arrival to the last token."""
 
 from __future__ import annotations
 
@@ -26,23 +25,23 @@ from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, ReuseReport, VariantId
 
 Emit = Callable[[Delta | Exception], None]
-"""Gets the deltas of an answer, or what ended it; called on the loop's thread, must return at once."""
+"""Receives the deltas of an answer, or the error that ended it; called on the loop's thread, must return at once."""
 
 
 class SequenceGroup:
-    """The sequences of one request, one for most.
+    """The sequences of one request; for most requests just one.
 
     Attributes:
-      num_answers: sequences that there will be.
-      num_started: those that were queued so far.
-      open: those of them that have not ended.
-      prompt: the prompt's KV, from when the first of several sequences had its first token; None again once its pages
-        were needed while no admitted sequence read them.
-      reuse: what the prefill reused; None before it is through.
-      arrived_s: `time.perf_counter` when the request came.
-      started_s: `time.perf_counter` when the request left the queue, None before.
-      deadline_s: `time.perf_counter` when the answers are of no use any more, None for never.
-      tracer: notes what happens; None if not requested.
+      num_answers: number of sequences in total.
+      num_started: number of sequences created so far.
+      open: created sequences that have not ended.
+      prompt: the shared KV of the prompt, set when the first of several sequences has its first token; reset to None if
+        its pages are reclaimed while no admitted sequence reads them.
+      reuse: what the prefill reused; None before it is complete.
+      arrived_s: `time.perf_counter` at the arrival of the request.
+      started_s: `time.perf_counter` when the request first left the queue; None before.
+      deadline_s: `time.perf_counter` at which the answers become useless; None for never.
+      tracer: records what happens; None if the request wants no trace.
     """
 
     def __init__(
@@ -63,14 +62,13 @@ class SequenceGroup:
     ) -> None:
         """
         Args:
-          assemble_s: seconds that were spent on the request before.
-          emit: gets the deltas of all answers, the last of which has the response.
-          new_answer: the answer of an index.
-          report: of what a prefill reused.
-          keep: called on the loop's thread when the prefill is through and the first tokens are out, while what it
-            reused is pinned.
-          priority: None for that of the request.
-          tracer: notes what happens, where the request asked for that.
+          assemble_s: seconds already spent on the request.
+          emit: receives the deltas of all answers; the last one has the response.
+          new_answer: creates the answer with this index.
+          report: builds the reuse report of a prefill.
+          keep: called on the loop's thread when the prefill is complete and the first tokens are emitted, while what it
+            reused is still pinned.
+          priority: None for the request's own.
         """
         self.num_answers = request.sampling.n
         self.num_started = 0
@@ -99,17 +97,17 @@ class SequenceGroup:
 
     @property
     def is_unread(self) -> bool:
-        """True while the prompt is in the pool and no admitted sequence reads it."""
+        """True if the shared prompt is in the pool and no admitted sequence reads it."""
         return self.prompt is not None and not any(one.reads_prompt for one in self.open)
 
     def mark_started(self) -> None:
-        """Notes that a sequence left the queue; the first call counts."""
+        """Records when a sequence first left the queue; later calls have no effect."""
         if self.started_s is None:
             self.started_s = time.perf_counter()
             self._on_start()
 
     def record_prefill(self, prefilled: Prefilled) -> bool:
-        """Records a prefill of the prompt; True the first time."""
+        """Records the first prefill of the prompt; returns False for later ones."""
         if self.reuse is not None:
             return False
         self.reuse = self._report(prefilled)
@@ -119,7 +117,7 @@ class SequenceGroup:
         return True
 
     def record_token(self) -> None:
-        """Records when a sequence has a token."""
+        """Records the time of a new token."""
         assert self.started_s is not None
         now_s = time.perf_counter()
         self._total_s = now_s - self.started_s + self._assemble_s
@@ -128,7 +126,7 @@ class SequenceGroup:
             self.tracer.token(now_s)
 
     def finish(self, last: Delta, choice: Choice) -> None:
-        """Emits the last delta of a sequence; that of the last sequence has the response."""
+        """Emits the last delta of a sequence, with the response if all sequences have finished."""
         self._choices[last.index] = choice
         if len(self._choices) == self.num_answers:
             assert self.reuse is not None and self.started_s is not None
@@ -155,21 +153,21 @@ class TokenSequence:
     """The state of one answer.
 
     Attributes:
-      request_id: what the scheduler knows it by.
-      admission: plans and loads its prefill. That of a prompt which others read is with `SharedPrompt`.
-      job: its prefill, from admission on; None while it waits.
+      request_id: its id in the scheduler.
+      admission: plans and loads its prefill. The admission that computed a shared prompt belongs to the `SharedPrompt`.
+      job: its prefill, set at admission; None while it waits.
       is_decoding: True once its prompt is computed.
-      reads_prompt: True while it is admitted and `group.prompt` is its prompt.
-      planned_at: what `plan` was given last; None before.
-      num_retries: how often it was tried again because a step that it was part of failed.
+      reads_prompt: True while it is admitted and reads `group.prompt`.
+      planned_at: the last argument of `plan`; None before.
+      num_retries: number of retries after failed steps that it was part of.
     """
 
     def __init__(self, request_id: str, group: SequenceGroup, *, seed: int, index: int = 0) -> None:
         """
         Args:
           request_id: unique among the requests of a loop.
-          seed: of the draws of the whole group.
-          index: which of the group it is; `fork` of the first makes the others.
+          seed: the sampling seed of the whole group.
+          index: its index in the group; the first sequence creates the others with `fork`.
         """
         self.request_id = f"{request_id}/{index}"
         self.group = group
@@ -191,17 +189,17 @@ class TokenSequence:
 
     @property
     def last_token(self) -> int:
-        """The token drawn last."""
+        """The token sampled last."""
         return self._tokens[-1]
 
     @property
     def num_drawn(self) -> int:
-        """Tokens of its answer so far."""
+        """Number of tokens sampled so far."""
         return len(self._tokens)
 
     @property
     def draw(self) -> Draw:
-        """How its next token is drawn."""
+        """How to sample its next token."""
         return Draw(self.group.sampling, self._seed, len(self._tokens))
 
     @property
@@ -211,14 +209,15 @@ class TokenSequence:
         return self.job.pages
 
     def fork(self) -> list[TokenSequence]:
-        """The other answers to the prompt; only the first call begins any."""
+        """Creates the other sequences of the group; empty after the first call."""
         indices = range(self.group.num_started, self.group.num_answers)
         return [TokenSequence(self._name, self.group, seed=self._request_seed, index=index) for index in indices]
 
     # -- in the queue ------------------------------------------------------------------------------------------
 
     def work(self, tier_of: Callable[[str], str | None]) -> SequenceWork:
-        """The request for the scheduler: by its plan and where things are now, or as if nothing were reused."""
+        """Its work for the scheduler, by its plan and the current tiers of the variants; without a plan, as if nothing
+        were reused."""
         plan = self._plan
         if plan is None:
             self._work = self._unplanned()
@@ -248,11 +247,11 @@ class TokenSequence:
 
     @property
     def most_work(self) -> SequenceWork:
-        """The most work that one of the group makes."""
+        """An upper bound of the work of each sequence of the group."""
         return self._unplanned() if self.group.num_answers == 1 else reading_work(self._unplanned())
 
     def num_shared_pages(self, is_pinned: Callable[[str], bool]) -> int:
-        """Pages of cached chunks, or of its prompt, that only this answer would keep from being taken."""
+        """Pages of cached chunks, or of its shared prompt, that are reclaimable now and would not be if it ran."""
         prompt = self.group.prompt
         if prompt is not None:
             return prompt.num_pages if self.group.is_unread else 0
@@ -263,7 +262,7 @@ class TokenSequence:
         return sum(size for key, size in sizes.items() if not is_pinned(key))
 
     def plan(self, at: int) -> None:
-        """Plans, or plans anew, what it has to compute itself."""
+        """Plans its prefill, or plans it again, unless its prompt is shared; `at` is the count of variant changes."""
         if self.group.prompt is None:
             self.admission.settle()
         self.planned_at = at
@@ -281,25 +280,25 @@ class TokenSequence:
     # -- admitted ----------------------------------------------------------------------------------------------
 
     def mark_started(self) -> None:
-        """Notes that it left the queue; the first call counts."""
+        """Records when it first left the queue; later calls have no effect."""
         self.group.mark_started()
 
     def claim_prompt(self) -> None:
-        """Notes that it is to be admitted: a prompt that it reads is not dropped meanwhile."""
+        """Marks a shared prompt as read before admission, so that it is not dropped meanwhile."""
         self.reads_prompt = self.group.prompt is not None
 
     def agree(self) -> bool:
-        """False where it has to wait for what another process computes; `claim_prompt` comes first."""
+        """Returns False if it has to wait for what another process computes; call `claim_prompt` first."""
         return self.reads_prompt or self.admission.agree()
 
     def open(self) -> None:
-        """Pins what it reads."""
+        """Pins the variants it reuses."""
         if not self.reads_prompt:
             self.admission.open()
 
     @property
     def num_own_pages(self) -> int:
-        """Pages of its own that `start_prefill` will draw; `open` comes first."""
+        """Number of own pages that `start_prefill` will allocate; call `open` first."""
         plan = self._plan
         assert plan is not None
         chunks = self.admission.on_device if self.group.prompt is None else self.group.prompt.shards
@@ -309,7 +308,7 @@ class TokenSequence:
         return sum(counts) + num_pages(max(0, len(self._tokens) - tail_slots))
 
     def start_prefill(self, pool: DevicePool) -> None:
-        """Draws the pages of the prompt and of the answer so far, and starts to load.
+        """Allocates the pages of the prompt and of the answer so far, and starts loading.
 
         Raises:
           TierFullError: too few pages are free.
@@ -329,30 +328,31 @@ class TokenSequence:
 
     @property
     def is_as_scheduled(self) -> bool:
-        """True while its prefill is what the scheduler was told by `work`."""
+        """True if its prefill matches the work last reported to the scheduler."""
         assert self.job is not None
         computed = len(self.job.offsets) - len(self._tokens)
         return (computed, self.job.plan.is_divisible) == (self._work.prefill_tokens, self._work.is_divisible)
 
     def release_pages(self) -> None:
-        """Gives its own pages back; the tokens drawn so far stay."""
+        """Frees its own pages; the tokens sampled so far are kept."""
         if self.job is not None:
             self.job.pages.release()
         self.job = None
         self.is_decoding = self.reads_prompt = False
 
     def finish_prefill(self) -> Prefilled | None:
-        """Begins to decode, once the last piece of its prefill ran. Of the first prefill, what there is to keep."""
+        """Starts decoding after the last piece of its prefill. Returns what to store of the group's first prefill, None
+        for later ones."""
         assert self.job is not None
         self.is_decoding = True
-        outcome, self.job.result = self.job.result, PrefillOutcome()  # so much memory need not wait for the answer
+        outcome, self.job.result = self.job.result, PrefillOutcome()  # frees its memory before the answer is complete
         if self.reads_prompt:
             return None
         prefilled = self.admission.prefilled(outcome)
         return prefilled if self.group.record_prefill(prefilled) else None
 
     def share(self) -> SequenceWork:
-        """Lets the others of its group read its prompt; its work from now on."""
+        """Shares its prompt with the other sequences of its group; returns its own work from now on."""
         assert self.job is not None
         self.group.prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
         self.admission = self.group.new_admission()
@@ -361,7 +361,7 @@ class TokenSequence:
         return self._work
 
     def append_token(self, drawn: Drawn) -> bool:
-        """Adds a token and emits what it completes; True if the answer ends with it: `finish` emits the rest."""
+        """Adds a token and emits the text it completes; True if it ends the answer: then `finish` emits the rest."""
         self.group.record_token()
         self._tokens.append(drawn.token_id)
         delta = self._answer.push(drawn)
@@ -374,7 +374,7 @@ class TokenSequence:
         return True
 
     def finish(self) -> None:
-        """Emits the last delta, with the response if it is the last of all."""
+        """Emits the last delta, with the response if all sequences of the group have finished."""
         assert self._last is not None
         self.group.finish(*self._last)
 

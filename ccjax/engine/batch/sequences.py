@@ -1,4 +1,4 @@
-"""The life of the batch loop's sequences: planned, admitted, preempted, tried again, ended."""
+"""The life cycle of the batch loop's sequences: planning, admission, preemption, retries, completion."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ccjax.store.tiered import TieredStore
 logger = logging.getLogger(__name__)
 
 _NUM_PREPLANNED = 8
-"""Waiting sequences that are planned before each pack: what earlier ones stored is there for them then."""
+"""Waiting sequences that are planned before each pack; planned this late, they can reuse what earlier ones stored."""
 _RENEW_S = 30.0
-"""How long sequences wait for pages in place of lost ones."""
+"""How long sequences wait until lost pages are replaced."""
 
 
 class Sequences:
-    """All sequences that the loop's thread knows, which alone uses this.
+    """All sequences of the loop. Used only by the loop's thread, except for `all`.
 
     Attributes:
-      pack: the pack that runs; None between two.
-      pages: what can be drawn for prompts and answers.
-      num_preemptions, num_retries: so far.
-      answer_tokens: of a usual answer lately; None before the first has ended.
+      pack: the running pack; None between packs.
+      pages: the pages available to prompts and answers.
+      num_preemptions, num_retries: counts so far.
+      answer_tokens: moving average of the tokens per answer; None before the first answer has ended.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Sequences:
     ) -> None:
         """
         Args:
-          max_retries: how often a sequence is tried again whose step failed.
-          apply_changes: called before sequences are planned; may change the variants, and does no I/O.
+          max_retries: how often a sequence whose step failed is retried.
+          apply_changes: called before sequences are planned; may change the index of variants, must not do I/O.
         """
         self.pack: Pack | None = None
         self.pages = AvailablePages(pool, store, variants)
@@ -79,29 +79,29 @@ class Sequences:
         return self._by_id[request_id]
 
     def get(self, request_id: str) -> TokenSequence | None:
-        """The sequence of that id, or None once it has ended."""
+        """The sequence with this id, or None if it has ended."""
         return self._by_id.get(request_id)
 
     def all(self) -> tuple[TokenSequence, ...]:
-        """A copy; the only method that other threads may call."""
+        """A copy of all sequences; the only method that other threads may call."""
         return tuple(self._by_id.values())
 
     @property
     def is_prefilling(self) -> bool:
-        """True while some prompt is only computed in part."""
+        """True if a sequence is in prefill."""
         return any(one.job is not None and not one.is_decoding for one in self._by_id.values())
 
     def add(self, sequences: Iterable[TokenSequence]) -> None:
-        """Adds sequences that the scheduler knows already."""
+        """Adds sequences that the scheduler already knows."""
         self._by_id.update({one.request_id: one for one in sequences})
 
     # -- from the queue to the first step ------------------------------------------------------------------------------
 
     def refresh(self, late: Iterable[str]) -> None:
-        """Ends sequences that are late, as the scheduler says, or cancelled, and plans those again that have waited for
-        another process."""
+        """Ends late sequences (those that the scheduler expired) and cancelled ones, and plans sequences again whose
+        wait for another process is over."""
         for request_id in late:
-            if request_id in self._by_id:  # else another one of its group was late, too
+            if request_id in self._by_id:  # else it ended with another late sequence of its group
                 self.fail(self._by_id[request_id], too_late())
         for sequence in self.all():
             if sequence.request_id in self._by_id and sequence.group.is_cancelled():
@@ -112,8 +112,8 @@ class Sequences:
                 self._plan(sequence)
 
     def refresh_unstarted(self) -> None:
-        """Ends cancelled and late sequences that never left the queue: they hold nothing that another thread may be
-        using."""
+        """Ends cancelled and late sequences that never left the queue. This is safe while another thread has paused the
+        loop, since they hold nothing."""
         now_s = time.perf_counter()
         for sequence in self.all():
             group = sequence.group
@@ -125,15 +125,15 @@ class Sequences:
                 self.fail(sequence, too_late())
 
     def plan_waiting(self) -> None:
-        """Plans the first in the queue, again where variants of their chunks came or went since."""
+        """Plans the first sequences in the queue; again if variants of their chunks have changed since."""
         self._apply_changes()
         unshared = [one for one in self._by_id.values() if one.group.prompt is None]
         waiting = [one for one in unshared if one.job is None and one not in self._held]
         num_free = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
-        # Those of several flows, even when only one can be admitted: who is first depends on what each computes. And
-        # always one, for it may have the priority to preempt another.
+        # Several, even if only one can be admitted: the order of the flows depends on how much each one computes. At
+        # least one even without a free slot, since it may preempt a less important sequence.
         num_planned = _NUM_PREPLANNED if num_free else 1
-        if 0 < num_free < len(waiting):  # what is cached has a say in who goes first
+        if 0 < num_free < len(waiting):  # the order also depends on what is cached
             num_planned = max(num_planned, self._scheduler.settings.reorder_window)
         for sequence in planning_order(waiting)[:num_planned]:
             changed_at = self._variants.changes.last(sequence.chunk_ids)
@@ -141,7 +141,7 @@ class Sequences:
                 self._plan(sequence)
 
     def admit(self, request_ids: Sequence[str]) -> None:
-        """Draws the pages of sequences and starts to load; one whose plan had to change waits again."""
+        """Allocates the pages of sequences and starts loading; a sequence whose plan had to change is queued again."""
         admitted = [self._by_id[request_id] for request_id in request_ids]
         for sequence in admitted:
             sequence.claim_prompt()
@@ -162,7 +162,7 @@ class Sequences:
             self.reclaim(sequence.num_own_pages)
             sequence.start_prefill(self._pool)
             is_as_scheduled = sequence.is_as_scheduled
-        except TierFullError:  # fewer pages are free than was thought
+        except TierFullError:  # fewer pages are free than assumed
             is_as_scheduled = False
         except Exception as error:
             self.fail(sequence, error)
@@ -173,7 +173,7 @@ class Sequences:
             self._replan(sequence)
 
     def _plan(self, sequence: TokenSequence) -> None:
-        """Plans a sequence that has no pages."""
+        """Plans a sequence that holds no pages."""
         try:
             sequence.plan(self._variants.changes.count)
         except Exception as error:
@@ -182,43 +182,44 @@ class Sequences:
             self._replan(sequence)
 
     def _replan(self, sequence: TokenSequence) -> None:
-        """Tells the scheduler the work of a sequence by its plan now."""
+        """Updates the scheduler with the work of a sequence under its current plan."""
         try:
             self._scheduler.replan(sequence.work(self._store.tier_of))
         except NeverFitsError as error:
             self.fail(sequence, error)
 
     def shared_pages(self, request_id: str) -> int:
-        """Pages that only this sequence would keep from being taken."""
+        """Shared pages of a sequence that are reclaimable now and would not be if it ran."""
         return self._by_id[request_id].num_shared_pages(self._store.is_pinned)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
     def reclaim(self, num_pages: int) -> None:
-        """Frees so many pages where possible."""
+        """Frees pages until `num_pages` are free, if possible."""
         for group, prompt in self.pages.reclaim(num_pages):
             self._dropped(group, prompt)
 
     def drop_unread_prompts(self) -> bool:
-        """Drops the shared prompts that no admitted sequence reads; False where there was none."""
+        """Drops the shared prompts that no admitted sequence reads; False if there was none."""
         unread = [one for one in self.pages.shared if one.is_unread]
         for group in unread:
             self._dropped(group, self.pages.drop(group))
         return bool(unread)
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Takes the pages of sequences, which wait again."""
+        """Takes the pages of sequences that the scheduler has preempted and queued again."""
         for request_id in request_ids:
             self._preempt(self._by_id[request_id])
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.num_preemptions += 1
         self._take_pages(sequence)
-        if sequence.group.prompt is not None:  # to compute less than before
+        if sequence.group.prompt is not None:  # it reads the shared prompt and computes less than before
             self._replan(sequence)
 
     def share_prompt(self, sequence: TokenSequence) -> None:
-        """Lets the others of a group read the prompt that is computed now: they begin, or go on."""
+        """Shares a prompt that was just computed with the other sequences of the group: creates them, or replans those
+        that wait."""
         group = sequence.group
         waiting, new = self._waiting(group), sequence.fork()
         if group.prompt is not None or not (waiting or new):
@@ -232,7 +233,7 @@ class Sequences:
             self._replan(one)
 
     def _dropped(self, group: SequenceGroup, prompt: SharedPrompt) -> None:
-        """Lets those that wait compute their prompt again."""
+        """Makes the waiting sequences of a group compute their dropped prompt again."""
         self._closing.append(prompt.admission)
         for sequence in self._waiting(group):
             sequence.planned_at = None
@@ -254,7 +255,7 @@ class Sequences:
     # -- tokens and ends -----------------------------------------------------------------------------------------------
 
     def append_token(self, sequence: TokenSequence, drawn: Drawn) -> None:
-        """Gives a sequence its next token; with the last one it ends."""
+        """Adds a token to a sequence and ends the sequence if it was the last one."""
         try:
             is_last = sequence.append_token(drawn)
         except Exception as error:
@@ -269,8 +270,8 @@ class Sequences:
             self._ended.append(sequence)
 
     def settle(self) -> None:
-        """Unpins what sequences that are gone had reused, and then emits the ends of answers, so that all is in place
-        once a caller has its answer. Nothing is unpinned between two layers: what moves to a faster tier takes time."""
+        """Unpins what ended sequences reused, then emits the last deltas, so that a caller with a complete answer finds
+        the store settled. Nothing is unpinned between the layers of a pack, since promotion takes time."""
         if self.pack is None:
             closing, self._closing = self._closing, []
             for admission in closing:
@@ -283,7 +284,7 @@ class Sequences:
                 logger.exception("an answer is complete, and who asked could not be told")
 
     def fail(self, sequence: TokenSequence, error: Exception) -> None:
-        """Ends all sequences of a group with an error."""
+        """Ends all sequences of the group of `sequence` with an error."""
         group = sequence.group
         for one in tuple(group.open):
             self._forget(one)
@@ -294,16 +295,16 @@ class Sequences:
             logger.exception("a request failed, and who asked could not be told")
 
     def fail_all(self, error: Exception) -> None:
-        """Ends everything with an error."""
+        """Ends all sequences with an error."""
         while self._by_id:
             self.fail(next(iter(self._by_id.values())), error)
 
     def _forget(self, sequence: TokenSequence) -> None:
-        """Removes a sequence and frees its pages; with the last of a group those of the prompt."""
+        """Removes a sequence and frees its pages; with the last one of a group, also those of the shared prompt."""
         self._by_id.pop(sequence.request_id, None)
         if sequence in self._held:
             self._held.remove(sequence)
-        if sequence.request_id in self._scheduler:  # else it expired
+        if sequence.request_id in self._scheduler:  # else the scheduler expired it
             self._scheduler.remove(sequence.request_id)
         self._release_pages(sequence)
         sequence.admission.release()
@@ -315,7 +316,7 @@ class Sequences:
     # -- what failed ---------------------------------------------------------------------------------------------------
 
     def refuse(self, sequence: TokenSequence, cause: BaseException | None) -> None:
-        """Takes a sequence out of the pack whose reused KV cannot be had."""
+        """Removes a sequence from the pack because loading its reused KV failed; plans it again, ends or retries it."""
         if isinstance(cause, LoadFailedError):
             self._release_pages(sequence)
             sequence.admission.fail(cause)
@@ -328,14 +329,15 @@ class Sequences:
             self.retry([sequence], cause)
 
     def retry(self, sequences: Sequence[TokenSequence], error: Exception) -> None:
-        """Puts those of a failed step that still have pages back in the queue; they share no step with others from now
-        on. One that was tried `max_retries` times fails with `error`.
+        """Queues the sequences of a failed step again, except those without pages; from now on they run alone. A
+        sequence that was already retried `max_retries` times fails with `error`.
 
-        If the step took the pool's pages with it, all others wait again as well, which counts against none of them.
+        If the failed step destroyed the pool's pages, all other running sequences are queued again, too; this does not
+        count as a retry of theirs.
         """
         is_lost = self._pool.is_lost()
         if is_lost:
-            self.pack = None  # to take sequences out of it would run steps over what is lost
+            self.pack = None  # removing sequences from it would run steps over the lost pages
         for sequence in sequences:
             if self._by_id.get(sequence.request_id) is not sequence or sequence.job is None:
                 continue
@@ -351,13 +353,13 @@ class Sequences:
         self.settle()
 
     def rejoin(self, sequence: TokenSequence) -> None:
-        """Lets a sequence share steps again, once it had a decode step of its own. With its last retry it stays alone,
-        so that no other one's failure is its end."""
+        """Lets a sequence share steps again after a decode step of its own. In its last retry it stays alone, so that
+        another sequence's failure cannot end it."""
         if sequence.request_id in self._by_id and sequence.num_retries < self._max_retries:
             self._scheduler.set_alone(sequence.request_id, False)
 
     def lose_pages(self) -> None:
-        """Starts all over, for what the pool held is lost."""
+        """Queues all running sequences again and drops shared prompts, because the contents of the pool are lost."""
         logger.warning("the pages of the pool are lost; what runs is computed, or loaded, again")
         self.pack, self._lost_s = None, time.perf_counter()
         for sequence in self.all():
@@ -368,28 +370,28 @@ class Sequences:
             self._dropped(group, self.pages.drop(group))
         closing, self._closing = self._closing, []
         for admission in closing:
-            admission.close(ok=False)  # nothing moves into pages that are lost
+            admission.close(ok=False)  # nothing may be promoted into lost pages
         self.has_pages()
 
     def start_over(self) -> None:
-        """Forgets the pack, once all sequences have failed."""
+        """Resets the state after all sequences have failed."""
         self.pack = None
         self.settle()
         if self._lost_s is not None or self._pool.is_lost():
             self.lose_pages()
 
     def has_pages(self) -> bool:
-        """False while lost pages are not replaced yet.
+        """Returns False while lost pages could not be replaced yet; tries to replace them.
 
         Raises:
-          RuntimeError: they could not be for so long that requests had better be told.
+          RuntimeError: replacing them has failed for `_RENEW_S`, so that requests should fail.
         """
         if self._lost_s is None:
             return True
         self.pages.forget_cached()
         try:
             self._pool.renew()
-        except RuntimeError:  # a chunk is being read, for a snapshot say, or the device has no memory
+        except RuntimeError:  # a chunk is being read, e.g. for a snapshot, or the device has no memory
             if time.perf_counter() - self._lost_s > _RENEW_S:
                 raise
             return False
@@ -397,6 +399,6 @@ class Sequences:
         return True
 
     def _requeue(self, sequence: TokenSequence) -> None:
-        """Puts a sequence that holds pages at the head of its flow; its tokens stay, as with a preemption."""
+        """Queues a sequence that holds pages at the front of its flow; its tokens are kept, as in a preemption."""
         self._take_pages(sequence)
         self._replan(sequence)

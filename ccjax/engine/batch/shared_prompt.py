@@ -1,4 +1,4 @@
-"""The KV of a prompt that several sequences of one request read: computed once, by the first of them."""
+"""The KV of a prompt, computed once by the first sequence of a request and read by the others."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ccjax.types import PrefillPlan, VariantId
 
 
 class SharedPrompt:
-    """The KV of a prompt that several sequences read; none of them writes there.
+    """The KV of a prompt that several sequences read; none of them overwrites it.
 
-    The one that computed it goes on in the prompt's last page, behind all that the others read of it.
+    The sequence that computed it continues in the prompt's last page, after the slots that the others read.
 
     Attributes:
-      plan: of a sequence that reads it. All is reused but the last token, which is computed again in a page of that
-        sequence's own: the sequence's first token is drawn from its logits.
-      shards: where the reused segments of the plan lie.
-      num_pages: pages that are free once this is dropped; those of cached chunks are not among them.
-      admission: holds the cached chunks that the prompt reads; to be closed then.
+      plan: the plan of a sequence that reads the prompt. Everything is reused except the last token, which is computed
+        again in a page of the sequence's own: its logits yield the sequence's first token.
+      shards: pages of the reused segments of the plan.
+      num_pages: pages that `drop` frees; pages of cached chunks do not count.
+      admission: pins the cached chunks that the prompt reads; close it after `drop`.
     """
 
     def __init__(self, plan: PrefillPlan, pages: RequestPages, admission: Admission) -> None:
         """
         Args:
-          plan: of the prefill that computed it.
-          pages: of the request that did, which keeps those of its answer.
+          plan: the plan of the prefill that computed the prompt.
+          pages: the pages of the sequence that computed it; it keeps those of its answer.
         """
         shards, self._own = pages.hand_over()
         question = plan.segments[-1]
@@ -46,7 +46,7 @@ class SharedPrompt:
         self.admission = admission
 
     def drop(self) -> None:
-        """Gives the pages back, which no sequence reads any more."""
+        """Frees the pages; no sequence may still read them."""
         for shard in self._own:
             shard.free()
         self._own: list[PagedShard] = []
@@ -54,10 +54,10 @@ class SharedPrompt:
 
 
 def sharing_work(work: SequenceWork) -> SequenceWork:
-    """The work of a sequence that computed its prompt, once others read that, too."""
+    """The work of the sequence that computed a prompt, once other sequences read that prompt, too."""
     return dataclasses.replace(work, prompt_pages=0, shared_pages=work.shared_pages + work.prompt_pages)
 
 
 def reading_work(work: SequenceWork) -> SequenceWork:
-    """The most work of a sequence that reads another one's prompt."""
+    """An upper bound of the work of a sequence that reads a shared prompt."""
     return dataclasses.replace(sharing_work(work), prefill_tokens=1, prompt_pages=1, tail_slots=PAGE_TOKENS - 1)
