@@ -85,9 +85,9 @@ class EngineCache:
         return None if self._store.change_feed is None else self._store.change_feed.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """In idle time, prepares one passage that requests computed, or reused from a variant computed behind too little
-        context; if there is none, replaces one approximate variant by an exact one. Once the last tier is nearly full,
-        passages that no request reused are left out.
+        """In idle time, prepares one passage that requests computed, or reused from KV computed behind too little text;
+        if there is none, replaces one approximate variant by an exact one. Once the last tier is nearly full, passages
+        that no request reused are left out.
 
         Repaired chunks are stored as approximate variants. Exact ones can be reused behind their prefix in every mode,
         and errors do not accumulate on them.
