@@ -75,7 +75,7 @@ class ModelFiles:
 
 def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelFiles:
     """Reads the files of a Hugging Face directory, a GGUF file or the embedded model ("demo"); "random:NAME[:SEED]" has
-    none. Hashes every byte of the weights, without keeping them.
+    none. Hashes every byte of the weights without keeping them, except those of a checkpoint.
 
     Args:
       tokenizer: directory with tokenizer files to use instead of the model's own.
@@ -218,7 +218,7 @@ def _gguf(path: str | Path) -> GgufFile | None:
     file = None if _is_random(path) else gguf_path(path)
     if file is None:
         return None
-    from ccjax.loading.gguf import open_gguf  # needs a package that is only installed for GGUF files
+    from ccjax.loading.gguf import open_gguf  # here, so that the gguf package is only imported if needed
 
     return open_gguf(file)
 

@@ -143,7 +143,7 @@ class GgufWeights:
         return self.digest
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        from ccjax.loading.gguf import load_gguf  # needs a package that is only installed for GGUF files
+        from ccjax.loading.gguf import load_gguf  # here, so that the gguf package is only imported if needed
 
         return load_gguf(
             self.file,

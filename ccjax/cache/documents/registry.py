@@ -46,8 +46,8 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pin:
-    """A document excluded from eviction until `until` (wall clock, seconds); with `host`, also from that of host memory
-    while it is there."""
+    """A document that eviction keeps until `until` (wall clock, seconds); with `host`, also in host memory if it is
+    there."""
 
     document_id: str
     version: str | None

@@ -165,7 +165,7 @@ def inspect_snapshot(where: str | Path) -> SnapshotIndex:
 
 
 def url_of(where: str | Path) -> str:
-    """The URL of a path; a URL stays as it is."""
+    """The URL of a path; a URL is returned unchanged."""
     return str(where) if "://" in str(where) else Path(where).absolute().as_uri()
 
 
