@@ -244,7 +244,7 @@ class VariantIndex:
         return self._placement.make_room(tier, num_bytes)
 
     def lose(self, tier: str) -> None:
-        """Removes what a tier held that lost its contents."""
+        """Removes all variants from a tier that lost its contents."""
         self._placement.lose(tier)
 
     def complete_load(self, ticket: LoadTicket, *, ok: bool = True) -> None:

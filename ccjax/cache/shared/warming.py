@@ -103,8 +103,8 @@ class SharedWarming:
         heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
         behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
         self._variants.apply_changes((*arrived, *behind), ())
-        # The first variant that another process claimed is left to it with all later ones, which it may be about to
-        # claim. If the disk does not respond, nothing counts as claimed elsewhere.
+        # A variant lost in a race is left to the winner, with all later ones, which it may be about to claim. If the
+        # disk does not respond, nothing counts as claimed elsewhere.
         if not self._claims.is_failing:
             self._elsewhere = frozenset(key for key in wanted if not self._claims.holds(key))
 
