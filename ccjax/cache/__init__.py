@@ -1,3 +1,3 @@
-"""The chunk-cache: which variants there are, in which tier each is kept, how a prefill loads them, and what is captured
-of what it computed. Runs nothing itself; the engine does.
+"""The chunk-cache: the index of variants, their placement in tiers, how a prefill loads them, and which of the KV that
+it computed is captured. The engine drives all of it.
 """

@@ -1,6 +1,6 @@
-"""Turns what a prefill computed into chunk variants: KV arrays and the metadata that policy decides by.
+"""Turns the KV that a prefill computed into chunk variants: arrays, and the metadata that policies decide by.
 
-Equations are in `ccjax.policy.capture`; here they get their sums.
+The equations are in `ccjax.policy.capture`; this module computes the sums in them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def capture_variants(
     *,
     ranking_layers: Collection[int] | None = None,
 ) -> Iterator[tuple[VariantMeta, np.ndarray]]:
-    """Each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE, one at a time.
+    """Yields each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE.
 
     Computed chunks are kept as computed, approximately reused ones as repaired (CacheCraft sec. 3.3 adds a variant for
-    each new prefix); `ccjax.policy.capture.should_capture` says which. A repair that the focus cut stopped is not kept:
-    it would pass for a finished one when the next question looks at that passage.
+    each new prefix); `ccjax.policy.capture.should_capture` decides which. A repair that the focus cut short is not
+    kept: a later question that attends to the passage would take it for a complete one.
 
     Args:
-      ranking_layers: layers whose masses rank a chunk's tokens (CacheCraft eq. 14); None for all, as the paper has it.
+      ranking_layers: layers whose masses rank a chunk's tokens (CacheCraft eq. 14); None for all, as in the paper.
     """
     masses = _mean_masses(plan, result)
     ranking = masses[0] if ranking_layers is None else _mean_masses(plan, result, ranking_layers)[0]
@@ -50,14 +50,14 @@ def capture_variants(
 
 
 def context_deviations(kv: np.ndarray, other: np.ndarray) -> tuple[float, ...]:
-    """How far each token's KV is from that of the same chunk behind another prefix, to three digits: the Euclidean
-    distance over all heads, relative to the root mean square length of such rows; mean over keys, values and layers.
+    """Distance of each token's KV from that of the same chunk behind another prefix, to three digits: Euclidean over
+    all heads, relative to the root mean square norm of the rows; mean over keys, values and layers.
 
     Args:
       kv, other: [L, 2, T, K, H], keys before RoPE and values.
     """
     deviations = np.zeros(kv.shape[2])
-    for own, theirs in zip(kv, other, strict=True):  # layer by layer: no second copy of all that in float32
+    for own, theirs in zip(kv, other, strict=True):  # layer by layer, to avoid float32 copies of both arrays
         own, theirs = own.astype(np.float32), theirs.astype(np.float32)
         squares = np.square(own - theirs).sum((2, 3))
         scale = np.square(own).sum((2, 3)).mean(1, keepdims=True)
@@ -68,10 +68,10 @@ def context_deviations(kv: np.ndarray, other: np.ndarray) -> tuple[float, ...]:
 def _mean_masses(
     plan: PrefillPlan, result: PrefillOutcome, layers: Collection[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mass [n, C] on every segment and self mass [n] of every prompt token, mean over layers, all or some, float64;
-    without the attention sink's.
+    """Mass [n, C] on every segment and self mass [n] of every prompt token, float64: means over `layers` or all layers,
+    without the attention sink.
 
-    Tokens that no layer computed have none; `variant_meta` wants exactly that of a repaired chunk.
+    Tokens that no layer computed have mass 0, as `variant_meta` requires for a repaired chunk.
     """
     mass = np.zeros((plan.num_tokens, len(plan.segments)))
     own = np.zeros(plan.num_tokens)
@@ -81,7 +81,7 @@ def _mean_masses(
         inside = slice(rows.first, rows.first + len(rows.offsets))
         mass[rows.offsets] += np.asarray(rows.mass)[inside, : len(plan.segments)]
         own[rows.offsets] += np.asarray(rows.self_mass)[inside]
-    own[:SINK_TOKENS] = 0.0  # as their mass on anything
+    own[:SINK_TOKENS] = 0.0  # their mass on segments is 0 already
     num_layers = result.layers[-1].layer + 1 if layers is None else len(layers)
     return mass / num_layers, own / num_layers
 
@@ -104,9 +104,9 @@ def _measured_meta(
         prefix_ids=prefix_ids,
         prefix_lengths=tuple(earlier.num_tokens for earlier in before),
         inter_by_prefix=tuple(float(value) for value in mass[:, :index].sum(0)),
-        # Rounding may leave a token that saw only itself a hair below zero.
+        # Rounding may make this slightly negative for a token that attends only to itself.
         intra=max(0.0, float((mass[:, index] - own).sum())),
-        # As in eq. 6 to 9: the instructions would only blur which tokens took something from the passages before them.
+        # As in eq. 6 to 9: instructions would only blur which tokens depend on the passages before them.
         token_scores=tuple(float(value) for value in ranking[rows][:, documents].sum(1)),
         num_bytes=num_bytes,
         fidelity=segment.fidelity,
@@ -116,7 +116,7 @@ def _measured_meta(
 
 
 def _kv(result: PrefillOutcome, segment: Segment, read_layers: ReadLayers | None) -> np.ndarray:
-    """KV [L, 2, T, K, H] of a segment: what it was reused from, with every computed row written over it."""
+    """KV [L, 2, T, K, H] of a segment: the reused variant, if any, overwritten with every computed row."""
     last = result.layers[-1]
     kv = np.empty((last.layer + 1, 2, segment.num_tokens, *last.k.shape[1:]), last.k.dtype)
     if segment.variant_id is not None:

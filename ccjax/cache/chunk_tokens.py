@@ -1,4 +1,4 @@
-"""Token ids of the chunks that held variants are made of, so that a variant can be computed again."""
+"""Token ids of the chunks of held variants and of their prefixes, so that a variant can be recomputed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ccjax.types import Chunk, ChunkId, VariantMeta
 
 
 class ChunkTokens:
-    """Chunk id -> token ids, while some held variant has the chunk as its own or in its prefix. Not thread-safe."""
+    """Chunk id -> token ids, kept while a held variant is of the chunk or has it in its prefix. Not thread-safe."""
 
     def __init__(self) -> None:
         self._ids: dict[ChunkId, np.ndarray] = {}
         self._num_uses: collections.Counter[ChunkId] = collections.Counter()
 
     def hold(self, meta: VariantMeta) -> None:
-        """Counts a variant that is held from now on."""
+        """Counts a variant that is now held."""
         self._num_uses.update({meta.chunk_id, *meta.prefix_ids})
 
     def release(self, meta: VariantMeta) -> None:
-        """Takes back `hold`; what no held variant refers to any more is dropped."""
+        """Undoes `hold`; drops the ids of chunks that no held variant refers to any more."""
         for key in {meta.chunk_id, *meta.prefix_ids}:
             self._num_uses[key] -= 1
             if not self._num_uses[key]:
@@ -31,7 +31,7 @@ class ChunkTokens:
                 self._ids.pop(key, None)
 
     def learn(self, key: ChunkId, token_ids: Sequence[int]) -> None:
-        """Keeps the ids of a chunk that is in use; ids that are not the chunk's are passed over."""
+        """Keeps the ids of a chunk that is in use; ignores ids that do not hash to the chunk's id."""
         if key in self._num_uses and key not in self._ids and chunk_id(token_ids, tenant_of(key)) == key:
             self._ids[key] = np.asarray(token_ids, np.int32)
 
@@ -40,7 +40,7 @@ class ChunkTokens:
         return self._ids.keys()
 
     def num_tokens(self, keys: Iterable[ChunkId]) -> int:
-        """Tokens of these chunks together, those that are not known left out."""
+        """Total tokens of these chunks, without those whose ids are unknown."""
         return sum(len(self._ids[key]) for key in keys if key in self._ids)
 
     def chunk(self, key: ChunkId) -> Chunk:

@@ -1,4 +1,4 @@
-"""The right to use what otherwise only the batch loop's thread uses."""
+"""Exclusive access to the state that belongs to the batch loop's thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class Exclusive(Protocol):
-    """`with exclusive():` no prefill is under way and no other thread is inside; answers may be decoding.
+    """`with exclusive():` no prefill runs and no other thread is inside; sequences may be decoding.
 
-    With `wait=False` the value is False, and nothing may be used, where a request or another thread would have to be
-    waited for. RuntimeError: the engine is closed.
+    With `wait=False` the context's value is False, and the state must not be used, if a request or another thread has
+    access. Raises RuntimeError if the engine is closed.
     """
 
     def __call__(self, *, wait: bool = True) -> AbstractContextManager[bool]: ...

@@ -1,4 +1,4 @@
-"""Whose chunk variants a store holds: the model's and the tenant's, sealed or encrypted by which keys."""
+"""The identity of a store's variants: model, tenant, and the keys that seal or encrypt them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ccjax.store.spec import StoreIdentity
 
 
 def identity_for(config: EngineConfig, model_fingerprint: str) -> StoreIdentity:
-    """Whose variants an engine of these settings stores and reads; reads the key file.
+    """The identity of the variants that an engine with these settings stores and reads; reads the key file.
 
     Raises:
-      ConfigError: the key file cannot be read, or has no usable keys; a package that encrypts is missing; what is
-        encrypted should be compressed.
+      ConfigError: the key file cannot be read, or has no usable keys; the package for encryption is missing; encryption
+        is combined with compression.
     """
     if config.encrypt_store and config.disk_compression != "none":
         raise ConfigError(f"disk_compression: wanted 'none' with encrypt_store, got {config.disk_compression!r}")
@@ -24,7 +24,7 @@ def identity_for(config: EngineConfig, model_fingerprint: str) -> StoreIdentity:
 def identity_of(
     model_fingerprint: str, tenant_salt: str, store_key_file: str | None, encrypt_store: bool = False
 ) -> StoreIdentity:
-    """The same for programs that have no engine."""
+    """As `identity_for`, for programs without an engine."""
     try:
         keys = None if store_key_file is None else StoreKeys.of_file(store_key_file)
         cipher = StoreCipher(keys) if encrypt_store and keys is not None else None

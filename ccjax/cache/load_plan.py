@@ -1,5 +1,4 @@
-"""What loading a plan's variants would take, from measured rates: how far to read ahead, and what not to read
-at all."""
+"""Load times of a plan's variants from measured rates: the preload depth, and which variants to compute instead."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ccjax.types import PrefillPlan, Segment, VariantId
 
 
 class LoadPlanner:
-    """Looks at plans of one engine; remembers only what the last ones gave up. Not thread-safe."""
+    """Settles the loads of one engine's plans; remembers only if the last plans abandoned loads. Not thread-safe."""
 
     def __init__(self, store: TieredStore, rates: Rates, num_layers: int) -> None:
         self._store = store
@@ -25,23 +24,23 @@ class LoadPlanner:
         self._habit = LoadHabit()
 
     def unread_bytes(self, plan: PrefillPlan) -> int:
-        """KV bytes of the plan that are on disk only."""
+        """KV bytes of the plan that are only on disk and not read yet."""
         return sum(self._store.unread_bytes(variant_id) for variant_id in plan.pin)
 
     def disk_bytes(self, plan: PrefillPlan) -> int:
-        """KV bytes of the plan's variants that no faster tier holds, read ahead or not."""
+        """KV bytes of the plan's variants that no faster tier holds, whether preloaded or not."""
         sizes = {segment.variant_id: self._num_bytes(segment) for segment in plan.segments if segment.variant_id}
         return sum(size for key, size in sizes.items() if self._store.tier_of(key) == DISK)
 
     def load_s(self, plan: PrefillPlan, disk_bytes: int) -> float | None:
-        """CacheCraft's Tload, where `disk_bytes` of the plan's KV come from disk; None while nothing is measured. What
-        is on the device takes no time."""
+        """CacheCraft's Tload when `disk_bytes` of the plan's KV come from disk; None while nothing is measured. KV on
+        the device takes no time."""
         reused = [(segment.variant_id, segment) for segment in plan.segments if segment.variant_id is not None]
         merged = sum(self._num_bytes(segment) for key, segment in reused if self._store.tier_of(key) != DEVICE)
         return self._rates.load_behind_s(merged, disk_bytes)
 
     def _depth(self, plan: PrefillPlan) -> int:
-        """CacheCraft eq. 16's Lp of the plan; all layers while rates are unknown."""
+        """The plan's Lp (CacheCraft eq. 16); all layers while rates are unknown."""
         prefill_s = self._prefill_s(plan)
         load_s = self.load_s(plan, self.unread_bytes(plan))
         if prefill_s is None or load_s is None:
@@ -51,11 +50,11 @@ class LoadPlanner:
     def settle(
         self, make_plan: Callable[[frozenset[VariantId]], PrefillPlan], *, adapts_ratio: bool = False
     ) -> tuple[PrefillPlan, frozenset[VariantId]]:
-        """The plan to carry out, and the variants on disk that it does without because computing is quicker.
+        """The plan to execute, and the variants on disk that it leaves out because computing them is faster.
 
         Args:
-          make_plan: the prompt's plan without the given variants.
-          adapts_ratio: where deviation chooses what is recomputed, let it choose as many tokens as loading hides
+          make_plan: returns the prompt's plan without the given variants.
+          adapts_ratio: where tokens to recompute are chosen by deviation, recompute as many as loading hides
             (CacheBlend sec. 5.1), but no fewer than planned.
         """
         without: frozenset[VariantId] = frozenset()
@@ -85,8 +84,8 @@ class LoadPlanner:
         return dataclasses.replace(plan, hkvd_counts_by_layer=counts_by_layer(counts[0], ratio, self._num_layers))
 
     def _loads(self, plan: PrefillPlan) -> tuple[list[PlannedLoad], float]:
-        """The loads of a plan from disk, and the seconds of computing that hide them; none while the disk was measured
-        a few times only."""
+        """The plan's loads from disk, and the seconds of compute that hide them; no loads until the disk rate is
+        settled."""
         unread = {key: self._store.unread_bytes(key) for key in plan.pin}
         total = sum(unread.values())
         load_s, prefill_s = self._rates.load_s(DISK, total), self._prefill_s(plan)

@@ -1,5 +1,5 @@
-"""Which variants each tier of the store keeps: a policy per tier hears of all that enters, is used and leaves, and what
-it names makes room. Knows sizes, seconds and uses; no KV, no prompt and no equation.
+"""Which variants each tier of the store keeps. An eviction policy per tier is informed of every variant that enters, is
+used or leaves, and chooses the victims when space is needed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from ccjax.types import VariantId
 
 
 class Costs(Protocol):
-    """What is worth comparing: seconds here and now."""
+    """Estimated seconds to compute and to load on this machine."""
 
     def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
-        """Seconds to compute so many tokens from text, of the `new_tokens` that a prefill computes behind
-        `cached_tokens`."""
+        """Seconds to compute `num_tokens` from text, as part of a prefill of `new_tokens` behind `cached_tokens`."""
         ...
 
     def load_s(self, tier: str, num_bytes: int) -> float:
-        """Seconds to load so many bytes of KV out of a tier."""
+        """Seconds to load `num_bytes` of KV from a tier."""
         ...
 
 
 class Sized(Protocol):
-    """A variant as far as its size is known; records and metadata are such."""
+    """A variant's id and size; records and metadata have them."""
 
     @property
     def variant_id(self) -> str: ...
@@ -45,27 +44,28 @@ class Pinned(Protocol):
     """Variants that eviction leaves alone."""
 
     def pinned_ids(self, tier: str | None) -> Collection[VariantId]:
-        """Those that must not leave `tier`; None: those that must not leave the last tier that holds them."""
+        """Those that must not leave `tier`, or (None) the last tier that holds them."""
         ...
 
 
 class Placement:
-    """The order in which variants leave each tier; not thread-safe: it wants the engine for itself (`Exclusive`).
+    """Decides which variants enter and leave each tier. Not thread-safe: needs exclusive access to the engine
+    (`Exclusive`).
 
-    A tier above another one may hold a copy of the same variant; then the lower copy is the upper one's fallback and
-    stays when that leaves, so nothing is ever written down twice (RAGCache sec. 5.1: swap out only once). A use counts
-    in every tier that has a copy: the lower one serves the next use after a restart or an eviction above.
+    Several tiers may hold a copy of a variant. The lower copy stays when the upper one is evicted, so nothing is
+    written to a lower tier twice (RAGCache sec. 5.1: swap out only once). A use counts in every tier with a copy: the
+    lower one serves the next use after a restart or an eviction above.
 
-    Where the policy has it that variants are a tree (RAGCache sec. 5.1), a tier takes a variant only if it holds its
-    parent, and only leaves leave it: a parent is never lower than its children.
+    With a policy that arranges variants as a tree (RAGCache sec. 5.1), a tier accepts a variant only if it holds its
+    parent, and evicts only leaves: a parent is never in a lower tier than its children.
 
     Args:
       policy: a name of `ccjax.policy.eviction.POLICIES`.
       on_gone: called with the id of a variant that no tier holds any more.
-      parent_of: the variant that one continues in the knowledge tree; None for none, or where that is not known.
+      parent_of: returns the parent of a variant in the knowledge tree; None if it has none or it is unknown.
 
     Attributes:
-      pins: what stays for other reasons than its use; None for nothing.
+      pins: variants that eviction leaves alone whatever their use; None for none.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Placement:
         self.pins: Pinned | None = None
 
     def pinned_ids(self, tier: str | None) -> Collection[VariantId]:
-        """What `pins` keeps in a tier; None: in some tier."""
+        """The variants that `pins` keeps in `tier`, or (None) in any tier."""
         return () if self.pins is None else self.pins.pinned_ids(tier)
 
     def next_request(self) -> None:
-        """The uses that follow are another request's."""
+        """The following uses belong to another request."""
         self._num_requests += 1
 
     def describe_prefill(self, cached_tokens: int, new_tokens: int) -> None:
-        """What follows comes from a prefill that computed so many tokens behind so many that were cached."""
+        """The following uses and stores belong to a prefill that computed `new_tokens` behind `cached_tokens`."""
         self._prefill = (cached_tokens, new_tokens)
 
     def adopt(self, held: Collection[Sized], state: Any = None) -> None:
-        """Adds variants that the tiers hold already, with what `state` says of their use; that of `state()` is only
-        applied before anything else was, that of `uses()` at any time."""
+        """Adds variants that the tiers already hold, with their uses from `state`. A value of `state()` must be applied
+        before anything else, one of `uses()` at any time."""
         is_ours = isinstance(state, dict) and state.get("policy") == self._name
         sized = {one.variant_id: one for one in held}
         tiers = state.get("tiers") if is_ours else None
@@ -124,7 +124,7 @@ class Placement:
             policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in new_entrys})
 
     def use(self, meta: Sized, share: float) -> None:
-        """This request reused the variant and recomputed that share of it."""
+        """Notes that this request reused the variant and recomputed `share` of it."""
         tiers = self._store.tiers_of(meta.variant_id)
         for number, tier in enumerate(tiers):
             policy, info = self._policies[tier], self._info(meta, tier, share, tiers[number + 1 :], is_reused=True)
@@ -140,19 +140,19 @@ class Placement:
         pinned: Collection[VariantId],
         wait: bool = False,
     ) -> bool:
-        """Stores a variant in every tier where it is worth more than what makes room for it; False if there is none.
+        """Stores a variant in every tier where it is worth more than what is evicted for it; False if no tier took it.
 
         Args:
-          expected_share: what a later use is likely to recompute, behind a prefix that is not known yet.
+          expected_share: the share that a later use is likely to recompute, behind a prefix not known yet.
           pinned: never evicted for it.
-          wait: for room in the disk's queue, instead of leaving the disk out.
+          wait: wait for room in the disk's queue instead of leaving the disk out.
         """
         ticket = self._store.prepare_store(record)
-        if ticket.exists:  # written anew by another process, which a failed read showed
+        if ticket.exists:  # another process has written it again, which a failed read revealed
             self._store.complete_store(ticket, None)
             return True
         willing: tuple[str, ...] = ()
-        for tier in reversed(ticket.tiers):  # what a copy saves depends on whether there is one below
+        for tier in reversed(ticket.tiers):  # bottom up: the value of a copy depends on whether there is one below
 
             def shortfall(tier: str = tier) -> int:
                 return ticket.shortfall_bytes.get(tier, 0)
@@ -165,9 +165,9 @@ class Placement:
         return bool(took)
 
     def complete_load(self, ticket: LoadTicket, metas: Mapping[VariantId, Sized], *, ok: bool = True) -> None:
-        """Unpins. With `ok`, what was read whole from a lower tier moves up into each faster one where it is worth more
-        than what makes room for it there; and what was read on the device and is nowhere else is copied down by the
-        same rule, so that what is in use outlives the device (RAGCache sec. 6)."""
+        """Unpins. With `ok`, a variant read whole from a lower tier is copied into each faster tier where it is worth
+        more than what is evicted for it; one whose only copy is on the device is copied down by the same rule, so that
+        variants in use survive the loss of the device (RAGCache sec. 6)."""
         tiers = self._store.memory_tiers
         promoted: dict[str, list[str]] = {tier: [] for tier in tiers}
         num_bytes = dict.fromkeys(promoted, 0)
@@ -180,7 +180,7 @@ class Placement:
             others = tiers[: tiers.index(copies[0])] if copies[0] in tiers else tiers
             if variant_id in only_copies:
                 others, copies = tiers[1:], ()
-            for tier in reversed(others):  # what a copy saves depends on whether there is one below
+            for tier in reversed(others):  # as in `store`
                 charge = self._store.memory_charge(tier, meta.num_tokens)
                 wanted = num_bytes[tier] + charge
                 if self._store.shortfall_bytes(tier, wanted) is None:
@@ -200,7 +200,7 @@ class Placement:
                 self._drop(variant_id, {tier})
 
     def make_room(self, tier: str, num_bytes: int) -> bool:
-        """Evicts until a tier has room for so many bytes; False if what may go is less."""
+        """Evicts until a tier has room for `num_bytes`; False if too little can be evicted."""
         kept: set[str] = set(self.pinned_ids(tier))
         while short := self._store.shortfall_bytes(tier, num_bytes):
             victims = self._policies[tier].victims(short, pinned=kept)
@@ -210,8 +210,8 @@ class Placement:
         return True
 
     def lose(self, tier: str) -> None:
-        """A tier lost all that it held; what is in use goes at the next call. Pins hold nothing here, and no policy is
-        told of an eviction."""
+        """Removes all variants from a tier that lost its contents; those in use are removed by the next call. Ignores
+        `pins`, and the policies do not count it as eviction."""
         for variant_id in self._store.ids(tier):
             if self._store.evict(tier, (variant_id,)):
                 self._drop(variant_id, {tier})
@@ -219,36 +219,36 @@ class Placement:
                     self._on_gone(VariantId(variant_id))
 
     def evict(self, victims: Iterable[VariantId]) -> None:
-        """Takes variants out of every tier, wherever in a tree they stand."""
+        """Evicts variants from every tier, in a tree even those with children."""
         victims = tuple(victims)
         for tier, policy in self._policies.items():
             for group in [(key,) for key in victims] if policy.is_tree else [victims]:
                 self._evict(tier, group)
 
     def forget(self, variant_id: str) -> None:
-        """The tiers lost the variant, not for want of room."""
+        """The variant left all tiers for another reason than lack of space."""
         self._drop(variant_id, self._policies)
 
     def apply_changes(self, variant_id: str) -> None:
-        """A tier may have lost its copy by another process's doing."""
+        """Another process may have removed the variant's copy from a tier."""
         self._drop(variant_id, set(self._policies).difference(self._store.tiers_of(variant_id)))
 
     def inherit(self, variant_id: str, heir: str) -> None:
-        """`heir`, which is stored nowhere yet, is about to take the place of a variant, and its uses."""
+        """`heir`, which is not stored yet, is about to replace a variant and gets its uses."""
         for policy in self._policies.values():
             if heir not in policy:
                 policy.inherit(variant_id, heir)
 
     def state(self, earlier: Any, held: Collection[str]) -> dict[str, Any]:
-        """What `adopt` takes, as JSON values. `earlier` is what was noted before, maybe by another process on the same
-        store: of each variant that is `held` still, the longer history stands."""
+        """The state for `adopt`, as JSON values. `earlier` is the state saved before, possibly by another process on
+        the store: for each variant still `held`, the longer history is kept."""
         tiers = {tier: policy.state(self._num_requests) for tier, policy in self._policies.items()}
         if isinstance(earlier, dict) and earlier.get("policy") == self._name and isinstance(earlier.get("tiers"), dict):
             tiers = {tier: _merged(state, earlier["tiers"].get(tier), held) for tier, state in tiers.items()}
         return {"policy": self._name, "tiers": tiers}
 
     def uses(self, held: Collection[str]) -> dict[str, Any]:
-        """What `adopt` takes, as JSON values, of these variants alone: the longest history in any tier."""
+        """The uses of these variants for `adopt`, as JSON values: the longest history in any tier."""
         longest: dict[str, Any] = {}
         for policy in self._policies.values():
             for key, values in policy.state(self._num_requests)["uses"].items():
@@ -264,14 +264,14 @@ class Placement:
         shortfall: Callable[[], int],
         pinned: Collection[VariantId],
     ) -> bool:
-        """Evicts until `new_entry`, in the tier's policy from now on, fits; False if that is not possible or not worth
-        it: then the policy does not know it."""
+        """Adds `new_entry` to the tier's policy and evicts until it fits; if that is impossible or not worthwhile,
+        removes it from the policy and returns False."""
         policy, variant_id = self._policies[tier], new_entry.variant_id
         self._drop(variant_id, {tier})
         if policy.is_tree and info.parent is not None and info.parent not in policy:
             return False
         policy.on_insert(variant_id, info, self._num_requests)
-        kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # and those that turn out to be in use
+        kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # later also those that turn out to be in use
         while short := shortfall():
             victims = policy.victims(short, pinned=kept, new_key=variant_id)
             if victims is None or variant_id in victims:
@@ -281,8 +281,8 @@ class Placement:
         return True
 
     def _evict(self, tier: str, victims: Sequence[str]) -> set[str]:
-        """Takes variants out of one tier; returns those that are still there: in use, or not to be deleted just now, or
-        above such in the tree."""
+        """Evicts variants from one tier; returns those that stay: in use, not deletable at the moment, or with children
+        in the tree."""
         policy = self._policies[tier]
         if policy.is_tree and len(victims) > 1:
             return set().union(*(self._evict(tier, (key,)) if policy.is_leaf(key) else {key} for key in victims))
@@ -310,8 +310,8 @@ class Placement:
         num_bytes: int | None = None,
         is_reused: bool = False,
     ) -> EntryInfo:
-        """What a use is worth; `below` are the lower tiers with a copy, `num_bytes` its size in this one. With
-        `is_reused` it is among the cached tokens of the prefill, which would have had to compute it as well."""
+        """What a policy decides by. `below` are the lower tiers with a copy, `num_bytes` the size in this one. With
+        `is_reused`, its tokens count as new ones of the prefill instead of cached ones, as if it were not stored."""
         cached, new = self._prefill
         if is_reused:
             cached, new = cached - one.num_tokens, new + one.num_tokens
@@ -327,7 +327,7 @@ class Placement:
 
 
 def _merged(ours: dict[str, Any], earlier: Any, held: Collection[str]) -> dict[str, Any]:
-    """Of each key's uses, the longer list of the two, and what either knows of parents; all else as we have it."""
+    """Our state, with the longer of both histories of uses per key, and the parents from both."""
     earlier = earlier if isinstance(earlier, dict) else {}
     before = earlier.get("uses")
     uses = dict(ours["uses"])

@@ -1,7 +1,7 @@
-"""Reads the KV of waiting requests while another one runs (CacheCraft sec. 3.5).
+"""Reads the KV of queued requests while another request runs (CacheCraft sec. 3.5).
 
-What is read stays with the preload, pinned in its tier, until that is closed; a load of the same variants meanwhile
-finds it there (`store.sharing`). Nothing is evicted for it.
+A preload holds what it read, pinned in its tier, until it is closed; a load of the same variants meanwhile shares these
+reads (`store.sharing`). Nothing is evicted for it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ccjax.types import VariantId
 logger = logging.getLogger(__name__)
 
 _LAYERS_AT_ONCE = 2
-"""Layers under way: two keep the link busy, and the request that runs has no more than those before its own reads."""
+"""Layers in flight: two keep the link busy, and reads of the running request wait for at most two layers."""
 
 _LOOK_S = 0.005
-"""How often a preload looks whether its reads are done and the running request has none; only while there is one."""
+"""How often a preload checks that its reads are done and the running request has none; only while one is unfinished."""
 
 Wanted = Callable[[], Mapping[VariantId, int]]
-"""The variants that a request would load if it ran now, with their bytes."""
+"""Returns the variants that a request would load if it ran now, with their bytes."""
 
 
 class Preload:
-    """One request's preload; `close` it once the request has its own load, or never will."""
+    """One request's preload; `close` it once the request has started its own load or was dropped."""
 
     def __init__(self, owner: Preloader, wanted: Wanted) -> None:
         self._owner = owner
@@ -37,18 +37,18 @@ class Preload:
         self._next_layer = 0
 
     def close(self) -> None:
-        """Stops reading, unpins, and lets go of what no running request has taken over. May be repeated."""
+        """Stops reading, unpins, and releases what no running request has taken over. Idempotent."""
         self._owner._close(self)
 
 
 class Preloader:
-    """Works off preloads in order, on a thread of its own that lives while there are any. Thread-safe."""
+    """Executes preloads in order, on its own thread, which exists while any are open. Thread-safe."""
 
     def __init__(self, store: TieredStore, *, budget_bytes: int, must_wait: Callable[[], bool]) -> None:
         """
         Args:
           budget_bytes: KV that all open preloads may hold together; a variant beyond it is left on disk. 0 = none.
-          must_wait: True while a running request has reads under way; those go first.
+          must_wait: True while a running request has reads in flight; those go first.
         """
         self._store = store
         self._budget_bytes = budget_bytes
@@ -61,12 +61,12 @@ class Preloader:
 
     @property
     def held_bytes(self) -> int:
-        """KV bytes that the open preloads hold or are about to."""
+        """KV bytes that the open preloads hold or are about to read."""
         with self._changed:
             return sum(self._held().values())
 
     def add(self, wanted: Wanted) -> Preload:
-        """A preload of what `wanted` says; it is asked once, soon, on the preloader's thread."""
+        """Adds a preload of what `wanted` returns; the preloader's thread calls it once, soon."""
         preload = Preload(self, wanted)
         with self._changed:
             if not self._closed:
@@ -78,7 +78,7 @@ class Preloader:
         return preload
 
     def close(self) -> None:
-        """Closes all preloads and ends the thread; whatever is added from now on preloads nothing."""
+        """Closes all preloads and ends the thread; later preloads read nothing."""
         with self._changed:
             self._closed = True
             thread = self._thread
@@ -106,19 +106,19 @@ class Preloader:
         while (preload := self._next_to_prepare()) is not None:
             try:
                 self._prepare(preload, preload._wanted())
-            except Exception:  # it cannot be planned, or there is no memory: the request will be told when it runs
+            except Exception:  # cannot be planned, or no memory: the request reports it when it runs
                 logger.debug("nothing is read ahead for a request", exc_info=True)
                 with self._changed:
                     preload._num_bytes, preload._next_layer = {}, self._num_layers
 
     def _next_to_prepare(self) -> Preload | None:
-        """Starts reads in the order of the queue, until there is a preload to prepare; None once there is none."""
+        """Starts reads in queue order until a preload needs preparing; None once no preload is open."""
         with self._changed:
             while self._open:
                 unfinished = [preload for preload in self._open if preload._next_layer < self._num_layers]
                 new = next((preload for preload in unfinished if preload._ticket is None), None)
                 if new is not None:
-                    return new  # at once: what it shares with those before it stays when they are closed
+                    return new  # at once: so what it shares with earlier preloads stays pinned when those are closed
                 if not unfinished:
                     self._changed.wait()
                     continue
@@ -148,13 +148,13 @@ class Preloader:
                 del preload._num_bytes[VariantId(variant_id)]
             if preload._num_bytes:
                 preload._ticket = ticket
-            else:  # also where it was closed meanwhile
+            else:  # also if it was closed meanwhile
                 preload._next_layer = self._num_layers
                 self._store.complete_load(ticket, ok=False)
 
 
 def _has_room(preload: Preload) -> bool:
-    """True while fewer layers than `_LAYERS_AT_ONCE` are under way."""
+    """True while fewer than `_LAYERS_AT_ONCE` layers are in flight."""
     last = preload._next_layer - _LAYERS_AT_ONCE + 1
     assert preload._ticket is not None
     return last <= 0 or all(preload._ticket.ready(key, 0, last) for key in preload._num_bytes)

@@ -1,5 +1,4 @@
-"""How fast this machine loads and computes, measured while it works: `load_s` and `compute_s` say what something would
-take."""
+"""Load and compute rates of this machine, measured while it serves, and estimates from them."""
 
 from __future__ import annotations
 
@@ -22,23 +21,23 @@ _LOST_AFTER_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """What `n` bytes or tokens take: `fixed_s + n unit_s` seconds."""
+    """Linear cost of `n` bytes or tokens: `fixed_s + n * unit_s` seconds."""
 
     fixed_s: float
     unit_s: float
 
     def seconds(self, count: int) -> float:
-        """Seconds for so many; none take no time."""
+        """Seconds for `count` bytes or tokens; 0 for none."""
         return self.fixed_s + count * self.unit_s if count else 0.0
 
 
 class Rates:
-    """What the engine measured so far; each estimate is None until there is a measurement. Thread-safe.
+    """The engine's measurements so far; each estimate is None until there is a measurement. Thread-safe.
 
     Attributes:
-      compute: of tokens that run through the model.
-      tiers: tier -> of bytes loaded from it. "disk" is the read alone, queues and parallel reads included as they came;
-        "host" is the merging into a context, which what comes from disk goes through as well.
+      compute: rate of tokens that run through the model.
+      tiers: tier -> rate of bytes loaded from it. "disk" is the read alone, with the queueing and parallel reads that
+        occurred; "host" is the merge into a context, which KV from disk goes through as well.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -46,7 +45,7 @@ class Rates:
         self.tiers = {HOST: LoadRate(clock), DISK: LoadRate(clock)}
 
     def load_s(self, tier: str, num_bytes: int) -> float | None:
-        """Seconds to load `num_bytes` from "host" or "disk", with nothing else on the way."""
+        """Seconds to load `num_bytes` from "host" or "disk" while no other load runs."""
         cost = self.tiers[tier].cost
         return None if cost is None else cost.seconds(num_bytes)
 
@@ -57,25 +56,25 @@ class Rates:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """What one more token in a prefill takes."""
+        """Marginal seconds of one more token in a prefill."""
         cost = self.compute.cost
         return None if cost is None else cost.unit_s
 
     def on_disk_read(self, link: OnRead | None = None) -> OnRead:
-        """Measures reads of the disk, behind `link` where there is one; for `TieredStore.open`."""
+        """A callback for `TieredStore.open` that measures disk reads, after `link` if given."""
         rate = self.tiers[DISK]
         return rate if link is None else lambda read, num_bytes: rate(link(read, num_bytes), num_bytes)
 
     def load_behind_s(self, num_bytes: int, disk_bytes: int) -> float | None:
-        """CacheCraft's Tload of a plan: `disk_bytes` are read while what is there is merged, `num_bytes` in all, so the
-        slower of the two counts; what was never measured is left out, None if that is all."""
+        """CacheCraft's Tload of a plan: reading `disk_bytes` overlaps with merging all `num_bytes`, so the slower one
+        counts. A rate that was never measured is left out; None if neither was."""
         parts = (self.load_s(HOST, num_bytes), self.load_s(DISK, disk_bytes))
         known = [seconds for seconds in parts if seconds is not None]
         return max(known, default=None)
 
 
 class ComputeRate:
-    """How long prefills take, fitted to the last 32 by how many tokens they computed. Thread-safe."""
+    """Prefill time by computed tokens, fitted to the last 32 prefills. Thread-safe."""
 
     def __init__(self) -> None:
         self._samples = _Samples()
@@ -86,21 +85,21 @@ class ComputeRate:
         return self._samples.cost
 
     def like_s(self, num_tokens: int) -> float | None:
-        """Seconds of a run of so many tokens, judged by those of half to twice as many alone, as `cost` is not: runs of
-        11 tokens told a server eight times what one of 250 took. None where there was none lately."""
+        """Seconds of a run of `num_tokens`, from recent runs of half to twice as many tokens; None if there are none.
+        `cost` extrapolates instead: from runs of 11 tokens it overestimated a run of 250 by a factor of eight."""
         return self._samples.like(num_tokens)
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Adds a run of so many tokens through all layers."""
+        """Adds a run of `num_tokens` through all layers."""
         self._samples.add(num_tokens, seconds)
 
 
 class LoadRate:
-    """How fast bytes come from one tier, fitted to its last 32 bursts. Thread-safe; a `store.arrays.OnRead`.
+    """Load time of one tier by bytes, fitted to its last 32 bursts. Thread-safe; a `store.arrays.OnRead`.
 
-    A burst lasts while at least one read is under way, and counts the bytes that came meanwhile: reads side by side
-    share a link, so the time that one of them took says little. After a second the next burst begins. The fit is
-    robust: bursts that something else held up do not move it while they are few.
+    A burst lasts while at least one read is in flight, and counts the bytes read meanwhile: parallel reads share a
+    link, so the time of a single read says little. A burst is split after one second. The fit is robust: a few delayed
+    bursts do not move it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -112,17 +111,17 @@ class LoadRate:
         self._burst_bytes = 0
 
     def __call__(self, read: Any, num_bytes: int) -> Any:
-        """Measures a read that begins now; `read` itself comes back."""
+        """Measures a read that begins now; returns `read`."""
         key = self.begin()
         read.add_done_callback(lambda done: self.end(key, 0 if _is_failure(done) else num_bytes))
         return read
 
     def begin(self) -> object:
-        """Notes that a read begins; what comes back goes to `end`."""
+        """Notes that a read begins; returns the key to pass to `end`."""
         key = object()
         with self._lock:
             now = self._clock()
-            # A read that hangs must not make all time from then on look like one burst.
+            # A read that hangs must not keep one burst open forever.
             self._under_way = {other: at for other, at in self._under_way.items() if now - at < _LOST_AFTER_S}
             if not self._under_way:
                 self._burst_start, self._burst_bytes = now, 0
@@ -130,7 +129,7 @@ class LoadRate:
         return key
 
     def end(self, key: object, num_bytes: int) -> None:
-        """Notes that a read ended with so many bytes, 0 if it failed."""
+        """Notes that a read ended after `num_bytes`, 0 if it failed."""
         with self._lock:
             if self._under_way.pop(key, None) is None:
                 return
@@ -144,7 +143,7 @@ class LoadRate:
             self._burst_start, self._burst_bytes = now, 0
 
     def add(self, num_bytes: int, seconds: float) -> None:
-        """Adds a whole burst: bytes that came, or are still to come, after so many seconds."""
+        """Adds a whole burst: `num_bytes` that arrived, or were still outstanding, after `seconds`."""
         self._bursts.add(num_bytes, seconds)
 
     @property
@@ -154,12 +153,12 @@ class LoadRate:
 
     @property
     def is_settled(self) -> bool:
-        """True once so many bursts were measured that a single odd one does not decide."""
+        """True once enough bursts were measured that one outlier does not dominate the fit."""
         return len(self._bursts) >= _LEAST_BURSTS
 
 
 class _Samples:
-    """The last (count, seconds), and the line through them. Thread-safe."""
+    """The last (count, seconds) samples and the line fitted to them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -175,7 +174,7 @@ class _Samples:
         return statistics.median(near) if near else None
 
     def add(self, count: int, seconds: float) -> None:
-        # Waits are measured on other threads and taken off, which may leave less than nothing of a short run.
+        # Waits are measured on other threads and subtracted, so the time of a short run may come out negative.
         if seconds <= 0.0:
             return
         with self._lock:
@@ -191,9 +190,9 @@ class _Samples:
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> Cost:
-    """The line through (count, seconds) by Siegel's repeated medians, which not quite half of the samples can be wild
-    without moving: for each sample the median slope to the others, of those the median, then the median intercept.
-    Where that is no sensible line (counts all alike, noise), nothing is fixed and the unit takes the median of
+    """Fits a line to (count, seconds) by Siegel's repeated medians, which tolerate outliers in just under half of the
+    samples: the median over samples of the median slope to the others, then the median intercept. Where the result is
+    not plausible (all counts equal, slope not positive, negative intercept), `fixed_s` is 0 and `unit_s` the median of
     seconds / count.
 
     Raises:

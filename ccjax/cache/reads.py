@@ -1,4 +1,4 @@
-"""How long a prefill has waited for stored KV, variant by variant, and when it has waited enough."""
+"""How long a prefill has waited for the stored KV of each variant, and when it stops waiting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ccjax.types import VariantId
 
 
 class LoadFailedError(Exception):
-    """Planned variants could not be read, or not in time; the prompt must be planned anew without them.
+    """Planned variants could not be read, or not in time; the prompt must be planned again without them.
 
-    `causes`: a StoreError or TimeoutError for each of them.
+    `causes`: a StoreError or TimeoutError per variant.
     """
 
     def __init__(self, causes: Mapping[VariantId, Exception]) -> None:
@@ -20,10 +20,10 @@ class LoadFailedError(Exception):
 
 
 class Patience:
-    """No variant is waited for longer than computing would take, in sum over all layers and attempts.
+    """Limits the wait for each variant to the time that computing it would take, over all layers and attempts.
 
-    Variants that are late together load side by side, and to compute them all takes the sum of their times: so each is
-    charged its part of the wait by its tokens, and one that waited with others may wait longer than alone.
+    Variants that are late together load in parallel, while computing them would take the sum of their times: so each is
+    charged a share of the wait in proportion to its tokens, and a variant may wait longer with others than alone.
 
     Attributes:
       spent_s: seconds waited for reads so far.
@@ -32,7 +32,7 @@ class Patience:
     def __init__(self, seconds_per_token: float | None) -> None:
         """
         Args:
-          seconds_per_token: what computing a token would take; None while unknown.
+          seconds_per_token: time to compute a token; None while unknown.
         """
         self.spent_s = 0.0
         self._seconds_per_token = seconds_per_token
@@ -41,7 +41,7 @@ class Patience:
         self._charged_s: dict[VariantId, float] = {}
 
     def expect(self, num_tokens: Mapping[VariantId, int]) -> None:
-        """Adds variants, with their tokens, that may be waited for; one that is known keeps what was waited."""
+        """Adds variants to wait for, with their numbers of tokens; a known variant keeps its waiting time so far."""
         for variant_id, count in num_tokens.items():
             self._num_tokens[variant_id] = count
             self._waited_s.setdefault(variant_id, 0.0)
@@ -56,10 +56,10 @@ class Patience:
             self._charged_s[key] += seconds * self._num_tokens[key] / together
 
     def check(self, late: Collection[VariantId]) -> None:
-        """Nothing, while every one of `late` may be waited for.
+        """Checks that every variant of `late` may still be waited for.
 
         Raises:
-          LoadFailedError: some may not; it names all of those.
+          LoadFailedError: some have used up their time; it names all of these.
         """
         causes: dict[VariantId, Exception] = {}
         for key in late:

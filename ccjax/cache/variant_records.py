@@ -1,4 +1,4 @@
-"""A variant's metadata as the store keeps it, and the part of it that an index of many variants can afford to hold."""
+"""A variant's metadata as stored in its record, and the summary of it that the index keeps for every variant."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ccjax.types import ChunkId, VariantId, VariantMeta
 
 _STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
 _STORED_FIELDS += ("token_deviations", "token_received", "start", "platform")
-"""Metadata that lasts; `frequency_reuse`, which changes with every use, is kept apart from the records."""
+"""Immutable metadata; `frequency_reuse`, which changes with every use, is kept outside the records."""
 
 MASSES = 2
-"""Reading of CacheCraft eq. 6 to 9 that a record's masses follow; in records without this number the instructions count
-as a prefix chunk."""
+"""Version of the masses in a record (CacheCraft eq. 6 to 9); in records without this number the instructions count as a
+prefix chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownVariant:
-    """What is known of a stored variant before its record is looked into; the names are those of `VariantMeta`."""
+    """What is known of a stored variant before its record is read; field names as in `VariantMeta`."""
 
     variant_id: VariantId
     chunk_id: ChunkId
@@ -36,12 +36,12 @@ class KnownVariant:
 
     @classmethod
     def of(cls, summary: ShardSummary, frequency_reuse: float) -> KnownVariant:
-        """From what the store has at hand."""
+        """From the store's summary, without reading the record."""
         return cls(VariantId(summary[0]), ChunkId(summary[1]), summary[2], summary[3], frequency_reuse)
 
 
 def record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
-    """The record of a variant computed in `prompt`, with what it takes to compute it again."""
+    """The record of a variant computed in `prompt`, with the data needed to recompute it."""
     lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
     lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
     lasting["has_system"] = prompt.has_system
@@ -57,7 +57,7 @@ def record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
 
 
 def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
-    """The metadata in a record; None where there is none that makes sense."""
+    """The metadata in a record; None if it is missing or invalid."""
     try:
         meta = record.meta
         prefix_ids = tuple(ChunkId(chunk) for chunk in meta["prefix_ids"])
@@ -65,7 +65,7 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         is_behind_system = has_system(record) and bool(prefix_ids)
         a_mean, cci = float(meta["a_mean"]), float(meta["cci"])
         if is_behind_system and meta.get("masses") != MASSES:
-            # Without the instructions' length eq. 9 cannot be undone behind passages; a CCI too high costs tokens only.
+            # Behind passages, eq. 9 cannot be inverted without the instructions' length; a high CCI only costs tokens.
             inter = (0.0, *inter[1:])
             a_mean, cci = (a_mean, cci) if len(prefix_ids) > 1 else (0.0, chunk_context_impact(0.0, 0.0))
         ranking = tuple(int(offset) for offset in meta["token_ranking"])
@@ -108,8 +108,8 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
 
 
 def parent_id(one: object) -> VariantId | None:
-    """The variant that an exact one continues in RAGCache's knowledge tree: of the chunk before it, behind what stands
-    before that. None for the first chunk, for what is approximate, and before the record was looked into."""
+    """The parent of an exact variant in RAGCache's knowledge tree: the exact variant of the chunk before it, behind the
+    chunks before that. None for a first chunk, for an approximate variant, and before the record was read."""
     if isinstance(one, VariantMeta):
         prefix_ids, fidelity = one.prefix_ids, one.fidelity
     elif isinstance(one, ShardRecord):
@@ -120,14 +120,14 @@ def parent_id(one: object) -> VariantId | None:
 
 
 def with_origin(record: ShardRecord, origin: Origin) -> ShardRecord:
-    """The record with what `origin_of_record` finds; for most variants nothing but their prefix."""
+    """The record with `origin` added for `origin_of_record`; unchanged where the prefix says it all."""
     beyond = {"seen": origin.seen - origin_of_record(record).seen, "after": origin.after}
     more = {name: sorted(values) for name, values in beyond.items() if values}
     return dataclasses.replace(record, meta={**record.meta, **more}) if more else record
 
 
 def origin_of_record(record: ShardRecord) -> Origin:
-    """What a record says of where its KV comes from."""
+    """The origin of a variant's KV according to its record."""
     chunks = [record.chunk_id, *_texts(record, "prefix_ids"), *_texts(record, "seen")]
     return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")))
 
@@ -138,7 +138,7 @@ def has_system(record: ShardRecord) -> bool:
 
 
 def token_ids(record: ShardRecord) -> list[int]:
-    """The chunk's token ids; none in records of older stores."""
+    """The chunk's token ids; empty in records of older stores."""
     ids = record.meta.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
         return []
@@ -146,12 +146,12 @@ def token_ids(record: ShardRecord) -> list[int]:
 
 
 def own_platform() -> str:
-    """JAX's name of what this process computes on."""
+    """JAX's name of the platform that this process computes on."""
     return jax.default_backend()
 
 
 def is_frequency(value: Any) -> bool:
-    """True for what `f_r` can be."""
+    """True for a valid `f_r`: a finite number >= 0."""
     return isinstance(value, int | float) and math.isfinite(value) and value >= 0.0
 
 

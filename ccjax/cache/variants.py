@@ -1,8 +1,8 @@
-"""The engine's index of chunk variants: what is stored, and how useful each has been.
+"""The engine's index of chunk variants: which are stored, and how useful each has been.
 
-Keeps metadata and token ids, no KV. Bytes are the store's, what goes when room is needed is for placement to say.
-A variant's record is looked into when its chunk is first asked for: there may be hundreds of thousands. Only then is it
-known whether an erasure has to take it, so nothing hands out a variant that was not looked into.
+Holds metadata and token ids; the store holds the KV, and `placement` decides what is evicted. There may be hundreds of
+thousands of variants, so a record is read only when its chunk is first asked for. Only the record tells whether an
+erasure covers the variant, so no variant is returned before its record was read.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ logger = logging.getLogger(__name__)
 
 
 class VariantIndex:
-    """Variants by chunk, rebuilt from the store's records at start; not thread-safe but for `peek`, the batch loop
-    guards it.
+    """Variants by chunk, rebuilt from the store at start. Except for `peek` not thread-safe; guarded by the batch loop.
 
     Attributes:
-      tokens: token ids of the chunks that the variants looked into are made of, as far as they are known.
+      tokens: token ids of the chunks of variants whose records were read, as far as they are known.
       documents: which documents the chunks belong to, and which of these were erased.
-      changes: counts the variants that come and go.
+      changes: counts the variants added and removed.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class VariantIndex:
         """
         Args:
           policy: eviction policy of every tier.
-          max_variants: CacheCraft sec. 3.3 `N x M`; None for as many as there is room for.
-          expected_share: from a variant's CCI to the share that a later use of it is likely to recompute.
+          max_variants: CacheCraft sec. 3.3 `N x M`; None for no limit but space.
+          expected_share: maps a variant's CCI to the share that a later use is likely to recompute.
         """
         self.tokens = ChunkTokens()
         self.documents = DocumentRegistry(store.notes)
@@ -86,7 +85,7 @@ class VariantIndex:
         with uncollected():
             self._put_known(store.summaries(), frequencies)
             self._placement.adopt(self._by_id.values(), hints.get("eviction"))
-        if self.documents.has_erasures:  # what they take goes now, and is not left on disk until a request asks for it
+        if self.documents.has_erasures:  # delete what they cover now, not only when a request asks for it
             self.look_into_all()
 
     def __len__(self) -> int:
@@ -96,42 +95,42 @@ class VariantIndex:
         return variant_id in self._by_id
 
     def __iter__(self) -> Iterator[VariantMeta]:
-        """Every variant; reads the records of those that were never asked for, and does not keep what it read."""
+        """Every variant; reads records that were not read yet, without keeping them."""
         return filter(None, map(self._peek, tuple(self._by_id.values())))
 
     def ids(self) -> tuple[VariantId, ...]:
-        """Of every variant, looked into or not; reads nothing."""
+        """The ids of all variants; reads no records."""
         return tuple(self._by_id)
 
     def chunk_ids(self) -> KeysView[ChunkId]:
-        """The chunks that the variants are of; reads nothing."""
+        """The chunks that have variants; reads no records."""
         return self._by_chunk.keys()
 
     def seen(self) -> frozenset[ChunkId]:
-        """Every chunk that has a part in the KV of some variant; looks into all."""
+        """Every chunk that influenced the KV of some variant; reads all records."""
         self.look_into_all()
         return frozenset().union(*(origin.seen for origin in self._origins.values()))
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        """Known variants of each chunk; chunks without any are left out. The first call with a chunk reads the records
-        of its variants; one that cannot be read, or that an erasure takes, is dropped."""
+        """The variants of each chunk; chunks without any are left out. The first call with a chunk reads the records of
+        its variants; a variant whose record is unreadable, or that an erasure covers, is dropped."""
         return self._of_chunks(chunk_ids, self._look_into)
 
     def peek(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        """What `of_chunks` would return now. May be asked from any thread while another one uses the index: what was
-        not looked into yet is read and not kept, so that nothing changes but by the batch loop."""
+        """What `of_chunks` would return now. May be called from any thread while another one uses the index: records
+        that it reads are not kept, so that only the batch loop changes the index."""
         return self._of_chunks(chunk_ids, self._peek)
 
     def look_into_all(self) -> None:
-        """Reads the records of all variants that were never asked for, some 50 us each, and keeps what they say; drops
-        what an erasure takes. For rare calls, which must know what each variant was computed from."""
+        """Reads and keeps all records that were not read yet, some 50 us each; drops variants that an erasure covers.
+        For rare calls that need the origin of every variant."""
         with uncollected():
             for held in tuple(self._by_id.values()):
                 self._look_into(held)
 
     def approximate(self, is_cancelled: Callable[[], bool] | None = None) -> list[VariantMeta]:
-        """The approximate variants, with the token ids of their chunks as far as these are known. Work for idle time:
-        reads the records of all variants once, until `is_cancelled` returns True."""
+        """The approximate variants; learns the token ids of their chunks where possible. Work for idle time: reads each
+        variant's record once, until `is_cancelled` returns True."""
         while self._maybe_approximate and not (is_cancelled is not None and is_cancelled()):
             variant_id = next(iter(self._maybe_approximate))
             del self._maybe_approximate[variant_id]
@@ -143,7 +142,7 @@ class VariantIndex:
         return metas
 
     def prompt_of(self, meta: VariantMeta) -> Prompt:
-        """The prompt that computes a held variant anew: its prefix, its chunk, and one token in place of a question.
+        """The prompt that recomputes a held variant: its prefix, its chunk, and one token in place of a question.
 
         Raises:
           KeyError: the token ids of one of these chunks are not known.
@@ -153,33 +152,38 @@ class VariantIndex:
         return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
 
     def origin(self, meta: VariantMeta) -> Origin:
-        """Which texts a held variant was computed while looking at; looks into it."""
+        """Which chunks influenced the KV of a held variant; reads its record."""
         return self.origin_of(meta.variant_id)
 
     def origin_of(self, variant_id: VariantId) -> Origin:
-        """`origin` by id; of none where the variant is not held."""
+        """`origin` by id; an empty one if the variant is not held."""
         held = self._by_id.get(variant_id)
         if held is not None:
             self._look_into(held)
         return self._origins.get(variant_id, Origin(frozenset()))
 
     def discard_erased(self) -> None:
-        """Drops what an erasure takes from every tier, after the registry learnt of new ones; looks into all."""
+        """Drops variants that an erasure covers from every tier, after the registry applied new erasures; reads all
+        records."""
         self.look_into_all()
         for variant_id, origin in tuple(self._origins.items()):
             if self.documents.is_erased(self._by_id[variant_id].chunk_id, origin):
                 self._discard_erased(variant_id)
 
     def spare(self, pins: Pinned) -> None:
-        """From now on eviction leaves alone what `pins` names."""
+        """Excludes the variants that `pins` names from eviction from now on."""
         self._placement.pins = pins
 
     def describe_prefill(self, cached_tokens: int, new_tokens: int) -> None:
-        """What is credited and added next comes from a prefill that computed so many tokens behind so many cached."""
+        """The following uses and variants belong to a prefill that computed `new_tokens` behind `cached_tokens`."""
         self._placement.describe_prefill(cached_tokens, new_tokens)
 
     def credit(self, uses: Sequence[tuple[VariantId, float]]) -> None:
-        """The uses of one request with the share of the variant that each recomputed: `reuse_credit` to `f_r`."""
+        """Adds `reuse_credit` to the `f_r` of each variant that one request used.
+
+        Args:
+          uses: variants, with the share of the variant that the request recomputed.
+        """
         self._placement.next_request()
         for variant_id, share in uses:
             meta = self._by_id.get(variant_id)
@@ -198,10 +202,16 @@ class VariantIndex:
         seen: frozenset[ChunkId] = frozenset(),
         wait: bool = False,
     ) -> bool:
-        """Stores a variant computed in `prompt`, evicting what is worth less; False if no tier took it. An exact
-        variant takes the place of the approximate one behind the same prefix, its `f_r` and its uses, or of a lossy
-        copy of itself. `seen` are chunks besides its own and its prefix that had a part in its KV. `wait` for room in
-        the disk's queue, instead of leaving the disk out."""
+        """Stores a variant computed in `prompt`, evicting what is worth less; False if no tier took it.
+
+        An exact variant replaces the approximate one behind the same prefix, keeping its `f_r` and uses, or a lossy
+        copy of itself.
+
+        Args:
+          pinned: never evicted for it.
+          seen: chunks besides its own and its prefix that influenced its KV.
+          wait: wait for room in the disk's queue instead of leaving the disk out.
+        """
         meta = self._in_place_of_approximate(meta)
         known = self._by_id.get(meta.variant_id)
         if known is not None:
@@ -230,15 +240,15 @@ class VariantIndex:
         return with_origin(record_from_meta(meta, prompt), origin)
 
     def make_room(self, tier: str, num_bytes: int) -> bool:
-        """Evicts from one tier until it has room for so many bytes; False if what may go is less."""
+        """Evicts from one tier until it has room for `num_bytes`; False if too little can be evicted."""
         return self._placement.make_room(tier, num_bytes)
 
     def lose(self, tier: str) -> None:
-        """One tier lost all that it held."""
+        """Removes all variants from a tier that lost its contents."""
         self._placement.lose(tier)
 
     def complete_load(self, ticket: LoadTicket, *, ok: bool = True) -> None:
-        """Unpins what was loaded; with `ok`, what is worth it moves into a faster tier."""
+        """Unpins what was loaded; with `ok`, variants that are worth it are copied to a faster tier."""
         self._placement.complete_load(ticket, self._by_id, ok=ok)
 
     def discard(self, variant_id: VariantId) -> None:
@@ -271,7 +281,7 @@ class VariantIndex:
         return meta.fidelity == "exact" and _twin_id(meta, "approx") in self._by_id
 
     def drop_if_replaced(self, meta: VariantMeta) -> bool:
-        """Removes an approximate variant for which there is an exact one behind the same prefix, say of another
+        """Removes an approximate variant if an exact one exists behind the same prefix, for example from another
         process; False if there is none."""
         known = self._by_id.get(_twin_id(meta, "exact"))
         exact = None if known is None else self._look_into(known)
@@ -281,8 +291,8 @@ class VariantIndex:
         return True
 
     def apply_changes(self, added: Collection[str], removed: Collection[str]) -> tuple[int, int]:
-        """Applies what the disk gained and lost by other processes; the numbers of variants that became known and
-        unknown here by that."""
+        """Applies what other processes added to and removed from the disk; returns how many variants were added to and
+        removed from the index."""
         before = {key: key in self._by_id for key in (*added, *removed)}
         for key in added:
             self._learn_origin(VariantId(key))
@@ -298,16 +308,16 @@ class VariantIndex:
         return changed.count(False), changed.count(True)
 
     def is_erased(self, record: ShardRecord) -> bool:
-        """True for a variant, held or not, that an erasure has to take."""
+        """True if an erasure covers the variant, held or not."""
         return self.documents.is_erased(ChunkId(record.chunk_id), origin_of_record(record))
 
     def uses(self) -> dict[str, Any]:
-        """What eviction goes by, as JSON values that `restore` takes."""
+        """The uses that eviction ranks by, as JSON values for `restore`."""
         return self._placement.uses(self._by_id.keys())
 
     def restore(self, restored: Iterable[tuple[ShardRecord, float]], uses: Any = None) -> None:
-        """Adds variants that were brought into the store from elsewhere, with their `f_r` and `uses()` there, but
-        discards those that an erasure takes; of those that are known already, the `f_r` if it is greater."""
+        """Adds variants that were copied into the store, with their `f_r` and `uses()` at the source; discards those
+        that an erasure covers. A known variant only gets the `f_r`, if it is greater."""
         added = []
         for record, frequency_reuse in restored:
             known = self._by_id.get(VariantId(record.variant_id))
@@ -319,10 +329,10 @@ class VariantIndex:
         self._placement.adopt(added, uses)
 
     def save_hints(self) -> None:
-        """Writes `f_r` and what eviction goes by beside the store, so that after a restart the least used variants
-        still go first."""
+        """Saves `f_r` and the state of eviction with the store, so that after a restart the least used variants are
+        still evicted first."""
         hints = self._store.read_hints()
-        earlier = _frequencies(hints)  # of another process on the same store; `f_r` only grows
+        earlier = _frequencies(hints)  # possibly from another process on the store; `f_r` only grows
         known = self._by_id.values()
         held = {one.variant_id: max(one.frequency_reuse, earlier.get(one.variant_id, 0.0)) for one in known}
         frequencies = {key: value for key, value in held.items() if value}
@@ -348,7 +358,7 @@ class VariantIndex:
         return {chunk: metas for chunk, metas in found.items() if metas}
 
     def _peek(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
-        """The metadata of a held variant, read if it has to be; None where `_look_into` would drop it."""
+        """The metadata of a held variant, from its record if necessary; None if `_look_into` would drop the variant."""
         if isinstance(held, VariantMeta):
             return held
         record = self._store.get_record(held.variant_id)
@@ -357,8 +367,8 @@ class VariantIndex:
         return meta_from_record(record, held.frequency_reuse)
 
     def _look_into(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
-        """The metadata of a held variant, read and kept if it was not; one that cannot be read, or that an erasure
-        takes, is dropped: None."""
+        """The metadata of a held variant, read and kept if necessary; None if the record cannot be read or an erasure
+        covers the variant, which is then dropped."""
         if isinstance(held, VariantMeta):
             return held
         record = self._store.get_record(held.variant_id)
@@ -368,7 +378,7 @@ class VariantIndex:
         return self._restore(record, held.frequency_reuse)
 
     def _restore(self, record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
-        """Keeps what a record says; None, and the variant is discarded, where that makes no sense or it is erased."""
+        """Keeps the metadata of a record; discards the variant and returns None if that is invalid or erased."""
         meta = meta_from_record(record, frequency_reuse)
         if meta is None:
             logger.warning("variant %s: unreadable metadata, dropped from the store", record.variant_id)
@@ -382,14 +392,14 @@ class VariantIndex:
         return meta
 
     def _discard_erased(self, variant_id: VariantId) -> None:
-        """Drops every copy of the variant that an erasure takes; what was computed anew after it is still there."""
+        """Drops every copy of the variant that an erasure covers; keeps copies that were computed after it."""
         self._store.discard(variant_id, self.is_erased)
         self.forget(variant_id)
-        self._store.renew_catalog()  # it may have a copy of the record
+        self._store.renew_catalog()  # it may contain the record
         self._adopt([variant_id])
 
     def _learn_tokens(self, chunk_ids: Collection[ChunkId]) -> None:
-        """Makes the ids of these chunks known, where a held variant's record has them."""
+        """Reads the token ids of these chunks from the records of held variants, where they have them."""
         self.of_chunks([key for key in chunk_ids if key not in self.tokens.known()])
 
     def _put(self, meta: VariantMeta, *, has_system: bool, origin: Origin) -> None:
@@ -411,13 +421,13 @@ class VariantIndex:
                 self._by_chunk.setdefault(one.chunk_id, {})[one.variant_id] = one
 
     def _adopt(self, variant_ids: Iterable[str]) -> None:
-        """Makes known what the store has of these."""
+        """Adds those of these variants that the store has."""
         found = [summary for key in variant_ids if (summary := self._store.get_summary(key)) is not None]
         self._put_known([one for one in found if one.variant_id not in self._by_id], {})
         self._placement.adopt([self._by_id[VariantId(one.variant_id)] for one in found])
 
     def _learn_origin(self, variant_id: VariantId) -> None:
-        """Another process stored a variant that is known here: what its KV comes from counts from now on, too."""
+        """Merges the origin of a known variant with that of the copy that another process stored."""
         origin = self._origins.get(variant_id)
         record = None if origin is None else self._store.get_record(variant_id, DISK)
         if origin is not None and record is not None:
@@ -435,7 +445,7 @@ def _twin_id(meta: VariantMeta, fidelity: Fidelity) -> VariantId:
 
 
 def _frequencies(hints: Mapping[str, Any]) -> dict[str, float]:
-    """The sound ones of the `f_r` that `save_hints` noted."""
+    """The valid `f_r` values that `save_hints` saved."""
     values = hints.get("frequency_reuse")
     items = values.items() if isinstance(values, dict) else ()
     return {key: float(value) for key, value in items if is_frequency(value)}

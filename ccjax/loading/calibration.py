@@ -1,4 +1,4 @@
-"""Keeps a calibration beside its model."""
+"""Reads and writes the calibration in a model's directory."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def read_calibration(path: Path) -> Calibration:
     """The calibration in a file.
 
     Raises:
-      ConfigError: it cannot be read, or is none.
+      ConfigError: it cannot be read, or is not a calibration.
     """
     return read_model_file(path, "calibration", _PROGRAM, Calibration.from_json)
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Writes the file, or leaves the one that is there as it was."""
+    """Writes the file atomically: on failure an existing one stays unchanged."""
     write_model_file(path, calibration.to_json())
 
 
 def calibration_of(model: str, beside: Path | None, named: str | None) -> Calibration | None:
-    """The calibration for the model of that fingerprint, from the file that is named or else the one in its directory;
-    None where there is none there, or it is of other weights or another dtype, which is logged.
+    """The calibration for the model with the fingerprint `model`, from the file `named` or else from the directory
+    `beside`; None if that has none, or one for other weights or another dtype, which is logged.
 
     Raises:
-      ConfigError: the file that is named does not exist or is for another model, or a file is damaged.
+      ConfigError: the file `named` does not exist or is for another model, or a file is damaged.
     """
     return model_file(
         "calibration",

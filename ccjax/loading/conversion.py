@@ -1,4 +1,4 @@
-"""Model directories from others, GGUF files or random weights: checkpoints that load fast, and Hugging Face's form."""
+"""Converts models to checkpoints, which load fast, or to the Hugging Face format."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def to_checkpoint(
     tokenizer: Path | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a model as an Orbax checkpoint that `load_model` takes.
+    """Writes a model as an Orbax checkpoint for `load_model`.
 
-    Of files one part of the checkpoint is in memory at a time; random weights are all drawn first.
+    Holds one part of the checkpoint in memory at a time; random weights are all generated first.
 
     Args:
-      model: as `load_model` takes it, no checkpoint.
-      dtype: of what is not quantised; None keeps every digit, or is float32 for random weights.
-      quantization: of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`, or None.
-      tokenizer: directory whose tokenizer files to take.
+      model: as for `load_model`, but not a checkpoint.
+      dtype: of weights that are not quantised; None for a lossless one, float32 for random weights.
+      quantization: one of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`, or None.
+      tokenizer: directory with tokenizer files to copy instead of the model's own.
 
     Raises:
-      ConfigError, CheckpointError: the model cannot be read, or an argument does not fit.
+      ConfigError, CheckpointError: the model cannot be read, or an argument is invalid.
     """
     weights, beside = _source(model, tokenizer, directory)
     kept = _kept(weights)
@@ -71,7 +71,7 @@ def to_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     _copy(beside, directory)
     (directory / "config.json").unlink(missing_ok=True)
-    if weights.directory is not None:  # as it stands, with what we do not read (ids that end answers)
+    if weights.directory is not None:  # unchanged, with keys that LlamaConfig does not have (end-of-text ids)
         shutil.copyfile(weights.directory / "config.json", directory / "config.json")
 
     def produce(add: Callable[[np.ndarray], None]) -> None:
@@ -106,11 +106,11 @@ def to_hugging_face(
     tokenizer: Path | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Writes a model as Hugging Face transformers reads it. All of it is in memory.
+    """Writes a model in the format of Hugging Face transformers. Holds the whole model in memory.
 
     Args:
-      model: as `load_model` takes it, not quantised.
-      dtype: None for that of a checkpoint, float32 for random weights.
+      model: as for `load_model`, not quantised.
+      dtype: that of a checkpoint, or float32; None for the checkpoint's dtype, else float32.
 
     Raises:
       ConfigError, CheckpointError: as `to_checkpoint`.
@@ -130,7 +130,7 @@ def to_hugging_face(
 
 
 def _source(model: str | Path, tokenizer: Path | None, target: Path) -> tuple[Weights, Mapping[str, bytes]]:
-    """The weights, and the files that belong to them."""
+    """The weights, and the tokenizer and configuration files to copy: name -> content."""
     if tokenizer is not None and (not tokenizer.is_dir() or load_tokenizer(tokenizer) is None):
         raise ConfigError(f"tokenizer: wanted a directory with tokenizer files, got {str(tokenizer)!r}")
     if str(model).startswith(RANDOM):
@@ -149,7 +149,7 @@ def _source(model: str | Path, tokenizer: Path | None, target: Path) -> tuple[We
 
 
 def _kept(weights: Weights) -> str | None:
-    """The dtype that keeps every digit, or None where there is none."""
+    """The dtype that stores the weights without loss, or None if there is none."""
     if isinstance(weights, CheckpointWeights):
         raise ConfigError(
             f"model: wanted a Hugging Face directory, a GGUF file or random weights, got a checkpoint: "

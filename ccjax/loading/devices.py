@@ -1,4 +1,4 @@
-"""Which devices a model is on."""
+"""The devices that a model is sharded over."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ccjax.models.llama3.sharding import make_mesh, mesh_of, shard_params
 
 
 def mesh_for(config: LlamaConfig, tensor_parallel_size: int) -> Mesh | None:
-    """The first so many devices, all of them where they are of several hosts; None for a single one.
+    """A mesh of the first `tensor_parallel_size` devices, which must be all if there are several processes; None for a
+    single device.
 
     Raises:
-      ConfigError: there are fewer, or the model cannot be split so.
+      ConfigError: the number of devices does not match, or the model cannot be sharded that way.
     """
     if tensor_parallel_size == 1 and jax.process_count() == 1:
         return None
@@ -37,10 +38,10 @@ def mesh_for(config: LlamaConfig, tensor_parallel_size: int) -> Mesh | None:
 
 
 def split_params(params: Params, config: LlamaConfig, tensor_parallel_size: int) -> Params:
-    """The weights on so many devices; the same ones where they are.
+    """The weights sharded over `tensor_parallel_size` devices; unchanged if they are already.
 
     Raises:
-      ConfigError: as `mesh_for`; or it is split over another number of them.
+      ConfigError: as `mesh_for`; or they are sharded over another number of devices.
     """
     mesh = mesh_of(params)
     size = 1 if mesh is None else mesh.size

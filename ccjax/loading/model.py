@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total) while something long runs."""
+"""Called with (stage, done, total) during long operations."""
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 DEMO_MODEL = ASSETS / "demo_model"
@@ -35,8 +35,8 @@ DEMO_CORPUS = ASSETS / "demo_corpus"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run; `tokenizer` and `template` are None for a directory without tokenizer files, `directory`
-    is for one that comes from none."""
+    """A model ready to run; `tokenizer` and `template` are None without tokenizer files, `directory` is None if the
+    model is not in one."""
 
     name: str
     config: LlamaConfig
@@ -50,7 +50,7 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFiles:
-    """What a model is, its weights not loaded yet; `tokenizer` and `template` are None where there are no files."""
+    """A model whose weights are not loaded yet; `tokenizer` and `template` are None without tokenizer files."""
 
     name: str
     weights: Weights
@@ -63,7 +63,8 @@ class ModelFiles:
         return self.weights.config
 
     def fingerprint(self, dtype: str, quantization: str | None = None) -> str:
-        """sha256 (hex) of all that decides the KV that this model computes in `dtype`, its weights in that format."""
+        """sha256 (hex) of everything that determines the KV that this model computes in `dtype` with weights in the
+        format `quantization`."""
         tokenizer = self.tokenizer.fingerprint if self.tokenizer else ""
         quantization = self.weights.format_of(quantization)
         identity = (self.weights.fingerprint(dtype, quantization), tokenizer, dtype, repr(self.config))
@@ -73,11 +74,11 @@ class ModelFiles:
 
 
 def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelFiles:
-    """The files of a Hugging Face directory, of a GGUF file, or of the embedded model for "demo"; none for
-    "random:NAME[:SEED]". Every byte of the weights is hashed, but none is kept.
+    """Reads the files of a Hugging Face directory, a GGUF file or the embedded model ("demo"); "random:NAME[:SEED]" has
+    none. Hashes every byte of the weights without keeping them, except those of a checkpoint.
 
     Args:
-      tokenizer: directory with other tokenizer files than the model's own.
+      tokenizer: directory with tokenizer files to use instead of the model's own.
 
     Raises:
       ConfigError, CheckpointError: as `load_model`.
@@ -102,7 +103,7 @@ def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -
 
 
 def model_config(path: str | Path, *, tokenizer: str | Path | None = None) -> LlamaConfig:
-    """The architecture of a model as `load_model` takes it; no weight is read.
+    """The architecture of a model that `load_model` accepts; reads no weights.
 
     Raises:
       ConfigError, CheckpointError: as `load_model`.
@@ -128,21 +129,21 @@ def load_model(
     tensor_parallel_size: int = 1,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """The model in a directory (Hugging Face's, or a checkpoint of `ccjax convert`) or in a GGUF file, the embedded
-    one for "demo", one that comes in a package (`ccjax.loading.named`), or one with random weights.
+    """Loads a model from a directory (Hugging Face, or a checkpoint of `ccjax convert`), a GGUF file or a package
+    (`ccjax.loading.named`), the embedded one for "demo", or one with random weights.
 
     "random:NAME" or "random:NAME:SEED" is a preset of `ccjax.models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at
-    random on the device. Without `tokenizer` its tokens are bytes, which a warning says.
+    random on the device. Without `tokenizer` its tokens are bytes, which is logged as a warning.
 
     Args:
-      quantization: of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`, or in the format
-        that a checkpoint is in.
-      tokenizer: directory with other tokenizer files than the model's own.
-      tensor_parallel_size: devices that the weights are split over.
+      quantization: one of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`, or in the
+        format of the checkpoint.
+      tokenizer: directory with tokenizer files to use instead of the model's own.
+      tensor_parallel_size: number of devices to shard the weights over.
 
     Raises:
-      ConfigError: there is no such directory, package or preset, or the model cannot be split so.
-      CheckpointError: files are missing or do not fit; the message names file and tensor.
+      ConfigError: there is no such directory, package or preset, or the model cannot be sharded that way.
+      CheckpointError: files are missing or inconsistent; the message names file and tensor.
     """
     files = read_model_files(path, tokenizer=tokenizer)
     mesh = mesh_for(files.config, tensor_parallel_size)
@@ -169,8 +170,8 @@ def load_model(
 def load_prompt_builder(
     path: str | Path, system_prompt: str | None = None, *, tokenizer: str | Path | None = None
 ) -> PromptBuilder | None:
-    """What turns messages and passages into the token ids that an engine of this model has, without its weights; None
-    for a directory without tokenizer files.
+    """The builder that turns messages and passages into token ids as an engine with this model does, without loading
+    weights; None for a directory without tokenizer files.
 
     Raises:
       ConfigError, CheckpointError: as `load_model`.
@@ -180,7 +181,7 @@ def load_prompt_builder(
 
 
 def model_tokenizer(path: str | Path, tokenizer: str | Path | None = None) -> Tokenizer | None:
-    """The tokenizer of a model as `load_model` takes it, without the weights; None where there are no files.
+    """The tokenizer of a model that `load_model` accepts, without loading weights; None without tokenizer files.
 
     Raises:
       ConfigError: there is no such directory.
@@ -190,13 +191,13 @@ def model_tokenizer(path: str | Path, tokenizer: str | Path | None = None) -> To
 
 
 def prompt_builder(tokenizer: Tokenizer, template: ChatTemplate, system_prompt: str | None) -> PromptBuilder:
-    """`system_prompt` None takes the built-in one."""
+    """A builder with this system prompt; None uses the built-in one."""
     wording = {} if system_prompt is None else {"system_prompt": system_prompt}
     return PromptBuilder(tokenizer, template, **wording)
 
 
 def model_directory(path: str | Path) -> Path:
-    """The directory of a model, that of the embedded one for "demo".
+    """The directory of a model; for "demo" that of the embedded one.
 
     Raises:
       ConfigError: there is no such directory.
@@ -217,7 +218,7 @@ def _gguf(path: str | Path) -> GgufFile | None:
     file = None if _is_random(path) else gguf_path(path)
     if file is None:
         return None
-    from ccjax.loading.gguf import open_gguf  # the package behind it is for those who have such files
+    from ccjax.loading.gguf import open_gguf  # here, so that the gguf package is only imported if needed
 
     return open_gguf(file)
 
@@ -225,7 +226,7 @@ def _gguf(path: str | Path) -> GgufFile | None:
 def _text_of(
     path: str | Path, tokenizer: str | Path | None, file: GgufFile | None = None
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and template of a model, of `tokenizer` where that is named; `file` where it is open already."""
+    """Tokenizer and template of a model, or those in the directory `tokenizer`; `file` if it is already open."""
     if tokenizer is not None:
         directory = Path(tokenizer)
         words = load_tokenizer(directory) if directory.is_dir() else None
@@ -251,16 +252,16 @@ def _text_of(
 
 
 def _held_still(template: ChatTemplate) -> ChatTemplate:
-    """The chat template with its date held still.
+    """The chat template with a fixed date.
 
-    Llama 3.1's and 3.2's templates print a date into the system prompt; today's would change the prefix of every stored
-    chunk at midnight. This one is their own default.
+    Llama 3.1's and 3.2's templates put a date into the system prompt; the current date would change the prefix of every
+    stored chunk at midnight. The fixed one is the templates' own default.
     """
     return dataclasses.replace(template, variables={"date_string": "26 Jul 2024", **template.variables})
 
 
 def _eos_ids(directory: Path) -> frozenset[int]:
-    """End-of-text ids that the model files name, for directories without a tokenizer."""
+    """End-of-text ids from the model's configuration files, for directories without a tokenizer."""
     for name in ("generation_config.json", "config.json"):
         file = directory / name
         try:

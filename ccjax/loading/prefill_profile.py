@@ -1,4 +1,4 @@
-"""Keeps what prefills of a model cost on this machine beside the model. Decides nothing."""
+"""Reads and writes the profile of prefill times in a model's directory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class PrefillProfile:
-    """T(cached, new) of one model on one kind of machine.
+    """T(cached, new) of one model on one kind of device.
 
     Attributes:
       model: fingerprint of weights, tokenizer and dtype.
-      device: JAX's kind of device.
-      settings: of the engine, for the record.
+      device: JAX's device kind.
+      settings: the engine's settings, for information only.
     """
 
     model: str
@@ -32,17 +32,17 @@ class PrefillProfile:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """The profile as JSON values."""
         return {"version": VERSION, "model": self.model, "device": self.device, "settings": dict(self.settings)} | {
             "grid": self.grid.to_json()
         }
 
     @classmethod
     def from_json(cls, value: Any) -> PrefillProfile:
-        """What `to_json` gave.
+        """Reads what `to_json` returned.
 
         Raises:
-          ValueError: it is something else; the message says what.
+          ValueError: anything else; the message says what.
         """
         if not isinstance(value, Mapping) or value.get("version") != VERSION:
             raise ValueError(f"profile: wanted an object of version {VERSION}, got {value!r:.80}")
@@ -53,16 +53,16 @@ class PrefillProfile:
 
 
 def write_profile(path: Path, profile: PrefillProfile) -> None:
-    """Writes the file, or leaves the one that is there as it was."""
+    """Writes the file atomically: on failure an existing one stays unchanged."""
     write_model_file(path, profile.to_json())
 
 
 def profile_of(model: str, beside: Path | None, named: str | None) -> PrefillProfile | None:
-    """The profile for the model of that fingerprint on this kind of device, from the file that is named or else the one
-    in its directory; None where there is none there, or it is of another model or device, which is logged.
+    """The profile for the model with the fingerprint `model` on this kind of device, from the file `named` or else from
+    the directory `beside`; None if that has none, or one for another model or device, which is logged.
 
     Raises:
-      ConfigError: the file that is named does not exist or does not fit, or a file is damaged.
+      ConfigError: the file `named` does not exist or is for another model or device, or a file is damaged.
     """
     device = jax.devices()[0].device_kind
 

@@ -1,5 +1,5 @@
-"""Where a model's weights come from: a Hugging Face directory, a GGUF file, a checkpoint of our own, or a preset filled
-at random."""
+"""Sources of a model's weights: a Hugging Face directory, a GGUF file, a ccjax checkpoint, or a preset with random
+weights."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from ccjax.loading.gguf import GgufFile
 
 RANDOM = "random:"
-"""What the names of models with random weights begin with."""
+"""Prefix of the names of models with random weights."""
 
 _SOURCE_FILE = "ccjax_source.json"
 
 OnLoad = Callable[[int, int], None]
 """Called with (done, total) while weights load."""
 Placing = Callable[[ParamSpec], jax.sharding.Sharding]
-"""Where a leaf is to be."""
+"""Returns the sharding of a leaf."""
 
 
 class Weights(Protocol):
     """The weights of one model, not loaded yet.
 
     Attributes:
-      directory: where they lie, with files that belong to them; None for a GGUF file and for random ones.
+      directory: the model's directory; None for a GGUF file and for random weights.
     """
 
     @property
@@ -49,29 +49,29 @@ class Weights(Protocol):
     def config(self) -> LlamaConfig: ...
 
     def format_of(self, quantization: str | None) -> str | None:
-        """The format that `load` gives weights in where that one is asked for.
+        """The format in which `load` returns weights for this `quantization`.
 
         Raises:
-          ConfigError: there are no such weights.
+          ConfigError: the weights are stored in another format.
         """
         ...
 
     def fingerprint(self, dtype: str, quantization: str | None) -> str:
-        """Digest of configuration and weights, before they are brought into `dtype` and that format: the same in every
-        process, and for the same weights however they are stored."""
+        """Digest of configuration and weights before conversion to `dtype` and `quantization`: equal in every process,
+        and for the same weights in every form of storage."""
         ...
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        """The parameter tree, one leaf at a time."""
+        """Loads the parameter tree, one leaf at a time."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceWeights:
-    """Those of a Hugging Face directory.
+    """Weights in a Hugging Face directory.
 
     Attributes:
-      digest: of every byte of its weight files, or of the weights that these were made of.
+      digest: of every byte of its weight files, or the fingerprint of the weights they were converted from.
     """
 
     directory: Path
@@ -97,7 +97,7 @@ class HuggingFaceWeights:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointWeights:
-    """Those of a checkpoint that `ccjax convert` wrote. Their bytes are verified when they load."""
+    """Weights in a checkpoint that `ccjax convert` wrote. Their bytes are verified when they load."""
 
     directory: Path
     config: LlamaConfig
@@ -125,10 +125,10 @@ class CheckpointWeights:
 
 @dataclasses.dataclass(frozen=True)
 class GgufWeights:
-    """Those of a GGUF file, dequantised as they load.
+    """Weights in a GGUF file, dequantised while they load.
 
     Attributes:
-      digest: of every byte of the file, or of its parts.
+      digest: of every byte of the file, or of all its parts.
     """
 
     file: GgufFile
@@ -143,7 +143,7 @@ class GgufWeights:
         return self.digest
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        from ccjax.loading.gguf import load_gguf  # the package behind it is for those who have such files
+        from ccjax.loading.gguf import load_gguf  # here, so that the gguf package is only imported if needed
 
         return load_gguf(
             self.file,
@@ -157,10 +157,10 @@ class GgufWeights:
 
 @dataclasses.dataclass(frozen=True)
 class RandomWeights:
-    """A preset or a shape, filled at random: for speed, memory and scale without downloads.
+    """A preset or a shape with random weights, to measure speed and memory without downloads.
 
     Attributes:
-      name: of `ccjax.models.llama3.presets`.
+      name: a preset of `ccjax.models.llama3.presets`, or LAYERSxWIDTH[xHEADS].
     """
 
     name: str
@@ -176,7 +176,7 @@ class RandomWeights:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        # The kind of generator is named: a setting of JAX would change the weights and not the fingerprint.
+        # A fixed generator: JAX's default is a setting, which would change the weights but not the fingerprint.
         key = jax.random.key(self.seed, impl="threefry2x32")
         return init_params(
             self.config,
@@ -189,13 +189,13 @@ class RandomWeights:
 
 
 def random_weights(name: str, vocab_size: int) -> RandomWeights:
-    """The weights that "random:NAME" or "random:NAME:SEED" names; the seed is 0 where there is none.
+    """The weights that "random:NAME" or "random:NAME:SEED" names; the default seed is 0.
 
     Args:
       vocab_size: of a model that is named by its shape.
 
     Raises:
-      ConfigError: no such preset, with those there are, or no such seed.
+      ConfigError: no such preset (the message lists all), or an invalid seed.
     """
     wanted, _, seed = name.removeprefix(RANDOM).partition(":")
     if seed and not (seed.isascii() and seed.isdecimal() and int(seed) < 2**32):
@@ -207,10 +207,10 @@ def random_weights(name: str, vocab_size: int) -> RandomWeights:
 
 
 def weights_in(directory: Path) -> Weights:
-    """The weights of a model directory, in whichever form. Those of Hugging Face are hashed, every byte; none is kept.
+    """The weights in a model directory, Hugging Face's or a checkpoint. Hashes every byte of a Hugging Face directory.
 
     Raises:
-      CheckpointError: files are missing or do not fit.
+      CheckpointError: files are missing or inconsistent.
     """
     config = load_config(directory)
     if is_checkpoint(directory):
@@ -220,7 +220,7 @@ def weights_in(directory: Path) -> Weights:
 
 
 def gguf_weights(file: GgufFile) -> GgufWeights:
-    """The weights of a GGUF file. Every byte is hashed; none is kept.
+    """The weights of a GGUF file. Hashes every byte.
 
     Raises:
       CheckpointError: its architecture is not supported.
@@ -233,7 +233,8 @@ def gguf_weights(file: GgufFile) -> GgufWeights:
 
 
 def note_source(directory: Path, source: str) -> None:
-    """Notes in a Hugging Face directory whose weights its files hold, for as long as these stay as they are."""
+    """Notes in a Hugging Face directory the fingerprint `source` of the weights it was converted from; the note is
+    valid while the files stay unchanged."""
     note = {"files": fingerprint(directory), "source": source}
     with replacing(directory / _SOURCE_FILE) as temporary:
         temporary.write_text(json.dumps(note, indent=1) + "\n")
@@ -248,7 +249,7 @@ def _noted_source(directory: Path, digest: str) -> str | None:
 
 
 def _putting(sharding: Placing) -> Callable[[ParamSpec, np.ndarray], Any]:
-    """Each device takes its part from the host."""
+    """Copies to each device its shard of a host array."""
     return lambda spec, host: spread(host, sharding(spec))
 
 

@@ -1,8 +1,8 @@
 """Chooses how much to recompute so that answers are kept, from trials on a validation set.
 
 CacheCraft eq. 13 takes the alpha of least expected cost whose quality on a validation set reaches the target. A score
-that reaches it on a hundred questions may miss it on the next hundred, so here its lower confidence bound must reach
-the target, and the choice may be a share to recompute as well as an alpha.
+that reaches it on a hundred questions may miss it on the next hundred, so here the score's lower confidence bound must
+reach the target. A setting may be a share to recompute instead of an alpha.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Trial:
     """One setting, run over all questions of a validation set; checked on construction (ValueError naming the field).
 
     Attributes:
-      alpha: CacheCraft eq. 12, where `recompute_ratio` is None.
-      recompute_ratio: the share recomputed of what is reused, instead of eq. 12.
-      max_deviation: of `PlannerSettings`, where `recompute_ratio` is None.
+      alpha: CacheCraft eq. 12, if `recompute_ratio` is None.
+      recompute_ratio: the share of reused tokens to recompute, instead of eq. 12.
+      max_deviation: as in `PlannerSettings`, if `recompute_ratio` is None.
       focus_window, focus_rule: CacheCraft alg. 1, as in `PlannerSettings`.
-      computed_share: of the passages' token-layers, what was computed on average; in [0, 1].
+      computed_share: average share of the passages' token-layers that was computed; in [0, 1].
       num_answers: questions that full prefill answered.
-      num_kept: of these, the ones that this setting answered as well.
+      num_kept: how many of these this setting answered at least as well.
     """
 
     computed_share: float
@@ -66,7 +66,7 @@ def kept_lower_bound(num_kept: int, num_answers: int, confidence: float) -> floa
     which `num_kept` of `num_answers` or more would still occur with a probability of `1 - confidence`.
 
     Raises:
-      ValueError: a confidence below 0.5 or not below 1, or counts that do not fit.
+      ValueError: a confidence below 0.5 or not below 1, or invalid counts.
     """
     _check_confidence(confidence)
     check_count("num_answers", num_answers)
@@ -152,7 +152,7 @@ class Calibration:
     Attributes:
       model: fingerprint of weights, tokenizer and dtype.
       questions: sha256 (hex) of the questions with their passages and right answers.
-      score: by which an answer counts as kept.
+      score: the score that decides whether an answer is kept.
       target: share of full prefill's answers to keep, unless a request has its own target.
       confidence: required confidence.
       trials: by strategy.
@@ -182,7 +182,7 @@ class Calibration:
         return trial.kept_at_least(confidence_of_each(self.trials[strategy], self.confidence))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """The calibration as JSON values."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
     @classmethod

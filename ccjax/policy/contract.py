@@ -1,7 +1,7 @@
 """Limits a request's reuse so that its answer keeps the requested quality.
 
-The cost of reuse in answers cannot be known in advance, so a model is calibrated (`ccjax.policy.calibration`); the
-result is the least that reuse recomputes.
+How reuse changes answers cannot be known in advance, so a model is calibrated (`ccjax.policy.calibration`); the result
+is the minimum that reuse recomputes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class ReuseContract:
     """How one request may be served.
 
     Attributes:
-      mode: that of the request, or "exact" where reuse cannot keep the quality that the request names.
-      settings: to plan it by.
-      is_calibrated: a calibration of this model and strategy decided.
+      mode: the request's, or "exact" if approximate reuse cannot keep the quality that the request asks for.
+      settings: the settings to plan it with.
+      is_calibrated: whether a calibration of this model and strategy decided.
       quality_target: share of full prefill's answers to keep; None if none was requested.
-      quality_bound: share that calibration showed to be kept, with its confidence; 1 for exact reuse, None where that
-        is not known.
+      quality_bound: share that the calibration showed to be kept, with its confidence; 1 for exact reuse, None if
+        unknown.
     """
 
     mode: ReuseMode
@@ -48,7 +48,7 @@ def reuse_contract(
     `settings.recompute_ratio` if that is more. Without a calibration of the strategy, or if no setting keeps a target
     named in the request, reuse is exact for that request; other requests are served according to `settings`. So a
     calibration in which no setting up to `MOST_REPAIRED` keeps its own target changes nothing, and the bound is what it
-    measured for a share like that of `settings`. `fast` promises nothing.
+    measured for a share like that of `settings`. `fast` guarantees nothing.
 
     Raises:
       ValueError: a target outside 0 to 1.
@@ -74,7 +74,7 @@ def reuse_contract(
 
 
 def _share(trial: Trial) -> float:
-    """What a trial recomputes of what it reuses, by name or as it came out."""
+    """The share of reused tokens that a trial recomputes: its `recompute_ratio`, else the measured share."""
     return trial.computed_share if trial.recompute_ratio is None else trial.recompute_ratio
 
 

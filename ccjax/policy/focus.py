@@ -69,7 +69,7 @@ class FocusState:
 
 
 def observe(state: FocusState, stats: LayerStats, *, window: int, rule: str) -> FocusState:
-    """The state after one more layer (CacheCraft alg. 1 l. 3-13); a decided state comes back as it is.
+    """The state after one more layer (CacheCraft alg. 1 l. 3-13); a decided state is returned unchanged.
 
     Args:
       stats: of the layer after `state.layer`; the first layer observed may have any number.

@@ -15,10 +15,10 @@ DEFAULT_RATIO = 0.15
 """CacheBlend sec. 5.1 r*: below it, quality suffered."""
 
 _SPREAD = 0.25
-"""The first share is so much above the mean, the last as much below: "slightly higher", CacheBlend sec. 4.3."""
+"""Relative excess of the first share over the mean, and deficit of the last: "slightly higher", CacheBlend sec. 4.3."""
 
 _MOST_STAGES = 4
-"""Shares that differ: each choice waits for the device."""
+"""Limit of different shares: each selection waits for the device."""
 
 
 def counts_by_layer(num_candidates: int, ratio: float, num_layers: int) -> tuple[int, ...]:
@@ -43,10 +43,10 @@ def counts_by_layer(num_candidates: int, ratio: float, num_layers: int) -> tuple
 
 
 def most_deviating(deviations: Sequence[float], count: int) -> tuple[int, ...]:
-    """Indices, ascending, of the `count` highest deviations; of equal ones the first.
+    """Indices, ascending, of the `count` highest deviations; ties by index.
 
     Raises:
-      ValueError: more are wanted than there are, or a deviation is NaN.
+      ValueError: `count` exceeds the number of deviations, or a deviation is NaN.
     """
     check_count("count", count, least=0)
     if count > len(deviations):
@@ -57,12 +57,12 @@ def most_deviating(deviations: Sequence[float], count: int) -> tuple[int, ...]:
 
 
 def hidden_ratio(load_s: float, prefill_s: float, *, least: float = DEFAULT_RATIO) -> float:
-    """The share that can be recomputed while the rest loads, for no more time than loading takes anyway, but at least
-    `least` (CacheBlend sec. 5.1, loading controller): `r prefill_s = load_s`.
+    """The share that can be recomputed in the time that loading takes anyway, but at least `least` (CacheBlend sec.
+    5.1, loading controller): `r prefill_s = load_s`.
 
     Args:
-      load_s: to load the KV of all candidates.
-      prefill_s: to compute them.
+      load_s: seconds to load the KV of all candidates.
+      prefill_s: seconds to compute them.
     """
     check_mass("load_s", load_s)
     check_mass("prefill_s", prefill_s)

@@ -10,7 +10,7 @@ from ccjax.policy._checks import check_count, check_mass
 from ccjax.types import VariantId
 
 LEAST_WAIT_S = 0.5
-"""Waits up to this long are always allowed. A busy machine delays a sound read by some tenths of a second (a disk that
+"""Waits up to this long are always allowed. A busy machine delays a normal read by some tenths of a second (a disk that
 wakes or writes, a thread that is not scheduled), and giving up costs a new plan and all layers done so far."""
 
 UNMEASURED_WAIT_S = 5.0
@@ -44,7 +44,7 @@ def longest_shared_wait_s(num_tokens: int, seconds_per_token: float | None) -> f
     """Longest wait, in seconds, for chunks of `num_tokens` in all that another process has claimed.
 
     That process began before we saw its claim, so after the computing time (`longest_load_wait_s`) it only has to store
-    them. A vain wait thus costs at most the computing time plus `STORE_S`.
+    them. Waiting in vain thus costs at most the computing time plus `STORE_S`.
 
     Raises:
       ValueError: as `longest_load_wait_s`.

@@ -16,8 +16,8 @@ class PrefillGrid:
     """Seconds of prefills by their cached and new tokens; checked on construction (ValueError naming the field).
 
     Attributes:
-      cached: numbers of tokens whose KV was there, ascending, at least two.
-      new: numbers of tokens that were computed behind them, ascending, at least two.
+      cached: numbers of cached tokens, ascending, at least two.
+      new: numbers of tokens computed behind them, ascending, at least two.
       seconds: one row for each of `cached`, one value for each of `new`.
     """
 
@@ -40,8 +40,8 @@ class PrefillGrid:
     def prefill_s(self, cached: int, new: int) -> float:
         """T(cached, new) in seconds, by bilinear interpolation; 0 for no new tokens.
 
-        The paper does not say how to extrapolate. Our reading: below its least numbers the grid is constant, since a
-        short prefill takes its fixed time; beyond the greatest the outermost cells are continued.
+        The paper does not say how to extrapolate. Our reading: constant below the smallest numbers, since a short
+        prefill takes a fixed time; linear beyond the largest, from the outermost cells.
         """
         check_count("cached", cached, least=0)
         check_count("new", new, least=0)
@@ -55,7 +55,7 @@ class PrefillGrid:
         return max(0.0, _between(above, below, down))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
+        """The grid as JSON values."""
         return {"cached": list(self.cached), "new": list(self.new), "seconds": [list(row) for row in self.seconds]}
 
     @classmethod
@@ -74,7 +74,7 @@ class PrefillGrid:
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
-    """The cell of a value and how far through it lies, 0 to 1 and beyond that in the last cell."""
+    """The cell of a value and its relative position there: 0 to 1, greater beyond the last cell."""
     cell = min(max(0, bisect.bisect_right(points, value) - 1), len(points) - 2)
     return cell, max(0.0, (value - points[cell]) / (points[cell + 1] - points[cell]))
 

@@ -6,7 +6,7 @@ import math
 
 from ccjax.policy._checks import check_count, check_mass
 
-# Layers hidden this close (relatively) below a whole number are meant to be one: 4 * (0.3 / 0.4) is below 3 in binary.
+# A number of hidden layers this close (relatively) below an integer counts as it: 4 * (0.3 / 0.4) is below 3 in binary.
 _WHOLE_REL_TOL = 1e-9
 
 

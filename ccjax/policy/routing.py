@@ -91,7 +91,7 @@ class PromptSummary:
 
     Attributes:
       chunks: its passages, in prompt order, with their lengths in tokens.
-      other_tokens: of the rest of the prompt, which every replica computes.
+      other_tokens: tokens of the rest of the prompt, which every replica computes.
     """
 
     chunks: tuple[tuple[ChunkId, int], ...] = ()
@@ -119,7 +119,7 @@ def rank(replicas: Sequence[ReplicaState], prompt: PromptSummary, draw: float) -
       draw: a random number, 0 <= draw < 1.
 
     Raises:
-      ValueError: `draw` is outside of that.
+      ValueError: `draw` is out of range.
     """
     if not 0.0 <= draw < 1.0:
         raise ValueError(f"draw: wanted a number from 0 to below 1, got {draw}")
@@ -133,8 +133,8 @@ def rank(replicas: Sequence[ReplicaState], prompt: PromptSummary, draw: float) -
 
 
 def _line(replica: ReplicaState, replicas: Sequence[ReplicaState]) -> float:
-    """Tokens queued there; for a replica without a recent summary, as many as the fullest of the others has: a replica
-    that hangs must not look idle."""
+    """Tokens queued at a replica; without a recent summary, as many as at the most loaded other replica: a replica that
+    hangs must not look idle."""
     if replica.summary is not None:
         return replica.summary.waiting_tokens + replica.sent_tokens
     known = (other.summary.waiting_tokens + other.sent_tokens for other in replicas if other.summary is not None)

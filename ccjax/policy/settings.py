@@ -1,4 +1,4 @@
-"""What strategies decide from besides the stored variants: the chunks of a prompt, and settings."""
+"""Inputs of the strategies besides the stored variants: the chunks of a prompt, and settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRATEGY_NAMES = (
     "h2o",
     "random",
 )
-"""Of the strategies in `ccjax.policy.strategies`."""
+"""Names of the strategies in `ccjax.policy.strategies`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PlannerSettings:
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk to recompute.
       focus_window: CacheCraft alg. 1 w, in layers; None disables the focus cut.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
-      num_layers: of the model.
+      num_layers: layers of the model.
       fixes_positions: rotate reused keys to their positions in the new prompt. False leaves them where they were
         computed, only to measure what that costs (CacheCraft table 3).
     """

@@ -11,7 +11,7 @@ from ccjax.policy._checks import check_count, check_ratio
 from ccjax.policy.settings import PlannerSettings
 
 WINDOW = 20
-"""Checks that one decision rests on."""
+"""Number of checks per decision."""
 GROWTH = 1.5
 SHRINKING = 0.9
 MOST = 8.0
@@ -24,7 +24,7 @@ class ShareControl:
     Attributes:
       target: share of answers that should equal full prefill's, token by token.
       factor: factor on the share to recompute from settings or calibration; in [1, `MOST`].
-      num_checks, num_same: of the current window.
+      num_checks, num_same: checks in the current window, and how many of them found the same answer.
     """
 
     target: float
@@ -38,8 +38,8 @@ class ShareControl:
         check_count("num_same", self.num_same, least=0)
 
     def after(self, is_same: bool) -> ShareControl:
-        """Once more checks: a window below the target raises the factor at once, one at least half way from the target
-        to 1 lowers it a little."""
+        """The state after one more check: a window below the target raises the factor by half, one at least half way
+        from the target to 1 lowers it by a tenth."""
         num_checks, num_same = self.num_checks + 1, self.num_same + is_same
         if num_checks < WINDOW:
             return dataclasses.replace(self, num_checks=num_checks, num_same=num_same)
@@ -51,7 +51,7 @@ class ShareControl:
         return ShareControl(self.target, factor)
 
     def applied(self, settings: PlannerSettings) -> PlannerSettings:
-        """Settings that recompute so much more."""
+        """`settings` with the share to recompute multiplied by `factor`."""
         if self.factor == 1.0:
             return settings
         if settings.recompute_ratio is None:

@@ -1,1 +1,1 @@
-"""Documents as units of the cache: which chunks are of which document; warm, pin, invalidate and erase them."""
+"""Documents as units of the cache: which chunks belong to a document; warming, pinning, invalidation and erasure."""

@@ -1,8 +1,8 @@
-"""The passages that prepared passages are computed behind.
+"""The frame: fixed passages that prepared passages are computed behind.
 
-KV of a passage that was computed directly behind the instructions is poor behind other passages: its tokens behave like
-the beginning of a text. Behind some fixed, unrelated text of about 300 tokens they do not, and as that text is the same
-for all tenants, no tenant's passages show in another one's KV.
+KV of a passage computed directly behind the instructions is inaccurate behind other passages, because its tokens act as
+the beginning of a text. Behind a fixed, unrelated text of about 300 tokens they do not. That text is the same for all
+tenants, so no tenant's passages influence another one's KV.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ccjax.text import PromptBuilder
 from ccjax.types import Chunk, Document, VariantId
 
 FRAMED_STRATEGIES = ("auto", "deviation")
-"""Those that prepare passages behind a frame; the others reuse KV as their papers have it."""
+"""Strategies that prepare passages behind a frame; the others reuse KV as in their papers."""
 
 DEFAULT = "default"
 NONE = "none"
 
 
 def frame_documents(name: str) -> tuple[Document, ...]:
-    """The passages of the frame "default", of a text file in which blank lines separate them, or none for "none".
+    """The passages of a frame: the built-in one for "default", none for "none", else those of a text file, separated by
+    blank lines.
 
     Raises:
       ConfigError: the file cannot be read, or has no text.
@@ -45,10 +46,10 @@ def frame_documents(name: str) -> tuple[Document, ...]:
 
 
 class PassageFrame:
-    """A frame in the wording of one model's prompts.
+    """A frame tokenized for one model's prompts.
 
     Attributes:
-      documents: its passages; none where passages are prepared without a frame.
+      documents: its passages; empty if passages are prepared without a frame.
     """
 
     def __init__(self, documents: Sequence[Document], builder: PromptBuilder | None) -> None:
@@ -56,25 +57,25 @@ class PassageFrame:
         self._token_ids = tuple(builder.document_ids(one) for one in self.documents) if builder is not None else ()
 
     def chunks(self, tenant: str) -> tuple[Chunk, ...]:
-        """Its passages as chunks of a tenant (`ccjax.prompts.tenant_tag`)."""
+        """The frame's passages as chunks of a tenant (`ccjax.prompts.tenant_tag`)."""
         return tuple(as_chunk(ids, None, tenant) for ids in self._token_ids)
 
     def around(self, prompt: Prompt) -> Prompt | None:
-        """A prompt of one passage with the frame before it; None where there is no frame."""
+        """A prompt of one passage with the frame before it; None without a frame, or if the passage is part of it."""
         *system, passage = prompt.chunks
         before = self.chunks(tenant_of(passage.chunk_id))
-        # A passage behind itself says nothing of the passage.
+        # KV of a passage behind itself is of no use.
         if not before or passage.chunk_id in {chunk.chunk_id for chunk in before}:
             return None
         return Prompt((*system, *before, passage), prompt.has_system, prompt.question, prompt.max_new_tokens)
 
     def stands_in(self, prompt: Prompt) -> bool:
-        """True where the frame is all that stands between the instructions and the last passage of a prompt."""
+        """True if exactly the frame stands between the instructions and the last passage of a prompt."""
         between = tuple(chunk.chunk_id for chunk in prompt.chunks[int(prompt.has_system) : -1])
         return bool(between) and between == tuple(one.chunk_id for one in self.chunks(tenant_of(between[0])))
 
     def variant_ids(self, prompt: Prompt) -> frozenset[VariantId]:
-        """Of the prompt's passages, the variants behind the frame."""
+        """The ids of the variants of the prompt's passages behind the frame."""
         found = set()
         first = int(prompt.has_system)
         system = [chunk.chunk_id for chunk in prompt.chunks[:first]]

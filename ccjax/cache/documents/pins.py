@@ -1,4 +1,4 @@
-"""Which variants of pinned documents eviction has to leave alone, within a share of the budgets."""
+"""Which variants of pinned documents are excluded from eviction, within a share of the budgets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ccjax.types import ChunkId, VariantId, VariantMeta
 
 
 class DocumentPins:
-    """A `ccjax.cache.placement.Pinned`; not thread-safe: it wants the engine for itself (`Exclusive`)."""
+    """A `ccjax.cache.placement.Pinned`. Not thread-safe: needs exclusive access to the engine (`Exclusive`)."""
 
     def __init__(self, variants: VariantIndex, store: TieredStore, *, max_variants: int | None, share: float) -> None:
         """
         Args:
-          share: of every tier's budget, and of `max_variants`, that pinned documents may keep for themselves.
+          share: share of every tier's budget, and of `max_variants`, that pinned documents may occupy.
         """
         self._variants = variants
         self._store = store
@@ -29,8 +29,9 @@ class DocumentPins:
     def pinned_ids(self, tier: str | None) -> frozenset[VariantId]:
         """Variants that must not leave `tier`, or (None) the last tier that holds them.
 
-        A document that was pinned within the limit may gain variants beyond it. Of each chunk the best variant counts
-        first (exact before approximate, then the most used), then the second best of each, and so on.
+        A document pinned within the limit may later exceed it with new variants. Within the limit are first the best
+        variant of every chunk (exact before approximate, then the most used), then the second best of every chunk, and
+        so on.
         """
         chunks = self._variants.documents.pinned_chunks()
         if not chunks:
@@ -47,10 +48,10 @@ class DocumentPins:
         return frozenset(kept)
 
     def check(self, pin: Pin) -> tuple[int, int]:
-        """Variants and bytes that all pins keep together with one more.
+        """Number of variants and bytes that all pins and `pin` keep.
 
         Raises:
-          PinLimitError: they are more than may be kept.
+          PinLimitError: they exceed the limit.
         """
         chunks = self._variants.documents.pinned_chunks(extra=pin)
         metas = list(self._ranked(chunks))

@@ -1,4 +1,4 @@
-"""Takes passages that no collection of documents has any more out of the cache."""
+"""Removes from the cache passages that are in no collection of documents any more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ccjax.types import ChunkId
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pruned:
-    """What went: passages, variants of them or computed behind them, and their bytes on disk."""
+    """What was removed: passages, the variants of them or computed behind them, and the variants' bytes on disk."""
 
     passages: int
     variants: int
@@ -23,9 +23,10 @@ class Pruned:
 
 
 def prune(variants: VariantIndex, registry: DocumentRegistry, store: TieredStore, keep: Collection[ChunkId]) -> Pruned:
-    """Removes, from every tier, all variants of passages that are not in `keep`, and all that were computed while
-    looking at one. Passages are what was cut from a document by a retriever; what requests brought along stays, and so
-    does what is pinned. Reads the record of every variant: some 50 us each.
+    """Removes from every tier all variants of passages that are not in `keep`, and all whose KV depends on one.
+
+    Passages are chunks that a retriever cut from a document; documents sent with requests stay, and so do pinned ones.
+    Reads the record of every variant, some 50 us each.
 
     Raises:
       OSError: the disk cannot be listed, or a note cannot be deleted.

@@ -1,8 +1,8 @@
 """Which documents the cached chunks belong to, which documents are pinned, and what was invalidated or erased.
 
-Every fact is a note of the store (`store.notes.Notes`): written once under a name of its own and never changed, so that
-processes that share a store never overwrite each other's facts, and known again after a restart. Records of variants
-cannot hold this: they never change, and the same text may turn up under a second document long after its KV was stored.
+Every fact is a note of the store (`store.notes.Notes`), written once under its own name and never changed, so that
+facts survive restarts and processes on one store never overwrite each other's. Records of variants cannot hold these
+facts: they are immutable, and the same text may appear in a second document long after its KV was stored.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from ccjax.store.notes import Notes
 from ccjax.types import Chunk, ChunkId
 
 ERASURE_AGE_S = 3600.0
-"""How long a finished erasure stays noted, for variants that other processes computed before it and store later."""
+"""How long the note of a finished erasure is kept, for variants that other processes computed before it and store
+later."""
 
 PIN_NOTE_S = 3600.0
-"""How long the note of a pin stays after it ran out: by the clock of the host that pinned it may still last."""
+"""How long the note of an expired pin is kept: by the clock of the host that pinned, it may still be valid."""
 
 _LONGEST_ID = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """A chunk that was seen as (a passage of) a version of a document."""
+    """A chunk that occurred as a version of a document, or as a passage of one."""
 
     document_id: str
     version: str | None
@@ -39,13 +40,14 @@ class Link:
     passage_id: str | None = None
 
     def is_of(self, document_id: str, version: str | None) -> bool:
-        """True if it belongs to that document, or is that passage; `version` None stands for every version."""
+        """True if the chunk belongs to that document, or is that passage; `version` None matches every version."""
         return document_id in (self.document_id, self.passage_id) and version in (None, self.version)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pin:
-    """A document that stays until `until`, a wall clock's seconds; `host`: in host memory, too, where it is there."""
+    """A document that eviction keeps until `until` (wall clock, seconds); with `host`, also in host memory if it is
+    there."""
 
     document_id: str
     version: str | None
@@ -55,15 +57,15 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Erasure:
-    """Chunks of which no variant from before may be used any more.
+    """Chunks whose earlier variants must not be used any more.
 
     Attributes:
-      chunk_ids: that no other document has.
-      links: names of the links that go with them.
-      whole: an erasure, which takes every variant that was computed while looking at one of the chunks; else an
-        invalidation, which takes the chunks' own variants.
-      at: when it was ordered, wall clock.
-      is_done: everything was deleted that could be found.
+      chunk_ids: the chunks, which no other document has.
+      links: names of the links to delete with them.
+      whole: True for an erasure, which covers every variant whose KV depends on one of the chunks; False for an
+        invalidation, which covers only the chunks' own variants.
+      at: when it was requested, wall clock.
+      is_done: everything that could be found was deleted.
     """
 
     id: str
@@ -74,7 +76,7 @@ class Erasure:
     is_done: bool = False
 
     def takes(self, chunk_id: ChunkId, origin: Origin) -> bool:
-        """True if a variant of that chunk has to go."""
+        """True if it covers a variant of that chunk and origin, which must then be deleted."""
         if self.id in origin.after:
             return False
         return not self.chunk_ids.isdisjoint(origin.seen) if self.whole else chunk_id in self.chunk_ids
@@ -82,12 +84,12 @@ class Erasure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a variant's KV comes from.
+    """What a variant's KV was computed from.
 
     Attributes:
-      seen: every chunk whose text had a part in it: its own, its prefix, and for KV that was taken over from other
-        variants and repaired, what those had seen.
-      after: erasures of these chunks that were carried out before it was computed.
+      seen: every chunk that influenced it: its own, its prefix, and for KV reused from other variants and repaired, the
+        `seen` of those.
+      after: erasures of these chunks that were known when it was computed, and so do not cover it.
     """
 
     seen: frozenset[ChunkId]
@@ -95,10 +97,11 @@ class Origin:
 
 
 class DocumentRegistry:
-    """The facts, in memory and as notes; not thread-safe but for `fetch`, it wants the engine for itself (`Exclusive`).
+    """The facts, in memory and as notes. Except for `fetch` not thread-safe: needs exclusive access to the engine
+    (`Exclusive`).
 
     Attributes:
-      clock: seconds since the epoch, for times to live.
+      clock: seconds since the epoch, for expiry times.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -115,7 +118,7 @@ class DocumentRegistry:
     # -- documents ---------------------------------------------------------------------------------------------
 
     def learn(self, chunks: Iterable[Chunk]) -> set[str]:
-        """Notes which documents the chunks of a prompt belong to, and that they are used now; names of the links."""
+        """Notes which documents a prompt's chunks belong to, and that they are used now; returns the links' names."""
         now, names = self.clock(), set()
         for chunk in chunks:
             self._last_used[chunk.chunk_id] = now
@@ -136,7 +139,7 @@ class DocumentRegistry:
         """Name -> link of a document, or of one version of it; never empty.
 
         Raises:
-          RequestError: an argument is no text, empty or too long.
+          RequestError: an argument is not a string, empty or too long.
           UnknownDocumentError: there is no such document, or version of it.
         """
         check_id("document_id", document_id)
@@ -160,20 +163,20 @@ class DocumentRegistry:
         return chunk_id in self._by_chunk
 
     def last_used(self, chunk_id: ChunkId) -> float | None:
-        """When a request of this process last had the chunk, wall clock; None if none had."""
+        """When a request of this process last contained the chunk, wall clock; None if none did."""
         return self._last_used.get(chunk_id)
 
     def without_others(self, names: Collection[str]) -> frozenset[ChunkId]:
-        """The chunks of these links that no other document, or version, has, but such as are being erased."""
+        """The chunks of these links that no other document or version has, not counting links that are being erased."""
         going = {name for erasure in self.unfinished() for name in erasure.links}.union(names)
         return frozenset(self._links[n].chunk_id for n in names if self._by_chunk[self._links[n].chunk_id] <= going)
 
     def passing(self) -> dict[str, ChunkId]:
-        """Name -> chunk of old links to chunks that are not pinned: forgotten once no variant has seen the chunk."""
+        """Name -> chunk of old links to unpinned chunks: to be forgotten if the chunk influenced no stored variant."""
         pinned, now = self.pinned_chunks(), self.clock()
         return {
             name: link.chunk_id
-            for name, link in self.links()  # a younger one's variant may be on its way
+            for name, link in self.links()  # the variant of a recent link may not be stored yet
             if now - self._linked_at[name] > ERASURE_AGE_S and link.chunk_id not in pinned
         }
 
@@ -185,32 +188,32 @@ class DocumentRegistry:
     # -- pins --------------------------------------------------------------------------------------------------
 
     def pin(self, pin: Pin) -> None:
-        """Adds a pin, in place of the one of the same document and version. Raises OSError: it is not on disk yet."""
+        """Adds a pin, replacing that of the same document and version. Raises OSError: it is not on disk yet."""
         self.unpin(pin.document_id, pin.version)
         name = f"pin-{uuid.uuid4().hex}"
         self._pins[name] = pin
         self._notes.put(name, dataclasses.asdict(pin), wait=True)
 
     def unpin(self, document_id: str, version: str | None) -> bool:
-        """Takes back a pin; False if there was none. Raises OSError."""
+        """Removes a pin; False if there was none. Raises OSError."""
         names = [n for n, pin in self._pins.items() if (pin.document_id, pin.version) == (document_id, version)]
         for name in names:
             self._drop(name)
         return bool(names)
 
     def pins(self) -> list[Pin]:
-        """Those that have not run out."""
+        """The pins that have not expired."""
         now = self.clock()
-        return [pin for pin in tuple(self._pins.values()) if pin.until > now]  # metrics ask from another thread
+        return [pin for pin in tuple(self._pins.values()) if pin.until > now]  # a copy: metrics use another thread
 
     def drop_expired_pins(self) -> None:
-        """Deletes the notes of pins that have long run out. Raises OSError."""
+        """Deletes the notes of pins that expired `PIN_NOTE_S` ago. Raises OSError."""
         now = self.clock()
         for name in [name for name, pin in self._pins.items() if pin.until + PIN_NOTE_S <= now]:
             self._drop(name)
 
     def pinned_chunks(self, extra: Pin | None = None) -> dict[ChunkId, bool]:
-        """Chunk of a pinned document -> whether it is to stay in host memory, too. `extra` is one more pin."""
+        """Chunk of a pinned document -> whether it is also pinned in host memory. `extra` is one more pin."""
         pins = [*self.pins(), extra] if extra is not None else self.pins()
         chunks: dict[ChunkId, bool] = {}
         for link in self._links.values() if pins else ():
@@ -222,7 +225,7 @@ class DocumentRegistry:
     # -- erasures ----------------------------------------------------------------------------------------------
 
     def begin(self, chunk_ids: Collection[ChunkId], links: Collection[str], *, whole: bool) -> Erasure:
-        """An erasure that lasts until `finish`; in memory alone until `note`."""
+        """Starts an erasure, unfinished until `finish`; it is only in memory until `note`."""
         erasure = Erasure(uuid.uuid4().hex, frozenset(chunk_ids), tuple(sorted(links)), whole, self.clock())
         self._erasures[erasure.id] = erasure
         return erasure
@@ -232,7 +235,7 @@ class DocumentRegistry:
         self._notes.put(f"erasing-{erasure.id}", _as_note(erasure), wait=True)
 
     def finish(self, erasure: Erasure) -> None:
-        """Deletes the links of an erasure whose variants are gone, and notes that it is done. Raises OSError."""
+        """Deletes the links of an erasure whose variants are deleted, and notes that it is done. Raises OSError."""
         going = [link for name in erasure.links if (link := self._links.get(name)) is not None]
         for name in erasure.links:
             self._drop(name)
@@ -241,55 +244,55 @@ class DocumentRegistry:
             had, has = (any(link.is_of(pin.document_id, pin.version) for link in links) for links in (going, left))
             if had and not has:
                 self.unpin(pin.document_id, pin.version)
-        done = dataclasses.replace(erasure, links=(), is_done=True)  # a link's name is a hash of the document's
+        done = dataclasses.replace(erasure, links=(), is_done=True)  # no links: their names are hashes of document ids
         self._notes.put(f"erased-{erasure.id}", _as_note(done), wait=True)
         self._notes.delete(f"erasing-{erasure.id}")
         self._erasures[erasure.id] = done
 
     def unfinished(self) -> list[Erasure]:
-        """Erasures of which something may be left."""
+        """Erasures that may not have deleted everything yet."""
         return [erasure for erasure in tuple(self._erasures.values()) if not erasure.is_done]
 
     def outdated(self) -> list[Erasure]:
-        """Finished ones that no process needs to hear of any more."""
+        """Finished erasures that no process needs to learn of any more."""
         now = self.clock()
         return [erasure for erasure in self._erasures.values() if erasure.is_done and now - erasure.at > ERASURE_AGE_S]
 
     def forget(self, erasure: Erasure) -> None:
-        """Deletes what is noted of a finished erasure. Raises OSError."""
+        """Deletes the note of a finished erasure. Raises OSError."""
         self._notes.delete(f"erased-{erasure.id}")
         self._erasures.pop(erasure.id, None)
 
     def after(self, chunk_id: ChunkId, seen: frozenset[ChunkId]) -> frozenset[str]:
-        """The erasures that a variant computed now comes after."""
+        """The known erasures that cover earlier variants of this chunk and origin, but not one computed now."""
         erasures = tuple(self._erasures.items())
         return frozenset(key for key, erasure in erasures if erasure.takes(chunk_id, Origin(seen)))
 
     def is_erased(self, chunk_id: ChunkId, origin: Origin) -> bool:
-        """True for a variant that an erasure has to take."""
-        erasures = tuple(self._erasures.values())  # those who read ahead ask from another thread
+        """True if an erasure covers the variant."""
+        erasures = tuple(self._erasures.values())  # a copy: preloads call this from another thread
         return any(erasure.takes(chunk_id, origin) for erasure in erasures)
 
     @property
     def has_erasures(self) -> bool:
-        """True while any variant could be erased."""
+        """True while an erasure is known that could cover a variant."""
         return bool(self._erasures)
 
     # -- other processes ---------------------------------------------------------------------------------------
 
     def fetch(self) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
-        """What other processes noted, for `apply_changes`; reads the disk and changes nothing here. Raises OSError."""
+        """Reads other processes' notes from disk, for `apply_changes`; changes nothing here. Raises OSError."""
         return self._notes.refresh()
 
     def apply_changes(self, added: Mapping[str, Mapping[str, Any]], removed: Sequence[str]) -> bool:
-        """Applies what `fetch` returned; True if that brought an erasure."""
+        """Applies what `fetch` returned; True if it contained a new erasure."""
         before = self._erasures.keys() | set()
         lost = [(name, link) for name in removed if (link := self._links.get(name)) is not None]
         used = [self._last_used.get(link.chunk_id) for _, link in lost]
         for name in removed:
             if name.startswith("erased-"):
                 self._erasures.pop(name.removeprefix("erased-"), None)
-            elif not name.startswith("erasing-"):  # its end has a note of its own
+            elif not name.startswith("erasing-"):  # the end of an erasure has its own note
                 self._forget(name)
         for name, value in added.items():
             self._apply(name, value)
@@ -299,7 +302,7 @@ class DocumentRegistry:
         return not self._erasures.keys() <= before
 
     def _restore(self, name: str, link: Link, used_at: float) -> None:
-        """Notes a link again that another process took for unused, while this one was storing KV of its chunk."""
+        """Notes a link again that another process removed as unused while this one was storing KV of its chunk."""
         now = self.clock()
         is_erased = any(link.chunk_id in erasure.chunk_ids for erasure in self._erasures.values())
         if not is_erased and now - used_at <= ERASURE_AGE_S:
@@ -320,7 +323,7 @@ class DocumentRegistry:
                 chunk_ids = frozenset(ChunkId(chunk) for chunk in value["chunk_ids"])
                 whole, at = bool(value["whole"]), float(value["at"])
                 self._erasures[key] = Erasure(key, chunk_ids, tuple(value["links"]), whole, at, kind == "erased")
-        except (KeyError, TypeError, ValueError):  # damaged, or of a later release: as if it were not there
+        except (KeyError, TypeError, ValueError):  # damaged, or from a later release: ignored
             pass
 
     def _add_link(self, name: str, link: Link, at: float) -> None:
@@ -343,7 +346,7 @@ class DocumentRegistry:
 
 
 def check_id(argument: str, value: Any) -> None:
-    """Raises RequestError unless `value` is a text of 1 to 1,024 characters."""
+    """Raises RequestError unless `value` is a string of 1 to 1,024 characters."""
     if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_ID:
         shown = f"{len(value)} characters" if isinstance(value, str) else repr(value)
         raise RequestError(argument, f"wanted a text of 1 to {_LONGEST_ID} characters, got {shown}")

@@ -1,1 +1,1 @@
-"""What engines on one store agree on: who computes which chunk, and what has been stored or removed by others."""
+"""Coordination of engines on one store: who computes which chunk, and what other processes stored or removed."""

@@ -1,7 +1,7 @@
-"""Applies to an engine's variants what other processes did to the same store.
+"""Applies other processes' changes of a shared store to an engine's index.
 
-The shared index tells at once (its change feed): changes are applied before a request is planned, or right away while
-no request runs. Where changes may be missing, the store is listed.
+The shared index reports changes at once through its change feed: they are applied before a request is planned, or right
+away while no request runs. If changes may have been missed, the store is listed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LISTING_PAUSE_S = 1.0
 class VariantIndexUpdater:
     """Watches the store of one engine; does nothing without a shared index.
 
-    The store's own thread asks the index and reads what there is to read. `apply` tells the variants, without I/O, on
-    the batch loop's thread or while that is paused.
+    The store's own thread polls the index and reads what it needs. `apply` updates the variants, without I/O, on the
+    batch loop's thread or while that is paused.
 
     Args:
-      apply_changes: tells the variants which ids came and which went.
-      exclusive: entered to apply what has come.
-      refresh: lists the store and applies what it finds.
+      apply_changes: applies the ids that were added and removed to the variants.
+      exclusive: entered to apply pending changes.
+      refresh: lists the store and applies the differences.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class VariantIndexUpdater:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to watch, where there is a shared index."""
+        """Starts watching if there is a shared index."""
         if self._change_feed is not None:
             self._thread = threading.Thread(target=self._run, name="ccjax-watch", daemon=True)
             self._thread.start()
 
     def apply(self) -> None:
-        """Tells the variants what came and went since the last call; logs a failure."""
+        """Applies the changes since the last call to the variants; logs a failure."""
         if self._change_feed is None or not self._change_feed.has_changes:
             return
         try:
@@ -71,7 +71,7 @@ class VariantIndexUpdater:
         while not self._closing.is_set():
             if not self._change_feed.wait(POLL_S):
                 continue
-            pause_s = POLL_S  # where requests run, changes are applied before each is planned
+            pause_s = POLL_S  # while requests run, changes are applied before each is planned
             try:
                 if self._change_feed.needs_listing:
                     self._refresh()

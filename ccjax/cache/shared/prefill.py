@@ -1,6 +1,6 @@
-"""Agrees with other processes on one store who computes which chunks, for one prefill.
+"""Agrees with other processes on one store which of them computes which chunks of a prefill.
 
-How long to wait is policy's (`ccjax.policy.loading`). Where the store cannot be asked, everything is computed here.
+`ccjax.policy.loading` decides how long to wait. If the store does not respond, everything is computed here.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ccjax.types import ChunkId, PrefillPlan, VariantId, VariantMeta
 Agreement = Literal["go", "plan", "wait"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
-"""Between two looks at the store; each pause is half as long again as the last one."""
+"""Pauses between checks of the store; each is 1.5 times the one before."""
 
 
 class SharedPrefill:
-    """One prefill's part in the agreement; ends with `release`. Nothing here waits: `settle` says when to, and `look`
-    until when.
+    """The agreement for one prefill; ends with `release`. Nothing here blocks: `settle` says that the prefill has to
+    wait, `look` when the wait is over.
 
     Attributes:
-      claimed: what this process said it computes.
-      waited_s: for what other processes said they compute.
+      claimed: variants whose leases this process asked for and got.
+      waited_s: seconds waited for variants that other processes compute.
     """
 
     def __init__(self, claims: Claims, variants: VariantIndex, seconds_per_token: float | None) -> None:
@@ -41,8 +41,8 @@ class SharedPrefill:
         self._looked_at = self._next_look = self._pause_s = 0.0
 
     def settle(self, plan: PrefillPlan, known: Mapping[ChunkId, Sequence[VariantMeta]]) -> Agreement:
-        """Claims what the plan computes: "go" on with it; "plan" anew, for there are more variants now; or "wait" for
-        what others compute until `look` says so, and then plan anew."""
+        """Claims what the plan computes. Returns "go" to execute the plan, "plan" to plan again because there are more
+        variants now, or "wait" to wait for other processes until `look` is True and then plan again."""
         lengths = variants_to_compute(plan, known)
         wanted = [variant_id for variant_id in lengths if variant_id not in self.claimed]
         if not wanted or (self._longest_s is not None and self.waited_s >= self._longest_s):
@@ -50,13 +50,13 @@ class SharedPrefill:
         seconds = claim_s(sum(lengths.values()), self._seconds_per_token)
         won = self._claims.claim(wanted, seconds)
         self.claimed += map(VariantId, won)
-        # Only now, since others commit first and then give up their claims; it may also be known there for long.
+        # Only after claiming: others commit before they release their claims. Some may have been stored long ago.
         arrived = self._claims.committed(wanted)
         self._taken = self._claims.taken(wanted) - set(arrived)
         has_more = self._follow(arrived)
         if not self._taken:
             return "plan" if has_more else "go"
-        # Who has just won the first may be about to claim the others: these count once they are seen.
+        # The process that just won the first claim may be about to claim the rest: those count once they are seen.
         num_tokens = sum(lengths[VariantId(variant_id)] for variant_id in self._taken)
         longest_s = longest_shared_wait_s(num_tokens, self._seconds_per_token)
         self._longest_s = longest_s if self._longest_s is None else max(self._longest_s, longest_s)
@@ -66,8 +66,8 @@ class SharedPrefill:
         return "wait"
 
     def look(self) -> bool:
-        """True once everything that is waited for is there, or its owners gave up, or it takes too long. Asks the store
-        now and then only, however often it is called."""
+        """True once every awaited variant is stored or no longer claimed, or the wait took too long. Checks the store
+        only after a pause, however often it is called."""
         now = time.perf_counter()
         if now < self._next_look:
             return False
@@ -82,9 +82,9 @@ class SharedPrefill:
         return not self._taken or self.waited_s >= self._longest_s
 
     def release(self) -> None:
-        """Gives up all claims, those of variants that are being written as soon as they are."""
+        """Releases all claims; those of variants that are still being written, once they are written."""
         self._claims.release(self.claimed)
 
     def _follow(self, arrived: Sequence[str]) -> bool:
-        """Takes variants into the index; True if one was not there."""
+        """Adds variants to the index; True if one was new."""
         return self._variants.apply_changes(arrived, ())[0] > 0

@@ -1,8 +1,8 @@
-"""What a waiting request will have to compute, as an order that any process on the store may carry out: Shared
-RAG-DCache sec. III-B, the KV Cache Generator.
+"""What a queued request will have to compute, as an order that any process on the store may execute: Shared RAG-DCache
+sec. III-B, the KV Cache Generator.
 
-An order is advice. It says which chunks, and behind which; whether they are still missing, or another process computes
-them just now, is checked when it is carried out.
+An order is a hint. It names chunks and the chunks before them; whether they are still missing, or being computed by
+another process, is checked when it is executed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FROM_DOCUMENT = ("document_id", "version", "title", "source_id")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillOrder:
-    """Chunks to compute one behind the other, each of which is to be stored.
+    """Chunks to compute one behind the other and to store.
 
     Attributes:
-      chunks: the system prompt first, where there is one.
+      chunks: in prompt order, the system prompt first if there is one.
     """
 
     chunks: tuple[Chunk, ...]
@@ -40,7 +40,7 @@ class PrefillOrder:
 
     @property
     def key(self) -> VariantId:
-        """The variant that the last chunk will be; the same for all who need it."""
+        """The id of the last chunk's variant; equal for all requests that need it."""
         *before, last = (chunk.chunk_id for chunk in self.chunks)
         return make_variant_id(last, before, "exact")
 
@@ -56,10 +56,10 @@ class PrefillOrder:
 
     @staticmethod
     def decode(raw: bytes) -> PrefillOrder:
-        """What `encode` gave.
+        """Reads what `encode` returned.
 
         Raises:
-          ValueError: it is no such thing, or of another version of this program.
+          ValueError: not an order, or one of another version of the format.
         """
         try:
             value = json.loads(raw)
@@ -73,10 +73,10 @@ class PrefillOrder:
             raise ValueError(f"order: cannot make sense of it: {error!r}") from error
 
     def warming(self, *, max_model_len: int, vocab_size: int) -> Warming:
-        """The order as a warming of its passages, each behind those before it.
+        """A warming that computes the order's passages, each behind those before it.
 
         Raises:
-          RequestError: it does not fit this model.
+          RequestError: the order does not fit this model.
         """
         passages = self.chunks[self.has_system :]
         if not passages or not all(chunk.token_ids for chunk in self.chunks):
@@ -87,7 +87,7 @@ class PrefillOrder:
         if not all(0 <= token < vocab_size for chunk in self.chunks for token in chunk.token_ids):
             raise RequestError("order", f"wanted token ids from 0 to {vocab_size - 1}")
         ends = range(int(self.has_system) + 1, len(self.chunks) + 1)
-        # One token in place of a question: a prefill ends with one.
+        # One token in place of a question, which every prefill ends with.
         prompts = [Prompt(self.chunks[:end], self.has_system, self.chunks[end - 1].token_ids[-1:], 1) for end in ends]
         return Warming([_document(chunk) for chunk in passages], [(prompt,) for prompt in prompts])
 
@@ -95,12 +95,12 @@ class PrefillOrder:
 def order_for(
     prefill: CachedPrefill, variants: VariantIndex, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings
 ) -> PrefillOrder | None:
-    """What a request would have to compute of its passages if it ran now, None for nothing; may be asked beside a
+    """The passages that a request would have to compute if it ran now, None if there are none; may be called beside a
     running prefill.
 
-    It is the passages up to the last that is missing, in the prompt's own order (the paper's group of k documents),
-    whatever the mode: behind its own prefix a passage is reused as it is, while one that was computed behind the system
-    prompt alone has the highest CFO behind other passages (CacheCraft eq. 12 with beta' = 0).
+    The order has the passages up to the last missing one, in prompt order (the paper's group of k documents), whatever
+    the mode: behind its own prefix a passage is reused unchanged, while one computed behind the system prompt alone has
+    the highest CFO behind other passages (CacheCraft eq. 12 with beta' = 0).
     """
     if mode == "off":
         return None

@@ -1,5 +1,5 @@
-"""Warming as a part of a large job that several processes on one store take part in: who computes what is agreed by
-leases, and what was computed is on disk before it is called so."""
+"""Warming as part of a job that several processes on one store share: leases decide who computes what, and a variant
+counts as computed only once it is on disk."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ccjax.types import Chunk, VariantId
 logger = logging.getLogger(__name__)
 
 LEAST_CLAIM_S = 10.0
-"""A first prefill of a size may wait for its compilation, which no rate knows of."""
+"""The first prefill of a size may have to be compiled, which the measured rates do not include."""
 
 SharedStatus = Literal["present", "computed", "elsewhere", "no_room", "unwritten", "failed"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharedVariant:
-    """What came of one document of a shared warming.
+    """The result for one document of a shared warming.
 
     Attributes:
-      status: it was there; was computed here and is on disk; another process computes it just now; no tier took it; the
-        disk refused it; or computing raised.
-      computed_tokens: that ran through the model for it, with those of what it was compared with.
-      num_bytes: on disk, with its record; 0 unless it was computed.
-      reason: why it is not there; empty where it is.
+      status: stored before; computed here and on disk; being computed by another process; no tier had room; the disk
+        refused it; or computing raised.
+      computed_tokens: tokens that ran through the model for it, those of the variant it was compared with included.
+      num_bytes: bytes on disk, record included; 0 unless it was computed.
+      reason: why it is not stored; empty if it is.
     """
 
     status: SharedStatus
@@ -71,8 +71,8 @@ class SharedWarming:
         self._elsewhere: frozenset[str] = frozenset()
 
     def run(self, is_cancelled: IsCancelled | None = None) -> tuple[SharedVariant, ...]:
-        """Deals with all documents and waits for the disk; those that come after `is_cancelled` returned True are left
-        out of what is returned."""
+        """Processes all documents and waits for the disk; the result leaves out those after `is_cancelled` returned
+        True."""
         results: list[tuple[VariantId, SharedVariant]] = []
         try:
             with self._exclusive():
@@ -88,8 +88,8 @@ class SharedWarming:
             return tuple(self._confirmed(*result) for result in results)
 
     def _agree(self) -> None:
-        """Claims what is missing and adopts what others have stored meanwhile: a claim that they gave up may mean
-        that it is there."""
+        """Claims what is missing and adopts what other processes stored meanwhile: a claim that was released may mean
+        that the variant is stored."""
         prompts = [prompt for prompt in self._warming.prompts if self._documents.held_id(prompt) is None]
         wanted = list(dict.fromkeys(_variant_id(prompt.chunks) for prompt in prompts))
         if not wanted:
@@ -103,13 +103,13 @@ class SharedWarming:
         heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
         behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
         self._variants.apply_changes((*arrived, *behind), ())
-        # What was lost in a race belongs to another process, with all that comes behind it: it may be about to claim
-        # that. Where the disk cannot be asked, nothing is.
+        # A variant lost in a race is left to the winner, with all later ones, which it may be about to claim. If the
+        # disk does not respond, nothing counts as claimed elsewhere.
         if not self._claims.is_failing:
             self._elsewhere = frozenset(key for key in wanted if not self._claims.holds(key))
 
     def _heads(self, prompt: Prompt) -> list[tuple[Chunk, ...]]:
-        """Beginnings of a prompt, of which the last chunk may be stored."""
+        """The proper prefixes of a prompt; the last chunk of each may be stored."""
         return [prompt.chunks[:end] for end in range(1, len(prompt.chunks))]
 
     def _next(self, is_cancelled: IsCancelled | None) -> tuple[VariantId, SharedVariant]:
@@ -130,7 +130,7 @@ class SharedWarming:
                 result = SharedVariant(status, num_tokens, reason=why)
             except PrefillCancelledError:
                 raise
-            except Exception as error:  # one document's failure is no other's
+            except Exception as error:  # one document's failure must not affect the others
                 logger.warning("a document could not be computed: %r", error)
                 result = SharedVariant("failed", reason=f"{type(error).__name__}: {error}")
             finally:
@@ -140,17 +140,17 @@ class SharedWarming:
         return variant_id, result
 
     def _confirmed(self, variant_id: VariantId, result: SharedVariant) -> SharedVariant:
-        """The result, now that the disk has taken what it takes."""
+        """The result after the disk's queue was flushed."""
         if result.status != "computed":
             return result
         num_bytes = self._store.charge_bytes(DISK, variant_id)
         if num_bytes is None:
-            self._variants.discard(variant_id)  # it is not to pass for a stored one because memory has it
+            self._variants.discard(variant_id)  # a copy in memory must not count as stored
             return dataclasses.replace(result, status="unwritten", reason="the store did not take it")
         return dataclasses.replace(result, num_bytes=num_bytes)
 
 
 def _variant_id(chunks: Sequence[Chunk]) -> VariantId:
-    """That of the last chunk behind the others."""
+    """The id of the exact variant of the last chunk behind the others."""
     *before, last = (chunk.chunk_id for chunk in chunks)
     return make_variant_id(last, before, "exact")

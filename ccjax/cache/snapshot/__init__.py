@@ -1,10 +1,11 @@
 """Snapshots: a whole chunk-cache in a directory or bucket, to be restored elsewhere.
 
-TARGET/snapshot.json               written last, create-if-absent: this commits; see `index`
+TARGET/snapshot.json               written last, create-if-absent, which commits the snapshot; see `index`
 TARGET/parts/ID/00000/             an Orbax checkpoint of up to 128 MiB; ID is new for every save; see `packs`
-TARGET/parts/ID/00000/pack-00000/  one array [L, 2, sum of T, K, H]: variants one behind the other along T
+TARGET/parts/ID/00000/pack-00000/  one array [L, 2, sum of T, K, H]: variants concatenated along T
 
-KV is host memory on both sides, never a sharded device array, so the device mesh that computed it leaves no trace.
+KV is saved from and restored to host memory, never a sharded device array, so a snapshot does not depend on the device
+mesh.
 """
 
 from ccjax.cache.snapshot.cache import ChunkCache, open_cache

@@ -1,4 +1,4 @@
-"""What a snapshot is taken of and restored into: a store with its index, of a running engine or without any model."""
+"""The source and target of snapshots: a store and its index, of a running engine or opened without a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ccjax.store.tiered import TieredStore
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCache:
-    """A store, the index over it, and whose they are.
+    """A store, its index, and the identity that owns them.
 
     Attributes:
-      model: the model's name, for people; `identity` decides.
-      max_variants: variants that a restore may fill the index up to, None for any number.
+      model: the model's name, for display; `identity` decides.
+      max_variants: limit of variants in the index after a restore; None for no limit.
       exclusive: `with exclusive():` no other thread uses `variants`, which is not thread-safe.
     """
 
@@ -44,8 +44,8 @@ def kv_spec_of(config: LlamaConfig, dtype: str) -> KVSpec:
 def open_cache(
     url: str, *, kv_spec: KVSpec, identity: StoreIdentity, model: str, disk_bytes: int | None = None
 ) -> Iterator[ChunkCache]:
-    """The cache at a store URL, read and written without a model and without host memory for KV. What was restored is
-    on disk, with its `f_r`, when the block ends.
+    """The cache at a store URL, for use without a model and without host memory for KV. When the block ends, restored
+    variants and their `f_r` are on disk.
 
     Raises:
       ValueError, StoreUnavailableError, StoreIdentityError: as `TieredStore.open`.
@@ -61,6 +61,6 @@ def open_cache(
 
 
 def _policy_of(eviction: Any) -> str:
-    """The policy of the server that noted this, so that its notes outlast ours."""
+    """The policy of the server that saved this state, so that saving again keeps the state."""
     name = eviction.get("policy") if isinstance(eviction, dict) else None
     return name if isinstance(name, str) and name in POLICIES else DEFAULT_POLICY

@@ -1,7 +1,7 @@
-"""The one object that makes a snapshot: what is in it, whose it is, where each variant's KV lies.
+"""The index of a snapshot: its contents, its owner, and the location of each variant's KV.
 
-A format of our own and not Orbax's, because a commit must be a single atomic write, in a bucket too. Its sha256 guards
-every byte of it; the checksum of each variant in it guards the KV, of which Orbax returns a flipped byte in silence.
+Not an Orbax format, because the commit must be a single atomic write, also in a bucket. A sha256 protects every byte of
+the index; a checksum per variant protects the KV, because Orbax does not detect a flipped byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMAT = "ccjax-snapshot"
 FORMAT_VERSION = 1
 
 _KIND = "snapshot"
-_FOLDER = re.compile(r"[0-9a-f]{32}")  # it becomes part of a path
+_FOLDER = re.compile(r"[0-9a-f]{32}")  # strict, because it becomes part of a path
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SnapshotVariant:
 
     Attributes:
       frequency_reuse: CacheCraft sec. 3.3 `f_r` when the snapshot was taken.
-      checksum: of its KV `[L, 2, T, K, H]`.
+      checksum: checksum of its KV `[L, 2, T, K, H]`.
       pack, first_token: its KV is `[:, :, first_token : first_token + T]` of that pack.
     """
 
@@ -51,12 +51,12 @@ class SnapshotIndex:
     """A whole snapshot.
 
     Attributes:
-      model: the model's name; `model_fingerprint` and `namespace` (the tenant salt included) decide whose it is.
+      model: the model's name, for display; `model_fingerprint` and `namespace` (tenant salt included) are the identity.
       created_s: seconds since the epoch.
       folder: name of the folder below `parts/` that this snapshot uses.
       parts: the part of each pack.
       variants: hottest first.
-      uses: what eviction went by, as `VariantIndex.uses` has it.
+      uses: the uses that eviction ranks by, from `VariantIndex.uses`.
     """
 
     model: str
@@ -81,7 +81,7 @@ class SnapshotIndex:
         return sum(variant.record.num_tokens for variant in self.variants)
 
     def encode(self) -> bytes:
-        """Canonical JSON with a sha256 of itself."""
+        """Canonical JSON that contains the sha256 of its other fields."""
         body = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -93,10 +93,10 @@ class SnapshotIndex:
 
 
 def decode_index(raw: bytes, url: str) -> SnapshotIndex:
-    """The index in the bytes of `url`'s snapshot.json; a seal of keys is for `check_seal`.
+    """Parses the bytes of `url`'s snapshot.json; `check_seal` checks a seal.
 
     Raises:
-      SnapshotError: another format, a newer format version, or damaged.
+      SnapshotError: another format or format version, or damaged.
     """
     raw = body_of(raw)
     try:
@@ -116,7 +116,7 @@ def decode_index(raw: bytes, url: str) -> SnapshotIndex:
         checksum = body.pop("checksum")
         whole = {**body, "format": kind, "format_version": version}
         sound = checksum == hashlib.sha256(_canonical(whole)).hexdigest()
-        # Comparing the bytes again leaves no byte unchecked: not a space, not a second key of the same name.
+        # Comparing the encoded bytes also detects added spaces and duplicate keys.
         if not sound or _canonical({**whole, "checksum": checksum}) != raw:
             raise ValueError("its checksum failed")
         return _index(body)
@@ -128,7 +128,7 @@ def read_index(root: Root, url: str) -> tuple[SnapshotIndex, bytes]:
     """The index of the snapshot at `root`, and its bytes; `url` is for messages.
 
     Raises:
-      SnapshotError: there is no snapshot, or one that cannot be used.
+      SnapshotError: there is no snapshot, or no usable one.
       OSError: it cannot be read.
     """
     raw = root.read(KEY)
@@ -138,12 +138,12 @@ def read_index(root: Root, url: str) -> tuple[SnapshotIndex, bytes]:
 
 
 def sealed(index: SnapshotIndex, identity: StoreIdentity) -> bytes:
-    """The bytes of an index as they are written: with a seal where `identity` has keys."""
+    """The bytes to write for an index, with a seal if `identity` has keys."""
     return identity.seal(_KIND, "", index.encode())
 
 
 def check_seal(raw: bytes, identity: StoreIdentity, url: str) -> None:
-    """Raises SnapshotError where `identity` has keys and none of them sealed this index."""
+    """Raises SnapshotError if `identity` has keys and none of them sealed this index."""
     try:
         identity.unseal(_KIND, "", raw)
     except SealError as error:
@@ -151,13 +151,13 @@ def check_seal(raw: bytes, identity: StoreIdentity, url: str) -> None:
 
 
 def inspect_snapshot(where: str | Path) -> SnapshotIndex:
-    """What a snapshot holds, hottest variants first. Reads no KV and needs no model.
+    """The contents of a snapshot, hottest variants first. Reads no KV and needs no model.
 
     Args:
-      where: a path, or a URL as the store's: file:///path, s3://bucket/prefix, gs://bucket/prefix.
+      where: a path, or a URL in the store's format: file:///path, s3://bucket/prefix, gs://bucket/prefix.
 
     Raises:
-      SnapshotError: there is no snapshot, or one that cannot be used.
+      SnapshotError: there is no snapshot, or no usable one.
       ValueError, StoreUnavailableError: a bad URL; the directory or bucket cannot be read.
     """
     url = url_of(where)
@@ -165,7 +165,7 @@ def inspect_snapshot(where: str | Path) -> SnapshotIndex:
 
 
 def url_of(where: str | Path) -> str:
-    """The URL of a path; a URL stays as it is."""
+    """The URL of a path; a URL is returned unchanged."""
     return str(where) if "://" in str(where) else Path(where).absolute().as_uri()
 
 
@@ -188,7 +188,7 @@ def _index(body: dict[str, Any]) -> SnapshotIndex:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """`dataclasses.asdict` would copy every list of token ids."""
+    """As `dataclasses.asdict`, without recursion and without copying lists of token ids."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 

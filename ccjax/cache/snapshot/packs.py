@@ -1,9 +1,9 @@
-"""Parts of a snapshot: Orbax checkpoints of packs, in a directory or, by way of a temporary one, in a bucket.
+"""Parts of a snapshot: Orbax checkpoints of packs, in a directory, or staged in a temporary one for a bucket.
 
 A pack holds many variants because Orbax writes 5,000 arrays of 100 KB six times slower than the same bytes in arrays of
-16 MiB (60 s against 10 s here). Neither OCDBT nor compression: a pack is a file of its own then, so that of a part in a
-bucket only the wanted packs are fetched, and saving runs at the speed of plain files (0.5 s for 400 MB, 3.1 s with
-both). Orbax opens no `s3://`, and `gs://` only with gcsfs; staging each part works for both and needs neither.
+16 MiB (60 s against 10 s). Without OCDBT and compression, each pack is a file of its own: a restore from a bucket
+fetches only the packs it needs, and saving is as fast as plain files (0.5 s for 400 MB, 3.1 s with both). Orbax cannot
+open `s3://`, and `gs://` only with gcsfs; staging each part works for both without gcsfs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ccjax.store.objects import Root, for_each
 logger = logging.getLogger(__name__)
 
 TRANSFER_S = 600.0
-"""Longest wait for one file of a part on its way to or from a bucket; a dead connection shows much earlier."""
+"""Timeout for copying one file of a part to or from a bucket; a dead connection is detected much earlier."""
 
 
 class PackFolder:
@@ -39,14 +39,14 @@ class PackFolder:
 
     @property
     def is_local(self) -> bool:
-        """True for a directory, where a call that failed did nothing."""
+        """True for a directory, where a failed call has had no effect."""
         return self._directory is not None
 
     def write(self, part: int, packs: Mapping[int, np.ndarray]) -> None:
         """Stores a part durably: pack number -> array `[L, 2, tokens, K, H]`. No other process may write there.
 
         Raises:
-          OSError: the disk or bucket refused.
+          OSError: the disk or bucket rejected the write.
         """
         arrays = {_name(number): array for number, array in packs.items()}
         with self._naming("write", _part(part)):
@@ -60,10 +60,10 @@ class PackFolder:
                 self._upload(directory / _part(part), _part(part))
 
     def read(self, part: int, numbers: Collection[int]) -> dict[int, np.ndarray]:
-        """The arrays of these packs; what cannot be read, for whatever damage, is left out.
+        """The arrays of these packs; unreadable or damaged ones are left out.
 
         Raises:
-          StoreUnavailableError: the bucket does not answer.
+          StoreUnavailableError: the bucket does not respond.
         """
         if self._directory is not None:
             return _load(self._directory / _part(part), numbers)
@@ -100,7 +100,7 @@ class PackFolder:
     def _naming(self, verb: str, part: str) -> Iterator[None]:
         try:
             yield
-        except (ValueError, TimeoutError) as error:  # tensorstore has no others
+        except (ValueError, TimeoutError) as error:  # the only errors of tensorstore
             self._root.record_failure(error)
             reason = str(error).partition(" [")[0]  # without the whole HTTP response
             raise StoreUnavailableError(f"snapshot: cannot {verb} {self._prefix}/{part}: {reason}") from error
@@ -132,7 +132,7 @@ def _get(bucket: ts.KvStore, key: str, path: Path) -> None:
 
 
 def _is_wanted(key: str, packs: Collection[str]) -> bool:
-    """True for Orbax's own files and those of the packs; others may have put anything beside them."""
+    """True for Orbax's own files and those of the packs; False for other keys, which may lead outside the directory."""
     first, *rest = key.split("/")
     return (not rest or first in packs) and not {"", ".", ".."} & {first, *rest}
 
@@ -150,19 +150,19 @@ def _save(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _load(directory: Path, numbers: Iterable[int]) -> dict[int, np.ndarray]:
-    # One at a time: where one of several arrays is damaged, Orbax closes its event loop under the reads of the others.
+    # One at a time: if one of several arrays is damaged, Orbax closes its event loop while it reads the others.
     found: dict[int, np.ndarray] = {}
     with contextlib.closing(_checkpointer()) as checkpointer:
         for number in numbers:
             name = _name(number)
-            # What is asked for is only a hint to Orbax: it would not refuse another shape or dtype, and what is not
-            # there comes back as what was passed in, here 0.
+            # Orbax does not check the requested shape or dtype, and returns the value passed in, here 0, for an array
+            # that does not exist.
             args = ocp.args.PyTreeRestore(
                 {name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
             )
             try:
                 array = checkpointer.restore(directory, args=args)[name]
-            except Exception as error:  # damage shows as anything: OSError, ValueError, KeyError, a failed assertion
+            except Exception as error:  # damage may raise anything: OSError, ValueError, KeyError, AssertionError
                 logger.warning("snapshot: cannot read %s of %s: %s", name, directory, str(error).partition(" [")[0])
                 continue
             if isinstance(array, np.ndarray):
@@ -172,7 +172,7 @@ def _load(directory: Path, numbers: Iterable[int]) -> dict[int, np.ndarray]:
 
 @contextlib.contextmanager
 def _without_merge_warning() -> Iterator[None]:
-    """Orbax warns of every checkpoint without OCDBT that there is no OCDBT to merge."""
+    """Suppresses Orbax's warning, for every checkpoint without OCDBT, that there is no OCDBT to merge."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().count("Skipping merge of OCDBT checkpoints")
@@ -186,7 +186,7 @@ def _without_merge_warning() -> Iterator[None]:
 
 
 def _sync(directory: Path) -> None:
-    """Makes a finished checkpoint survive a power cut: Orbax leaves its own small files to the operating system."""
+    """Makes a finished checkpoint survive a power failure: Orbax does not sync its own small files."""
     for path in [*directory.rglob("*"), directory, directory.parent]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Brings a snapshot, or its hottest part, into a chunk-cache, beside an engine that serves."""
+"""Restores a snapshot, or its hottest part, into a chunk-cache while the engine serves."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class RestoreReport:
-    """What came of the variants of a snapshot; the six counts add up to all of them.
+    """Outcome for the variants of a snapshot; the six counts add up to all of them.
 
     Attributes:
       num_restored, restored_bytes: stored in host memory, on disk (written in the background), or both.
-      num_present: there already, and left as they are; of `f_r` the greater counts.
+      num_present: already in the cache, left unchanged; the greater `f_r` is kept.
       num_left_out: beyond `max_bytes`.
-      num_no_room: no tier, or not `max_variants`, had room without evicting anything; not read.
-      num_damaged: failed their check, or could not be read; logged, and never stored.
-      num_erased: of documents that were erased or invalidated after they were computed.
+      num_no_room: no tier had room without eviction, or `max_variants` was reached; usually not read.
+      num_damaged: failed their check or could not be read; logged, never stored.
+      num_erased: of documents that were erased or invalidated after the variants were computed.
     """
 
     url: str
@@ -54,12 +54,12 @@ def restore_snapshot(
 ) -> RestoreReport:
     """Stores the variants of a snapshot that the cache does not have, hottest first, each in every tier that has room.
 
-    Nothing that is there is evicted or overwritten. Every variant's KV is checked before it is stored.
+    Nothing is evicted or overwritten. Every variant's KV is checked before it is stored.
 
     Args:
-      where: a path, or a URL as the store's.
-      max_bytes: only the hottest variants whose KV together is no larger. Of the others nothing is read but what shares
-        a pack with them.
+      where: a path, or a URL in the store's format.
+      max_bytes: restore only the hottest variants whose KV fits into this. Of the others, only those that share a pack
+        with restored ones are read.
       progress: called with ("restore", bytes done, bytes in all).
 
     Raises:
@@ -96,7 +96,7 @@ class _Restorer:
         self._uses = uses
 
     def restore_part(self, part: int, variants: list[SnapshotVariant]) -> int:
-        """Restores variants that lie in one part; the bytes of their KV."""
+        """Restores the variants of one part; returns the bytes of their KV."""
         tickets: dict[str, StoreTicket] = {}
         try:
             for variant in self._absent(variants):
@@ -107,7 +107,7 @@ class _Restorer:
             packs = self._folder.read(part, sorted({variant.pack for variant in announced})) if announced else {}
             stored = [variant for variant in announced if self._store(variant, packs, tickets)]
         finally:
-            for ticket in tickets.values():  # none unless something was raised
+            for ticket in tickets.values():  # none are left unless something was raised
                 self._cache.store.complete_store(ticket, None)
         with self._cache.exclusive():
             taken = ((variant.record, variant.frequency_reuse) for variant in stored)
@@ -115,7 +115,7 @@ class _Restorer:
         return sum(variant.record.num_bytes for variant in variants)
 
     def _absent(self, variants: Sequence[SnapshotVariant]) -> list[SnapshotVariant]:
-        """Those that the index does not know, without the erased ones; the `f_r` of the known ones is adopted."""
+        """The variants that the index does not have, without erased ones; adopts the `f_r` of those it has."""
         index, limit = self._cache.variants, self._cache.max_variants
         with self._cache.exclusive():
             present = [variant for variant in variants if variant.record.variant_id in index]
@@ -128,7 +128,7 @@ class _Restorer:
         return new
 
     def _announce(self, variant: SnapshotVariant, num_announced: int) -> StoreTicket | None:
-        """Room for the variant; None where there is none, or nothing to do."""
+        """A ticket to store the variant; None if there is no room, or nothing to store."""
         store = self._cache.store
         if not _is_whole(variant.record):
             logger.warning(
@@ -140,7 +140,7 @@ class _Restorer:
             self._report.num_no_room += 1
             return None
         ticket = store.prepare_store(variant.record)
-        if ticket.exists:  # a request has just computed it
+        if ticket.exists:  # a request has computed it meanwhile
             self._report.num_present += 1
         elif set(ticket.tiers) <= ticket.shortfall_bytes.keys():
             self._report.num_no_room += 1
@@ -161,7 +161,7 @@ class _Restorer:
         elif took:
             report.num_restored += 1
             report.restored_bytes += record.num_bytes
-        else:  # others filled it meanwhile
+        else:  # the space was taken meanwhile
             report.num_no_room += 1
         return bool(took)
 
@@ -184,7 +184,7 @@ def _check_identity(index: SnapshotIndex, cache: ChunkCache, url: str) -> None:
 
 
 def _hottest(variants: Iterable[SnapshotVariant], max_bytes: int | None) -> Iterator[SnapshotVariant]:
-    """In the order they come in, each one that still fits."""
+    """Yields, in the given order, each variant that still fits into `max_bytes`."""
     left = max_bytes
     for variant in variants:
         if left is None:
@@ -195,13 +195,13 @@ def _hottest(variants: Iterable[SnapshotVariant], max_bytes: int | None) -> Iter
 
 
 def _is_whole(record: ShardRecord) -> bool:
-    """True when an index can use the record, and its id is that of what it says."""
+    """True if an index can use the record, and its id matches its content."""
     meta = meta_from_record(record, 0.0)
     return meta is not None and meta.variant_id == make_variant_id(meta.chunk_id, meta.prefix_ids, meta.fidelity)
 
 
 def _cut(packs: Mapping[int, np.ndarray], variant: SnapshotVariant, kv_spec: KVSpec, digest: str) -> np.ndarray | None:
-    """The variant's KV `[L, 2, T, K, H]`; None unless it is what was saved."""
+    """The variant's KV `[L, 2, T, K, H]`; None unless it has the saved shape, dtype and checksum."""
     pack, shape = packs.get(variant.pack), kv_spec.shape(variant.record.num_tokens)
     if pack is None or pack.ndim != len(shape) or pack.dtype != kv_spec.np_dtype:
         return None

@@ -1,4 +1,4 @@
-"""Takes a snapshot of a chunk-cache, beside an engine that serves."""
+"""Takes a snapshot of a chunk-cache while the engine serves."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from ccjax.store.spec import ShardRecord
 logger = logging.getLogger(__name__)
 
 PACK_BYTES = 16 << 20
-"""Variants share an array up to this size; a larger one has its own. What a restore reads is rounded up to it."""
+"""Variants share an array up to this size; a larger one has its own. A restore reads whole packs."""
 
 PART_BYTES = 128 << 20
-"""Packs share a checkpoint up to this size. Saving and restoring hold one of them in memory, saving twice: Orbax copies
+"""Packs share a checkpoint up to this size. Saving and restoring hold one in memory, saving twice because Orbax copies
 what it writes."""
 
 LEFT_OVER_AGE_S = 24 * 3600.0
-"""Parts of killed saves go at the next save to the same place once they are this old: no save takes that long."""
+"""The next save to the same target deletes parts of killed saves that are this old; no save takes longer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a snapshot contains.
+    """Contents of a saved snapshot.
 
     Attributes:
-      num_evicted: variants that went out of the store between the listing and their turn.
-      num_damaged: variants that the store could not read soundly; logged and left out.
+      num_evicted: variants that left the store after they were listed and before they were read.
+      num_damaged: variants that failed the store's check; logged and left out.
     """
 
     url: str
@@ -56,19 +56,19 @@ def save_snapshot(
     cache: ChunkCache, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
 ) -> SaveReport:
     """Writes all variants of the cache, hottest first, with their metadata and `f_r`. A reader finds the whole snapshot
-    or none, whenever the process is killed.
+    or none, even if the process is killed.
 
-    Variants are listed at one moment and then read pack by pack, pinned meanwhile; what was computed after that moment
-    is not in. Beside the cache, twice `PART_BYTES` are in memory, or twice the largest variant.
+    Variants are listed once and then read pack by pack, each pack pinned while it is read; variants computed after the
+    listing are not included. Needs twice `PART_BYTES` of memory besides the cache, or twice the largest variant.
 
     Args:
-      where: an absent or empty directory, or prefix of a bucket: a path or a URL as the store's.
-      overwrite: take the place of a snapshot that is there, which stays until the new one is whole.
+      where: an absent or empty directory or bucket prefix, as a path or a URL in the store's format.
+      overwrite: replace an existing snapshot, which stays until the new one is complete.
       progress: called with ("save", bytes done, bytes in all).
 
     Raises:
-      SnapshotError: there is a snapshot already, or something else; the store is encrypted, which a snapshot is not.
-      ValueError, StoreUnavailableError: a bad URL; the target cannot be written, or the store not read.
+      SnapshotError: the target holds a snapshot, or anything else; or the store is encrypted, which a snapshot is not.
+      ValueError, StoreUnavailableError: a bad URL; the target cannot be written, or the store cannot be read.
     """
     if cache.identity.cipher is not None:
         raise SnapshotError(
@@ -77,7 +77,7 @@ def save_snapshot(
     url = url_of(where)
     root = open_root(url)
     replaced = _check_target(root, url, overwrite)
-    cache.store.flush()  # what is still on its way to the disk has no record yet
+    cache.store.flush()  # queued writes have no record yet
     with cache.exclusive():
         held = hottest_first(cache.variants)
         frequencies: dict[str, float] = {meta.variant_id: meta.frequency_reuse for meta in held}
@@ -91,7 +91,7 @@ def save_snapshot(
         for part in _groups(_groups(listed, PACK_BYTES, lambda record: record.num_bytes), PART_BYTES, _sum_bytes):
             writer.write(folder, part)
         raw = sealed(writer.index(name, uses), cache.identity)
-        is_unsure = not folder.is_local  # a bucket that falls silent during the commit may have taken it
+        is_unsure = not folder.is_local  # a bucket that stops responding during the commit may have accepted it
         if overwrite:
             root.replace(KEY, raw)
         elif not root.create(KEY, raw):
@@ -102,7 +102,7 @@ def save_snapshot(
             with contextlib.suppress(OSError):
                 folder.delete()
         raise
-    with contextlib.suppress(OSError):  # the snapshot is whole; the next save to this place tries again
+    with contextlib.suppress(OSError):  # the snapshot is complete; the next save to this target tries again
         _sweep(root, name, replaced)
     return SaveReport(
         url, len(writer.variants), writer.num_bytes, num_evicted=writer.num_evicted, num_damaged=writer.num_damaged
@@ -110,7 +110,7 @@ def save_snapshot(
 
 
 class _Writer:
-    """Writes parts and keeps account of them."""
+    """Writes parts and collects the index of their variants."""
 
     def __init__(
         self, cache: ChunkCache, frequencies: dict[str, float], total_bytes: int, progress: Progress | None
@@ -128,7 +128,7 @@ class _Writer:
         self._report()
 
     def write(self, folder: PackFolder, part: list[list[ShardRecord]]) -> None:
-        """Reads the variants of one part, pack by pack, and writes it."""
+        """Reads the variants of one part, pack by pack, and writes the part."""
         number = self._parts[-1] + 1 if self._parts else 0
         packs: dict[int, np.ndarray] = {}
         for records in part:
@@ -156,7 +156,7 @@ class _Writer:
         )
 
     def _read(self, records: list[ShardRecord]) -> Iterator[tuple[ShardRecord, np.ndarray]]:
-        """The KV `[L, 2, T, K, H]` of those that are there and sound."""
+        """Yields the KV `[L, 2, T, K, H]` of the variants that are still stored and undamaged."""
         store = self._cache.store
         num_layers = store.kv_spec.num_layers
         ticket = store.prepare_load(record.variant_id for record in records)
@@ -172,7 +172,7 @@ class _Writer:
                     logger.warning("snapshot: left out: %s", error)
                     self.num_damaged += 1
         finally:
-            store.complete_load(ticket, ok=False)  # a snapshot moves nothing into host memory
+            store.complete_load(ticket, ok=False)  # a snapshot must not change placement
 
     def _pack(self, found: list[tuple[ShardRecord, np.ndarray]]) -> np.ndarray:
         spec = self._cache.store.kv_spec
@@ -193,7 +193,7 @@ class _Writer:
 
 
 def _check_target(root: Root, url: str, overwrite: bool) -> str | None:
-    """The folder of the snapshot that is to be replaced, if there is a sound one."""
+    """The folder of the snapshot to be replaced, if there is a valid one."""
     strangers = [name for name in root.names("") if name not in (KEY, PARTS) and not name.startswith(".probe-")]
     if strangers:
         raise SnapshotError(f"snapshot: wanted an absent or empty directory or prefix, got {url} with {strangers[0]!r}")
@@ -212,7 +212,7 @@ _Item = TypeVar("_Item")
 
 
 def _groups(items: Iterable[_Item], limit_bytes: int, num_bytes: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Consecutive items that together stay within the limit; one that is larger comes alone."""
+    """Groups consecutive items up to the limit; a larger item is a group of its own."""
     group: list[_Item] = []
     group_bytes = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""The architecture that a GGUF file's metadata describes. Reads no weight but the divisors of RoPE's frequencies."""
+"""The architecture that a GGUF file's metadata describes. Of the tensors it reads only the RoPE frequency divisors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ccjax.models.llama3.gguf_names import EXPERTS, OUTPUT, ROPE_FACTORS
 from ccjax.models.llama3.leaves import CheckpointError
 
 _LLAMA3_1 = (1.0, 4.0, 8192)
-"""Low and high frequency factor and original length of Llama 3.1 to 3.3; the divisors alone leave one of them open."""
+"""Low and high frequency factor and original length of Llama 3.1 to 3.3; the divisors alone do not determine all
+three."""
 _TOLERANCE = 1e-4
 
 
@@ -20,7 +21,7 @@ def config_of(file: GgufFile) -> LlamaConfig:
     """The architecture of a model.
 
     Raises:
-      CheckpointError: a key is missing or no such value is supported; the message names file and key.
+      CheckpointError: a key is missing or its value is not supported; the message names file and key.
     """
     architecture = file.get("general.architecture", str)
     if architecture != "llama":
@@ -69,7 +70,7 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _check_counts(file: GgufFile, num_layers: int, num_experts: int) -> None:
-    """Refuses numbers that no tensors stand for: what is made for each layer and expert must not be made for 2^32."""
+    """Rejects counts of layers and experts beyond the file's tensors, so that nothing is allocated for 2^32 of them."""
     if num_layers > len(file.tensors):
         wanted = f"no more than the file's {len(file.tensors)} tensors"
         raise CheckpointError(f"{file.path}: llama.block_count: wanted {wanted}, got {num_layers}")
@@ -85,7 +86,7 @@ def _require(file: GgufFile, key: str, got: object, wanted: object) -> None:
 
 
 def _plain(value: float) -> float:
-    """The decimal number that was rounded to float32: 1e-5 for 9.999999747378752e-06, as config.json would have it."""
+    """The decimal number that was rounded to float32: 1e-5 for 9.999999747378752e-06, as in a config.json."""
     return float(str(np.float32(value)))
 
 
@@ -119,13 +120,13 @@ def _rope_scaling(file: GgufFile, head_dim: int, theta: float) -> RopeScaling | 
 
 
 def _scaling_of(divisors: np.ndarray, head_dim: int, theta: float) -> RopeScaling | None:
-    """The frequency scaling of Llama 3.1 that has these divisors; None where all are one.
+    """The Llama 3.1 frequency scaling with these divisors; None if all are one.
 
-    With wave length w, smooth = (original / w - low) / (high - low): a frequency is divided by 1 where smooth > 1, by
-    `factor` where it is < 0, and multiplied by (1 - smooth) / factor + smooth between.
+    With wavelength w, smooth = (original / w - low) / (high - low): a frequency is unchanged if smooth > 1, divided by
+    `factor` if smooth < 0, and multiplied by (1 - smooth) / factor + smooth in between.
 
     Raises:
-      ValueError: there is none.
+      ValueError: no such scaling has these divisors.
     """
     if not (np.isfinite(divisors).all() and (divisors >= 1 - _TOLERANCE).all()):
         raise ValueError(f"wanted divisors of 1 and more, got {divisors.min()} to {divisors.max()}")
@@ -136,7 +137,7 @@ def _scaling_of(divisors: np.ndarray, head_dim: int, theta: float) -> RopeScalin
     candidates = [_LLAMA3_1]
     between = (divisors > 1 + _TOLERANCE) & (divisors < factor * (1 - _TOLERANCE))
     if between.sum() >= 2:
-        # smooth is a line over 1 / w; it leaves a common factor open, and low = 1 is taken.
+        # smooth is linear in 1 / w, which determines the scaling up to a common factor; we set low = 1.
         smooth = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
         slope, start = np.polyfit(1 / waves[between], smooth, 1)
         if slope > 0 > start:

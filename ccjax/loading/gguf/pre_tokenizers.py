@@ -1,6 +1,6 @@
-"""How text is cut into words before BPE, by the name in `tokenizer.ggml.pre`; GGUF has the name alone.
+"""Pre-tokenizers, which split text into words before BPE, by the name in `tokenizer.ggml.pre`: GGUF has only the name.
 
-The expressions are those of the models' own tokenizer.json, or llama.cpp's for "default", which stands for none.
+The expressions are from the models' own tokenizer.json, or llama.cpp's for "default", which is used without a name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DEEPSEEK_V3 = (
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """How words are cut and looked up.
+    """How text is split into words and words are looked up.
 
     Attributes:
-      patterns: each cuts what those before have left into its matches and what is between them.
-      ignore_merges: a word that is in the vocabulary is its token, whatever merges there are.
-      add_bos: a prompt starts with bos where the metadata does not say.
+      patterns: applied in order; each splits the pieces so far into its matches and the text between them.
+      ignore_merges: a word in the vocabulary becomes one token, whatever the merges.
+      add_bos: whether prompts start with bos if the metadata does not say.
     """
 
     patterns: tuple[str, ...]

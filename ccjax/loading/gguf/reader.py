@@ -1,4 +1,4 @@
-"""GGUF files through the `gguf` package's reader, with every length checked against the file's size first."""
+"""Reads GGUF files with the `gguf` package, after checking every length against the file's size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUPPORTED_TYPES = tuple(
     for name in "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 )
 _MOST_VALUES = 1 << 23
-"""Values in a header. The reader keeps an object for each, some 150 bytes; Llama 3's vocabulary makes 800,000."""
+"""Limit of values in a header: the reader keeps some 150 bytes for each. Llama 3's vocabulary has 800,000."""
 _MOST_AXES = 4
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _KINDS = {
@@ -39,8 +39,8 @@ class GgufFile:
     """An open GGUF file, or all parts of a split one.
 
     Attributes:
-      paths: the file, or its parts in their order.
-      tensors: name -> the part that it is in, and the tensor; its data is mapped into memory, not read.
+      paths: the file, or its parts in order.
+      tensors: name -> the part that it is in, and the tensor, whose data is memory-mapped.
     """
 
     paths: tuple[Path, ...]
@@ -49,20 +49,20 @@ class GgufFile:
 
     @property
     def path(self) -> Path:
-        """What messages name: the file, or the first part, which has the metadata."""
+        """The file, or the first part, which has the metadata; used in messages."""
         return self.paths[0]
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, and without the number of a part."""
+        """The file's name without extension and part number."""
         part = _PART.fullmatch(self.path.name)
         return part[1] if part else self.path.stem
 
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """The metadata under `key`, or the default where there is none.
+        """The metadata under `key`, or the default.
 
         Raises:
-          CheckpointError: it is of another kind, or there is neither it nor a default.
+          CheckpointError: it has another type, or there is neither a value nor a default.
         """
         value = self.find(key, kind)
         value = default if value is None else value
@@ -71,10 +71,10 @@ class GgufFile:
         return value
 
     def find(self, key: str, kind: type[Value]) -> Value | None:
-        """The metadata under `key`, or None where there is none.
+        """The metadata under `key`, or None.
 
         Raises:
-          CheckpointError: it is of another kind.
+          CheckpointError: it has another type.
         """
         value: Any = self._contents(key)
         if kind is float and type(value) is int:
@@ -84,10 +84,10 @@ class GgufFile:
         return value
 
     def find_all(self, key: str, kind: type[Value]) -> list[Value] | None:
-        """The array under `key`, or None where there is none.
+        """The array under `key`, or None.
 
         Raises:
-          CheckpointError: it is no array of that kind.
+          CheckpointError: it is not an array of that type.
         """
         values = self._contents(key)
         if values is not None and not (isinstance(values, list) and all(type(value) is kind for value in values)):
@@ -103,13 +103,13 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Opens a GGUF file; one named NAME-00001-of-0000N.gguf with all of its parts, which are beside it.
+    """Opens a GGUF file; one named NAME-00001-of-0000N.gguf together with its other parts in the same directory.
 
-    No tensor is read.
+    Reads no tensor.
 
     Raises:
-      CheckpointError: a file is missing, is not a GGUF or is truncated, a part does not fit the others, or a tensor has
-        a type that is not supported.
+      CheckpointError: a file is missing, is not a GGUF file or is truncated, a part does not match the others, or a
+        tensor has an unsupported type.
     """
     match = _PART.fullmatch(path.name)
     if match is None:
@@ -167,10 +167,10 @@ def _read(path: Path) -> _CheckedReader:
 
 
 class _CheckedReader(gguf.GGUFReader):
-    """The package's reader, which takes the file's lengths at their word.
+    """The package's reader, which does not check the file's lengths, with checks.
 
-    What is read of a header goes through `_get` or `_texts`, where bounds are checked. Plain buffers take the place of
-    slices of `np.memmap`, and arrays are read in one go: SmolLM2's header takes 0.2 s for 4.7.
+    All reads of a header go through `_get` or `_texts`, which check bounds. They use plain buffers instead of slices of
+    `np.memmap`, and read arrays at once: SmolLM2's header takes 0.2 s instead of 4.7 s.
     """
 
     _num_values = 0
@@ -199,7 +199,7 @@ class _CheckedReader(gguf.GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _texts(self, start: int, count: int) -> tuple[list[memoryview], int]:
-        """The texts of an array, which is most of a header, and where they end."""
+        """The strings of an array, which make up most of a header, and the offset of their end."""
         content, size, texts = self.data.data, self.data.size, []
         self._count(count)
         for _ in range(count):

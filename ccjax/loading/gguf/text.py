@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a GGUF file, of the same classes as those of a Hugging Face directory."""
+"""Tokenizer and chat template of a GGUF file, in the same classes as those of a Hugging Face directory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The `tokenizer.ggml.*` metadata of a GGUF file as tokenizer.json and the files beside it. Encodes no text itself.
+"""Converts the `tokenizer.ggml.*` metadata of a GGUF file to tokenizer.json and its companion files.
 
-Ids are llama.cpp's for plain text and for control tokens in trusted text.
+Token ids equal llama.cpp's for plain text and for control tokens in trusted text.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ENDS = (
     "<EOT>",
     "<|end_of_text|>",
 )
-"""Control tokens that end an answer in llama.cpp whatever the metadata says."""
+"""Control tokens that end an answer in llama.cpp regardless of the metadata."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What the metadata says.
+    """The vocabulary in Hugging Face's terms.
 
     Attributes:
-      definition: as in tokenizer.json.
-      settings: as in tokenizer_config.json, with the chat template.
+      definition: content of tokenizer.json.
+      settings: content of tokenizer_config.json, with the chat template.
       eos_ids: tokens that end an answer.
     """
 
@@ -50,7 +50,7 @@ class Vocabulary:
     eos_ids: tuple[int, ...]
 
     def files(self) -> dict[str, str]:
-        """The same as files of a Hugging Face directory: name -> content."""
+        """The files of a Hugging Face directory: name -> content."""
         return {
             "tokenizer.json": json.dumps(self.definition, ensure_ascii=False),
             "tokenizer_config.json": json.dumps(self.settings, ensure_ascii=False, indent=1) + "\n",
@@ -59,10 +59,10 @@ class Vocabulary:
 
 
 def vocabulary_of(file: GgufFile) -> Vocabulary | None:
-    """The vocabulary of a model, or None where the file has none.
+    """The vocabulary of a model, or None if the file has none.
 
     Raises:
-      CheckpointError: a key is missing, or no such value is supported; the message names file and key.
+      CheckpointError: a key is missing, or its value is not supported; the message names file and key.
     """
     kind = file.find(f"{_KEY}model", str)
     if kind in (None, "no_vocab", "none"):
@@ -123,7 +123,7 @@ def _special_ids(file: GgufFile, tokens: Sequence[str], defaults: Mapping[str, i
 
 
 def _byte_level(file: GgufFile, ids: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """GPT-2's BPE over bytes: its model, its steps, and whether prompts start with bos."""
+    """GPT-2's byte-level BPE: its model, its processing steps, and whether prompts start with bos by default."""
     name = file.get(f"{_KEY}pre", str, "default")
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
@@ -155,14 +155,14 @@ def _byte_level(file: GgufFile, ids: Mapping[str, int]) -> tuple[dict[str, Any],
 def _sentence_piece(
     file: GgufFile, tokens: Sequence[str], ids: Mapping[str, int], types: Sequence[int], unknown: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """SentencePiece's BPE, whose merges follow from the scores; characters without a token become their bytes."""
+    """SentencePiece's BPE, as `_byte_level`; merges follow from the scores, characters without a token become bytes."""
     scores = file.find_all(f"{_KEY}scores", float)
     scores = [0.0] * len(tokens) if scores is None else scores
     _same_length(file, "scores", scores, tokens)
     order = sorted((n for n in range(len(tokens)) if types[n] in _IN_TEXT), key=lambda n: (-scores[n], n))
     in_text = {tokens[number] for number in order}
     longest = max(map(len, tokens))
-    if longest > _MOST_LETTERS:  # the number of cuts, each of this length, is its square
+    if longest > _MOST_LETTERS:  # splitting a token in every place takes time quadratic in its length
         raise CheckpointError(f"{file.path}: {_KEY}tokens: wanted at most {_MOST_LETTERS} characters, got {longest}")
     merges = [
         (token[:cut], token[cut:])
@@ -202,7 +202,7 @@ def _bpe(ids: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> dict[str,
 
 
 def _added(tokens: Sequence[str], types: Sequence[int], control: set[int]) -> list[dict[str, Any]]:
-    """Tokens that are found in trusted text before words are cut; those in `control` are whatever their type says."""
+    """Tokens matched in trusted text before it is split into words; those in `control` always, whatever their type."""
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = []
     for number, token in enumerate(tokens):

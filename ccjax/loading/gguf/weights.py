@@ -1,4 +1,4 @@
-"""Weights of a GGUF file: checked, dequantised tensor by tensor, in the order of rows that the model has."""
+"""Weights of a GGUF file: checked, dequantised tensor by tensor, with rows in the model's order."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def load_gguf(
     put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
     sharding: Placing | None = None,
 ) -> Params:
-    """The weights of a GGUF file, dequantised to float32 and cast to `dtype`.
+    """Loads the weights of a GGUF file, dequantised to float32 and cast to `dtype`.
 
-    Beside the finished leaves one tensor at a time is in memory, and of a layer's experts one of these; with `sharding`
+    Besides the finished leaves, one tensor at a time is in memory, or one of a layer's experts; with `sharding` only
     the rows that one device needs. The arguments are those of `ccjax.models.llama3.convert.load_params`.
 
     Raises:
@@ -72,15 +72,15 @@ def load_gguf(
 
 
 def lossless_dtype(file: GgufFile) -> str:
-    """The dtype that keeps every digit of a file's weights: "bfloat16" where all are, else "float32"."""
+    """The dtype that stores a file's weights without loss: "bfloat16" if all tensors are, else "float32"."""
     kinds = {tensor.tensor_type for _, tensor in file.tensors.values()}
     return "bfloat16" if kinds == {GGMLQuantizationType.BF16} else "float32"
 
 
 class _Dequantised:
-    """A tensor that is dequantised where it is sliced.
+    """A tensor that is dequantised when it is sliced.
 
-    Rows are cut, and put in order, while they are quantised; blocks lie within a row, so columns are cut behind that.
+    Rows are selected and reordered before dequantisation, columns after it, because quantised blocks span columns.
     """
 
     def __init__(self, tensor: ReaderTensor, order: np.ndarray | None):
@@ -93,5 +93,5 @@ class _Dequantised:
             rows = [self._order[rows[0]]]
         kept = self._tensor.data[tuple(rows)]
         if kept.dtype == np.float32:
-            return kept[..., columns].copy()  # an array of JAX may lie in NumPy's memory, which here is the file's
+            return kept[..., columns].copy()  # a JAX array may share NumPy's memory, which here is the mapped file
         return gguf.dequantize(kept, self._tensor.tensor_type)[..., columns]

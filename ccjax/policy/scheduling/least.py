@@ -1,4 +1,4 @@
-"""Keys in order of a rank that may change."""
+"""Keys ordered by ranks that may change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Key = TypeVar("Key", bound=Any)
 
 
 class LeastFirst(Generic[Key]):
-    """A heap of keys; `put` and `discard` cost O(log n) amortised, for outdated entries are left in the heap until they
+    """A heap of keys; `put` and `discard` cost O(log n) amortised, because outdated entries stay in the heap until they
     surface or outnumber the others. Equal ranks are ordered by key."""
 
     def __init__(self) -> None:
@@ -20,19 +20,19 @@ class LeastFirst(Generic[Key]):
         return len(self._ranks)
 
     def put(self, key: Key, rank: Any) -> None:
-        """Adds the key, or gives it another rank."""
+        """Adds the key, or changes its rank."""
         if self._ranks.get(key) != rank:
             self._ranks[key] = rank
             heapq.heappush(self._heap, (rank, key))
             self._compact()
 
     def discard(self, key: Key) -> None:
-        """Removes the key where it is held."""
+        """Removes the key if it is held."""
         if self._ranks.pop(key, None) is not None:
             self._compact()
 
     def least(self) -> tuple[Any, Key] | None:
-        """The least rank and its key; None where nothing is held."""
+        """The least rank and its key; None if nothing is held."""
         while self._heap:
             rank, key = self._heap[0]
             if self._ranks.get(key) == rank:

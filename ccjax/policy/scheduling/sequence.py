@@ -1,4 +1,4 @@
-"""What the scheduler keeps of one sequence."""
+"""The scheduler's state of one sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ScheduledSequence:
       place: its arrival number within its flow.
       tag: its finish tag in the fair order, fixed when it is first admitted.
       tokens_left: tokens still to prefill.
-      unserved_tokens: tokens not yet counted as service in the fair order; recomputing after a preemption is no
-        service.
+      unserved_tokens: tokens not yet counted as service in the fair order; recomputation after a preemption does not
+        count.
       num_answered: tokens generated so far.
       last_token_s: when the last of them was sampled, or when a decode step had no page for it.
       is_alone: it shares no step with other sequences.
@@ -94,8 +94,7 @@ class ScheduledSequence:
             self.unserved_tokens = work.prefill_tokens
 
     def steps_left(self, costs: StepCosts) -> float:
-        """Estimated decode steps until it finishes: the usual answer length, or at least one if it is longer
-        already."""
+        """Estimated decode steps until it reaches the usual answer length; at least one."""
         most = self.work.max_new_tokens
         usual = most if costs.answer_tokens is None else min(most, costs.answer_tokens)
         return max(1.0, usual - self.num_answered)

@@ -1,4 +1,4 @@
-"""The reuse strategies by exact name. To add one, write its file and list it here and in `ccjax.policy.settings`."""
+"""The reuse strategies by name. To add one, write its module and list it here and in `ccjax.policy.settings`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`auto`: recomputes a bounded share of a prompt's tokens: those whose KV was measured to change most with the context,
 wherever they are.
 
-Uses CacheBlend's signal, the deviation of KV (sec. 4.2), but as measured when a chunk was computed behind a second
-prefix: so it costs nothing while a request waits, and it is known for all layers.
+Uses CacheBlend's signal, the deviation of KV (sec. 4.2), but measured earlier, when a chunk was computed behind a
+second prefix: this adds no latency to a request, and covers all layers.
 """
 
 from __future__ import annotations

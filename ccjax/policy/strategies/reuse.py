@@ -1,4 +1,4 @@
-"""`reuse`: the best variant as it is, nothing recomputed; the naive baseline of CacheCraft fig. 8b. Never fixes."""
+"""`reuse`: reuses the best variant unchanged; the naive baseline of CacheCraft fig. 8b. Never fixes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`set`: reuses the longest stored path of chunks that are in the prompt, in any order (CacheCraft sec. 5.1.4
-SET-CACHE). Never fixes: chunks in other places than on their path keep their KV."""
+SET-CACHE). Never fixes: a chunk at another position than on its path is reused unchanged."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def decide(
     """The chunks of the longest path unchanged, all others computed.
 
     The paper reorders chunks and then "finds the longest exact prefix match". Reading: the prompt keeps its order, and
-    a path is a chain of exact variants, each behind exactly those before it, that begins with the system prompt where
-    the prompt has one. Longest by tokens; of equals the one that leaves the prompt's order last.
+    a path is a chain of exact variants, each behind exactly those before it, that begins with the system prompt if the
+    prompt has one. Longest by tokens; among equals the first in lexicographic order of the chunks' positions.
     """
     if mode == "exact":
         return decide_prefix(chunks, candidates, mode, settings)
