@@ -227,7 +227,7 @@ class ReuseReport:
       calibrated: a calibration of this model determined how much was recomputed; False also for exact reuse.
       quality_target: share of full prefill's answers to keep, as set by the request or the calibration.
       quality_bound: share that the calibration showed to be kept, with its confidence; 1 if reuse was exact, None if
-        unknown.
+        unknown, as for passages that were not prepared if the calibration used prepared ones.
     """
 
     mode: ReuseMode

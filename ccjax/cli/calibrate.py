@@ -2,7 +2,8 @@
 
 Answers the questions with full prefill and with each strategy at several shares and alphas, with and without the focus
 cut, and writes the shares of kept answers to calibration.json beside the model. In mode bounded, servers then recompute
-no less than that, and use exact reuse only for a strategy that cannot keep the target.
+no less than that. If no share up to 30 % keeps the target, they serve as without a calibration and report what was
+measured; a request with a target of its own is answered with exact reuse.
 
 Exit codes: 0 done; 1 done, but some strategy cannot keep the target; 2 refused.
 """
@@ -39,6 +40,7 @@ ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
 DEVIATIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 BY_ALPHA = ("auto", "deviation", "cachecraft", "legolink", "h2o", "random")
 """Strategies that recompute according to CacheCraft eq. 12 unless a share is forced."""
+BY_TOKEN = "agreement"
 ANSWERED = 0.5
 """A question on which full prefill scores less counts as not answered."""
 
@@ -75,7 +77,8 @@ def _run(args: argparse.Namespace) -> int:
     check_writable("output", output)
     with bars() as progress:
         ways = ways_of(args.strategies, args.focus_windows, args.focus_rule)
-        outcomes = run(args, model, questions, ways, [args.cached], progress, "calibrating")
+        by_token = args.score == BY_TOKEN
+        outcomes = run(args, model, questions, ways, [args.cached], progress, "calibrating", with_forced=by_token)
         calibration = dataclasses.replace(
             calibration,
             trials={name: trials(name, outcomes, args.score) for name in args.strategies},
@@ -101,7 +104,8 @@ def _fresh_worlds(
         fresh = argparse.Namespace(**{**vars(args), "seed": f"{args.seed}/{number}"})
         questions = questions_of(fresh)
         ways = [way_of(name, trial) for name, trial in chosen.items()]
-        outcomes = run(args, model, questions, ways, [args.cached], progress, f"town {number + 1} of {args.worlds}")
+        town, by_token = f"town {number + 1} of {args.worlds}", args.score == BY_TOKEN
+        outcomes = run(args, model, questions, ways, [args.cached], progress, town, with_forced=by_token)
         for name, shares in kept.items():
             (trial,) = trials(name, outcomes, args.score)
             shares.append(trial.num_kept / trial.num_answers)
@@ -148,8 +152,8 @@ def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_
 def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[Trial, ...]:
     """What each setting of a strategy kept of full prefill's answers, which are the first outcome.
 
-    An answer counts as kept if its score against the right answers is no lower than full prefill's; with the score
-    `agreement`, if its tokens are the same.
+    With the score `agreement`, the share of an answer's tokens that stay the likeliest ones behind those before them
+    (teacher forced); with any other, whether its score against the right answers is no lower than full prefill's.
 
     Raises:
       ValueError: full prefill answers none of the questions.
@@ -158,8 +162,8 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
     from ccjax.policy.calibration import Trial
 
     def scored(outcome: WayResults) -> list[float]:
-        if score == "agreement":
-            return [float(one.is_same) for one in outcome.answers]
+        if score == BY_TOKEN:
+            return [one.forced.agreement for one in outcome.answers if one.forced is not None]
         rated = (one for one in outcome.answers if one.question.answers)
         return [best(TEXT_SCORES[score], one.text, one.question.answers) for one in rated]
 
@@ -171,11 +175,13 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
     for outcome in outcomes[1:]:
         if outcome.way.strategy == strategy:
             own = scored(outcome)
+            by_token = score == BY_TOKEN
             found.append(
                 Trial(
                     computed_share=sum(one.computed_ratio for one in outcome.answers) / len(outcome.answers),
                     num_answers=len(answered),
-                    num_kept=sum(own[index] >= full[index] for index in answered),
+                    num_kept=int(sum(own)) if by_token else sum(own[index] >= full[index] for index in answered),
+                    shares=tuple(own) if by_token else (),
                     alpha=outcome.way.alpha,
                     max_deviation=outcome.way.max_deviation,
                     recompute_ratio=0.0 if strategy in ("reuse", "set") else outcome.way.recompute_ratio,
@@ -218,7 +224,8 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
             table.add_row(setting, *cells, "chosen" if trial == chosen else "")
         console.print(table)
         if chosen is None:
-            console.print(f"{name}: no setting keeps {calibration.target:.1%}; it will be served with exact reuse only")
+            text = "it will be served as without a calibration, and with exact reuse where a request has a target"
+            console.print(f"{name}: no setting keeps {calibration.target:.1%}; {text}")
         for way, layers in calibration.settings["focus_cut_layers"].items():
             if parse_way(way).strategy == name:
                 counts = ", ".join(f"{layer} ({count})" for layer, count in layers.items())
@@ -237,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     add_question_arguments(parser, seed="validation")
     add_answer_arguments(parser)
     text = "how passages were computed before, as with ccjax evaluate (default prepared)"
-    parser.add_argument("--cached", choices=("alone", "prepared", "seen"), default="prepared", help=text)
+    parser.add_argument("--cached", choices=("alone", "prepared", "seen", "idle"), default="prepared", help=text)
     parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")
     text = "of CacheCraft alg. 1, tried besides no focus cut (default 3; none: no cut is tried)"
     parser.add_argument("--focus-windows", type=int, nargs="*", default=[3], metavar="LAYERS", help=text)
@@ -246,9 +253,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--confidence", type=float, default=0.95, help="confidence of that share (0.95)")
     parser.add_argument(
         "--score",
-        choices=("exact_match", "contains", "f1", "jaccard", "rouge_l", "agreement"),
-        default="exact_match",
-        help="score that decides whether an answer is kept; agreement needs no right answers (default exact_match)",
+        choices=(BY_TOKEN, "exact_match", "contains", "f1", "jaccard", "rouge_l"),
+        default=BY_TOKEN,
+        help="what counts as kept: the tokens of full prefill's answer that stay the likeliest ones (agreement, the "
+        "default; needs no right answers), or answers whose score is no lower than full prefill's",
     )
     parser.add_argument("--worlds", type=int, default=0, help="new towns of the demo to verify the choice on (0)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")

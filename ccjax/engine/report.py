@@ -56,7 +56,9 @@ def build_report(
                 title=chunk.title,
             )
         )
-    is_exact = all(segment.fidelity == "exact" for segment in plan.segments)
+    approximate = [segment for segment in plan.segments if segment.fidelity != "exact"]
+    unprepared = {one.variant_id for one in approximate if one.variant_id is not None}.difference(framed)
+    bound = None if contract.is_for_prepared and unprepared else contract.quality_bound
     return ReuseReport(
         mode=mode,
         strategy=strategy,
@@ -65,7 +67,7 @@ def build_report(
         recomputed_tokens=sum(split[1] for split in splits),
         reused_tokens=sum(split[0] for split in splits),
         computed_share=result.computed_token_layers / (plan.num_tokens * num_layers),
-        exact=is_exact,
+        exact=not approximate,
         per_document=tuple(documents),
         focus_cut_layer=result.focus_cut_layer,
         loaded_bytes=result.loaded_bytes,
@@ -76,9 +78,9 @@ def build_report(
         preloaded_bytes=preloaded_bytes,
         load_s=load_s,
         given_up_loads=given_up_loads,
-        calibrated=contract.is_calibrated and not is_exact,
+        calibrated=contract.is_calibrated and bool(approximate),
         quality_target=contract.quality_target,
-        quality_bound=1.0 if is_exact else contract.quality_bound,
+        quality_bound=bound if approximate else 1.0,
     )
 
 

@@ -26,17 +26,26 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 
 
 def calibration_of(model: str, beside: Path | None, named: str | None) -> Calibration | None:
-    """The calibration for the model with the fingerprint `model`, from the file `named` or else from the directory
-    `beside`; None if that has none, or one for other weights or another dtype, which is logged.
+    """The calibration for the model with the fingerprint `model`: the file `named`, or else that in the directory
+    `beside`, or else the one that comes with the package; None if there is none, or only one for other weights or
+    another dtype, which is logged.
 
     Raises:
       ConfigError: the file `named` does not exist or is for another model, or a file is damaged.
     """
+    own = None if beside is None else beside / CALIBRATION_FILE
+    if own is None or not own.exists():
+        own = shipped_path(model)
     return model_file(
         "calibration",
         _PROGRAM,
         Calibration.from_json,
         lambda found: None if found.model == model else "is of other weights or another dtype",
-        beside=None if beside is None else beside / CALIBRATION_FILE,
+        beside=own,
         named=named,
     )
+
+
+def shipped_path(model: str) -> Path:
+    """Where the package has the calibration of the model with the fingerprint `model`, if it has one."""
+    return Path(__file__).resolve().parent.parent / "assets" / "calibrations" / f"{model[:16]}.json"

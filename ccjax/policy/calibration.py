@@ -16,6 +16,8 @@ from ccjax.policy._checks import check_count, check_mass, check_ratio
 from ccjax.policy.focus import check_focus_rule
 
 VERSION = 1
+_LARGEST_BET = 0.95
+"""Share of the stake that can be lost at once; any below 1 gives a bound."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Trial:
       focus_window, focus_rule: CacheCraft alg. 1, as in `PlannerSettings`.
       computed_share: average share of the passages' token-layers that was computed; in [0, 1].
       num_answers: questions that full prefill answered.
-      num_kept: how many of these this setting answered at least as well.
+      num_kept: how many of these this setting answered at least as well; with `shares`, their sum, rounded down.
+      shares: of each answer, the share that was kept; empty if answers count as kept or not.
     """
 
     computed_share: float
@@ -40,6 +43,7 @@ class Trial:
     max_deviation: float | None = None
     focus_window: int | None = None
     focus_rule: str = "entropy"
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_mass("alpha", self.alpha)
@@ -53,11 +57,18 @@ class Trial:
         check_ratio("computed_share", self.computed_share)
         check_count("num_answers", self.num_answers)
         check_count("num_kept", self.num_kept, least=0)
+        for share in self.shares:
+            check_ratio("shares", share)
+        if self.shares and len(self.shares) != self.num_answers:
+            raise ValueError(f"shares: wanted {self.num_answers}, one for each answer, got {len(self.shares)}")
         if self.num_kept > self.num_answers:
             raise ValueError(f"num_kept: wanted at most {self.num_answers}, all answers, got {self.num_kept}")
 
     def kept_at_least(self, confidence: float) -> float:
-        """The share of answers that this setting keeps, with that confidence (`kept_lower_bound`)."""
+        """The share of answers that this setting keeps, with that confidence: `mean_lower_bound` of its `shares`, or
+        `kept_lower_bound`."""
+        if self.shares:
+            return mean_lower_bound(self.shares, confidence)
         return kept_lower_bound(self.num_kept, self.num_answers, confidence)
 
 
@@ -82,6 +93,39 @@ def kept_lower_bound(num_kept: int, num_answers: int, confidence: float) -> floa
             low = middle
         else:
             high = middle
+    return low
+
+
+def mean_lower_bound(shares: Sequence[float], confidence: float) -> float:
+    """Waudby-Smith and Ramdas' one-sided lower bound of a mean by betting (JRSS B 2024, sec. 4), for any number of
+    shares in [0, 1] of any distribution: the least mean against which no gambler, who knows the shares before each,
+    would have won `1 / (1 - confidence)` times the stake by betting that the next one is above it.
+
+    Raises:
+      ValueError: a confidence below 0.5 or not below 1, or no shares.
+    """
+    _check_confidence(confidence)
+    if not shares:
+        raise ValueError("shares: wanted at least one, got none")
+    goal = -math.log(1.0 - confidence)
+    bets, total, squares = [], 0.5, 0.25
+    for count, share in enumerate(shares, 1):
+        bets.append(math.sqrt(2.0 * goal * count / (len(shares) * squares)))  # `squares / count` estimates the variance
+        total += share
+        squares += (share - total / (count + 1)) ** 2
+
+    def is_refuted(mean: float) -> bool:
+        won = 0.0
+        for bet, share in zip(bets, shares, strict=True):
+            won += math.log1p(min(bet, _LARGEST_BET / mean) * (share - mean))
+            if won >= goal:
+                return True
+        return False
+
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:  # the higher the mean, the less is won
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
     return low
 
 
@@ -197,7 +241,7 @@ class Calibration:
         try:
             texts = {name: value[name] for name in ("model", "questions", "score")}
             trials = {
-                str(strategy): tuple(Trial(**trial) for trial in found) for strategy, found in value["trials"].items()
+                str(strategy): tuple(_trial(trial) for trial in found) for strategy, found in value["trials"].items()
             }
             settings = dict(value["settings"])
         except (KeyError, TypeError, AttributeError) as error:
@@ -207,3 +251,7 @@ class Calibration:
                 raise ValueError(f"calibration: wanted a string under {name!r}, got {text!r:.80}")
         target, confidence = value.get("target", math.nan), value.get("confidence", math.nan)
         return cls(**texts, target=target, confidence=confidence, trials=trials, settings=settings)
+
+
+def _trial(value: Mapping[str, Any]) -> Trial:
+    return Trial(**{**value, "shares": tuple(value.get("shares", ()))})

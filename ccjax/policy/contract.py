@@ -14,6 +14,8 @@ from ccjax.policy.settings import PlannerSettings
 from ccjax.types import ReuseMode
 
 _NEVER_APPROXIMATE = ("full", "prefix")
+_PREPARED = ("prepared", "idle")
+"""States of the cache (`ccjax calibrate --cached`) in which passages were computed behind the frame."""
 
 MOST_REPAIRED = 0.3
 """The largest share that a calibration may recompute by default: beyond it reuse saves little."""
@@ -30,6 +32,7 @@ class ReuseContract:
       quality_target: share of full prefill's answers to keep; None if none was requested.
       quality_bound: share that the calibration showed to be kept, with its confidence; 1 for exact reuse, None if
         unknown.
+      is_for_prepared: the bound was measured over prepared passages and says nothing of KV computed elsewhere.
     """
 
     mode: ReuseMode
@@ -37,6 +40,7 @@ class ReuseContract:
     is_calibrated: bool = False
     quality_target: float | None = None
     quality_bound: float | None = None
+    is_for_prepared: bool = False
 
 
 def reuse_contract(
@@ -65,12 +69,13 @@ def reuse_contract(
     trial = calibration.choose(settings.strategy, wanted)
     if mode == "fast" and quality_target is None:
         return ReuseContract(mode, settings)
+    is_for_prepared = calibration.settings.get("cached") in _PREPARED
     if quality_target is None and (trial is None or _share(trial) > MOST_REPAIRED):
-        return ReuseContract(mode, settings, False, wanted, _bound_as_set(settings, calibration))
+        return ReuseContract(mode, settings, False, wanted, _bound_as_set(settings, calibration), is_for_prepared)
     if trial is None:
         return ReuseContract("exact", settings, True, wanted, 1.0)
     bound = calibration.bound(settings.strategy, trial)
-    return ReuseContract("bounded", _at_least(settings, trial), True, wanted, bound)
+    return ReuseContract("bounded", _at_least(settings, trial), True, wanted, bound, is_for_prepared)
 
 
 def _share(trial: Trial) -> float:

@@ -11,7 +11,9 @@ import pytest
 
 from ccjax.engine import Engine, EngineConfig, Request
 from ccjax.errors import ConfigError, RequestError
+from ccjax.loading import calibration as calibration_module
 from ccjax.loading.calibration import CALIBRATION_FILE, read_calibration, write_calibration
+from ccjax.loading.model import load_model
 from ccjax.policy.calibration import Calibration, Trial
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
@@ -52,6 +54,36 @@ def promised(report):
 def test_bounded_recomputes_what_the_calibration_showed(directory):
     found = report(directory)
     assert promised(found) == (12 + 18, True, 0.9, pytest.approx(0.9534, abs=1e-4)) and found.mode == "bounded"
+
+
+@pytest.mark.parametrize(("cached", "bound"), [("alone", 0.9534), ("seen", 0.9534), ("prepared", None), ("idle", None)])
+def test_a_bound_of_prepared_passages_is_not_claimed_for_others(directory, cached, bound):
+    write_calibration(directory / CALIBRATION_FILE, dataclasses.replace(CALIBRATION, settings={"cached": cached}))
+    found = report(directory)
+    assert found.calibrated and found.recomputed_tokens == 12 + 18
+    assert found.quality_bound == (None if bound is None else pytest.approx(bound, abs=1e-4))
+
+
+def test_a_bound_of_prepared_passages_is_reported_for_these(tmp_path):
+    model = load_model("demo", dtype="float32")
+    trials = {"auto": (Trial(0.1, 100, 100, recompute_ratio=0.1, shares=(1.0,) * 100),)}
+    calibration = dataclasses.replace(
+        CALIBRATION, model=model.fingerprint, score="agreement", trials=trials, settings={"cached": "prepared"}
+    )
+    write_calibration(tmp_path / CALIBRATION_FILE, calibration)
+    documents = [{"text": f"{name} sings in the {name} choir."} for name in ("Anna", "Bob", "Carla")]
+    with Engine(model, EngineConfig(calibration=str(tmp_path / CALIBRATION_FILE))) as engine:
+        engine.documents.warm(documents)
+        found = engine.generate("Who sings?", documents, max_new_tokens=1).reuse
+    assert found.calibrated and not found.exact
+    assert found.quality_bound == trials["auto"][0].kept_at_least(0.95) > 0.9
+
+
+def test_the_packages_own_calibration_is_used_where_the_model_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration_module, "shipped_path", lambda model: tmp_path / f"{model}.json")
+    assert not report(None).calibrated
+    write_calibration(tmp_path / f"{CALIBRATION.model}.json", CALIBRATION)
+    assert report(None).calibrated
 
 
 def test_a_request_may_ask_for_less_or_more(directory):

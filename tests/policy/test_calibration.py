@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.policy import calibration
-from ccjax.policy.calibration import Calibration, Trial, cheapest_safe, confidence_of_each, kept_lower_bound
+from ccjax.policy.calibration import (
+    Calibration,
+    Trial,
+    cheapest_safe,
+    confidence_of_each,
+    kept_lower_bound,
+    mean_lower_bound,
+)
 
 
 @given(st.integers(1, 400), st.data(), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
@@ -30,6 +37,40 @@ def test_more_answers_allow_more():
     # all kept: the bound is (1 - confidence) ** (1 / n)
     assert kept_lower_bound(20, 20, 0.95) == pytest.approx(0.05 ** (1 / 20))
     assert kept_lower_bound(20, 20, 0.95) < 0.9 < kept_lower_bound(59, 59, 0.95) - 0.05
+
+
+def gamblers_stake(mean, shares, confidence):
+    """What betting against `mean` made of a stake of 1, as published, in the notation of the paper's sec. 4."""
+    alpha, n, most = 1.0 - confidence, len(shares), 1.0
+    stake, var_hat = 1.0, 0.25
+    for t, x in enumerate(shares, 1):
+        bet = (2.0 * np.log(1.0 / alpha) / (n * var_hat)) ** 0.5
+        stake *= 1.0 + min(bet, 0.95 / mean) * (x - mean)
+        most = max(most, stake)
+        mus = [(0.5 + sum(shares[:i])) / (i + 1) for i in range(1, t + 1)]
+        var_hat = (0.25 + sum((shares[i] - mus[i]) ** 2 for i in range(t))) / (t + 1)
+    return most
+
+
+def test_at_the_bound_of_a_mean_a_gambler_wins_just_enough():
+    shares = [1.0, 0.75, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.875, 1.0] * 4
+    for confidence in (0.9, 0.95):
+        bound = mean_lower_bound(shares, confidence)
+        assert 0.7 < bound < np.mean(shares)
+        assert gamblers_stake(bound, shares, confidence) == pytest.approx(1.0 / (1.0 - confidence), rel=1e-5)
+    one = Trial(0.1, 40, 36, recompute_ratio=0.1, shares=tuple(shares))
+    assert one.kept_at_least(0.95) == bound
+    assert mean_lower_bound([0.0] * 50, 0.95) == 0.0 < mean_lower_bound([1.0] * 50, 0.95) < 0.95
+
+
+def test_the_bound_of_a_mean_holds_as_often_as_it_says():
+    """On shares like measured ones: most answers keep all of 16 tokens, others lose some."""
+    rng = np.random.default_rng(0)
+    shares = np.where(rng.random((400, 60)) < 0.7, 1.0, rng.integers(8, 16, (400, 60)) / 16)
+    truth = 0.7 + 0.3 * 11.5 / 16
+    assert sum(mean_lower_bound(row.tolist(), 0.95) > truth for row in shares) <= 0.05 * 400
+    normal = shares.mean(1) - 1.645 * shares.std(1) / 60**0.5
+    assert sum(normal > truth) > 0.05 * 400, "what assumes a normal distribution misses more often here"
 
 
 def trial(share: float, kept: int, **settings) -> Trial:
@@ -98,6 +139,9 @@ def test_the_choice_keeps_less_than_the_target_as_rarely_as_it_says(monkeypatch)
         ({"computed_share": 1.5}, "computed_share"),
         ({"num_kept": 101}, "num_kept"),
         ({"num_kept": -1}, "num_kept"),
+        ({"num_kept": 90.5}, "num_kept"),
+        ({"shares": (1.0,)}, "shares: wanted 100"),
+        ({"shares": (1.5,) * 100}, "shares"),
         ({"num_answers": 0}, "num_answers"),
         ({"alpha": -1.0}, "alpha"),
         ({"recompute_ratio": 2.0}, "recompute_ratio"),

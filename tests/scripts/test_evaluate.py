@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -179,8 +180,23 @@ class TestTrials:
         assert (trial.computed_share, trial.recompute_ratio, trial.alpha) == (0.25, 0.3, 1.0)
         (by_f1,) = calibrate.trials("auto", [full, own], "f1")  # "boat" is worth 2/3
         assert (by_f1.num_answers, by_f1.num_kept) == (3, 2)
+
+    def test_agreement_is_the_share_of_tokens(self):
+        full = self.outcome(FULL, "red boat", "boat")
+        own = self.outcome(Way("auto", 0.3), "red boat", "boat")
+        shares = [(full, (1.0, 1.0)), (own, (0.5, 1.0))]
+        full, own = (
+            dataclasses.replace(
+                one,
+                answers=tuple(
+                    dataclasses.replace(answer, forced=Forced(0.1, share, None))
+                    for answer, share in zip(one.answers, kept, strict=True)
+                ),
+            )
+            for one, kept in shares
+        )
         (agreed,) = calibrate.trials("auto", [full, own], "agreement")
-        assert (agreed.num_answers, agreed.num_kept) == (2, 1)
+        assert (agreed.num_answers, agreed.num_kept, agreed.shares) == (2, 1, (0.5, 1.0))
 
     def test_naive_reuse_recomputes_nothing(self):
         full = self.outcome(FULL, "red boat", "red boat")
@@ -200,7 +216,7 @@ def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
     path = tmp_path / "calibration.json"
     options = ["--limit", 4, "--passages", 3, "--kinds", "single", "--cached", "alone", "--target", 0.2]
     options += ["--strategies", "reuse", "cachecraft"]
-    done = run("calibrate", *options, "--worlds", 1, "--json", "--output", path)
+    done = run("calibrate", *options, "--score", "exact_match", "--worlds", 1, "--json", "--output", path)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout.splitlines()[-1])
     worlds = value.pop("worlds")
@@ -217,6 +233,6 @@ def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
 
     with Engine.from_pretrained("demo", calibration=str(path), strategy="reuse") as engine:
         assert engine.calibration is not None and engine.calibration.choose("reuse") is not None
-    # 2 answers cannot show that 95 % are kept: nothing is promised, and the exit code says so
+    # 2 answers cannot show that 95 % of their tokens are kept: nothing is promised, and the exit code says so
     done = run("calibrate", "--limit", 2, *options[2:-5], "--strategies", "reuse", "--output", path)
-    assert done.returncode == 1 and "exact reuse only" in done.stdout
+    assert done.returncode == 1 and "served as without a calibration" in done.stdout
