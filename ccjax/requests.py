@@ -233,8 +233,8 @@ class Response:
       text: decoded answer without stop strings; "" if the model has no tokenizer.
       token_ids: sampled tokens without the end-of-turn token.
       reuse: what was reused and what it cost.
-      ttft_s: seconds from admission to the first token; time in the queue is not included.
-      total_s: seconds from admission to the last token of all answers.
+      ttft_s: seconds to the first token: assembling the prompt, then from admission on; without time in the queue.
+      total_s: the same to the last token of all answers.
       others: the answers besides the first.
       first_logits: [V] float32, logits that the first token was sampled from, if requested.
       prompt_logits: [n, V] float32, logits after each of the last n tokens of the prompt, if requested.
