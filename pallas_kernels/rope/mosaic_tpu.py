@@ -26,7 +26,7 @@ def sums_of_turns(first: Float[Array, "N H"], second: Float[Array, "T H"]) -> tu
     multiple of 8. Cosines and sines of N page starts and T slots within a page give those of all N * T slots."""
     (first_cos, first_sin), (second_cos, second_sin) = turns(first), turns(second)
     rows = [(first_cos[row : row + 1], first_sin[row : row + 1]) for row in range(first.shape[0])]
-    # All sines in a lane have the same sign factor: it cancels in products of two sines, and stays in sine times cosine.
+    # All sines in a lane have the same sign: it cancels in products of two sines, and stays in sine times cosine.
     cos = [one_cos * second_cos - one_sin * second_sin for one_cos, one_sin in rows]
     sin = [one_sin * second_cos + one_cos * second_sin for one_cos, one_sin in rows]
     return jnp.concatenate(cos), jnp.concatenate(sin)
