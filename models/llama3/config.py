@@ -53,7 +53,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     max_position_embeddings: int = 8192
     model_type: str = "llama"
-    # Mixture of experts, 0 for none. Not in `repr`, which enters the fingerprints of stored KV, as does `to_hf`.
+    # Mixture of experts, 0 for none. Not in `repr`, which is part of the fingerprints of stored KV; `to_hf` adds them.
     num_experts: int = dataclasses.field(default=0, repr=False)
     num_experts_per_token: int = dataclasses.field(default=0, repr=False)
 

@@ -97,7 +97,7 @@ def _crowd() -> list[list[Asked]]:
     for _ in range(2):
         line, order = [], (0, 1, 2, 3)
         for number in range(9):
-            if number % 2:  # repeats the request before with its last two passages swapped
+            if number % 2:  # repeats the previous order with its first two passages swapped
                 order = (order[1], order[0], *order[2:])
             else:
                 order = tuple(int(index) for index in random.permutation(len(PASSAGES))[:4])

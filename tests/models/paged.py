@@ -91,7 +91,7 @@ class Request:
         return np.concatenate(parts).astype(np.int32)
 
     def leave(self) -> None:
-        """Frees the request's own pages and fills them with NaN."""
+        """Fills all pages of the request with NaN and frees them."""
         nothing = [(np.full((self.num_tokens, *k.shape[::3]), np.nan, np.float32),) * 2 for k, _ in self.pool.layers]
         self.pool.write(self.slots(), nothing)
         self.pool.free[:0] = [page for page, _, _ in self.entries]

@@ -21,7 +21,7 @@ class TestCut:
     @pytest.mark.parametrize(
         ("mass", "entropy", "largest_gap"),
         [
-            # gaps 1, 6, 1 of 8: -p ln p = 0.260, 0.216, 0.260. The dominant gap loses; the first of two equal ones wins.
+            # gaps 1, 6, 1 of 8: -p ln p = 0.260, 0.216, 0.260. The dominant gap loses; of equal ones the first wins.
             ([9.0, 8.0, 2.0, 1.0], {0}, {0, 1}),
             # gaps 2, 4, 4 of 10: terms 0.322, 0.367, 0.367; the earlier of the equal cuts keeps two
             ([10.0, 8.0, 4.0, 0.0], {0, 1}, {0, 1}),
