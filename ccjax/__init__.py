@@ -1,6 +1,6 @@
-"""ccjax serves retrieval-augmented generation without paying for the same passage twice.
+"""ccjax serves retrieval-augmented generation and reuses the KV of passages that it has computed before.
 
-Users import only from here; names are loaded on first use, so that `import ccjax.policy` stays free of jax.
+Users import only from here. Names are loaded on first use, so that `import ccjax.policy` does not import jax.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class RequestError(ValueError):
-    """A request cannot be served: `argument` names the field, the message the accepted values and the given one."""
+    """A request cannot be served. `argument` names the field; the message has the accepted values and the given one."""
 
     def __init__(self, argument: str, message: str) -> None:
         super().__init__(f"{argument}: {message}")
@@ -18,7 +18,7 @@ class ContextLengthError(RequestError):
 
 
 class UnknownDocumentError(RequestError):
-    """Nothing is known under this document id, or under this version of it."""
+    """The document id is unknown, or this version of it is."""
 
 
 class PinLimitError(RequestError):
@@ -30,7 +30,7 @@ class ReadOnlyError(RequestError):
 
 
 class OverloadError(RuntimeError):
-    """The admission queue is full, in all or for this user; `retry_after_s` estimates when to retry."""
+    """The admission queue is full, in total or for this user; `retry_after_s` estimates when to retry."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -50,9 +50,9 @@ class DeviceMemoryError(RuntimeError):
 
 
 class EraseIncompleteError(RuntimeError):
-    """Something could not be deleted yet; it is not used any more, and its deletion is retried.
+    """Some data could not be deleted yet. It is no longer used, and its deletion is retried.
 
-    `remaining` names it: keys of the store, or why they are unknown.
+    `remaining` lists what is left: keys of the store, or the reason why they are unknown.
     """
 
     def __init__(self, message: str, remaining: Sequence[str]) -> None:
@@ -65,5 +65,4 @@ class ConfigError(ValueError):
 
 
 class SnapshotError(ValueError):
-    """A snapshot cannot be written to, or read from, this place: missing, damaged, or of another model, shape or
-    version."""
+    """A snapshot cannot be written or read here: it is missing, damaged, or of another model, shape or version."""

@@ -1,4 +1,4 @@
-"""From a request to prompt segments: token ids of system, passages and question, within the model's length."""
+"""Splits a request into segments: token ids of system prompt, passages and question, cut to the context length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORT_ANSWER = 128
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Segments of one prompt; `chunks` holds the system prompt first (where it has tokens), then the passages."""
+    """Segments of one prompt; `chunks` holds the system prompt (unless it is empty), then the passages."""
 
     chunks: tuple[Chunk, ...]
     has_system: bool
@@ -39,7 +39,7 @@ class Prompt:
 
     @property
     def planned_chunks(self) -> list[PromptChunk]:
-        """The chunks as policy sees them."""
+        """The chunks as input of the policy."""
         return [
             PromptChunk(
                 chunk_id=chunk.chunk_id,
@@ -51,32 +51,32 @@ class Prompt:
 
 
 def chunk_id(token_ids: Sequence[int], tenant: str = "") -> ChunkId:
-    """sha256 of the ids as little-endian int32; of a tenant's, of its tag before them, and `-` and the tag behind."""
+    """sha256 (hex) of the ids as little-endian int32. A tenant's tag is hashed first and appended after `-`."""
     digest = hashlib.sha256(tenant.encode() + np.asarray(token_ids, "<i4").tobytes()).hexdigest()
     return ChunkId(f"{digest}-{tenant}" if tenant else digest)
 
 
 def tenant_tag(cache_salt: str) -> str:
-    """32 hex digits that stand for a salt in chunk ids; none for "". All that is stored is named by chunk ids, so a
-    chunk of one salt is found under no other."""
+    """32 hex digits that represent a salt in chunk ids; "" for the salt "". All stored data is keyed by chunk id, so
+    requests with another salt cannot find it."""
     return hashlib.sha256(b"ccjax cache_salt\0" + cache_salt.encode()).hexdigest()[:32] if cache_salt else ""
 
 
 def tenant_of(key: ChunkId) -> str:
-    """The tag in a chunk id."""
+    """The tenant tag in a chunk id; "" if it has none."""
     return key.partition("-")[2]
 
 
 def assemble(
     request: Request, builder: PromptBuilder | None, *, max_model_len: int, vocab_size: int, answer: bool = True
 ) -> Prompt:
-    """The prompt of a request, cut to length only where the request allows it.
+    """The prompt of a request; passages are dropped to make it fit only if the request allows it.
 
-    An answer of open length gets what the prompt leaves, at least one token; where passages are dropped for it, room
-    for a short answer. Without `answer` the prompt may fill the whole context.
+    Without `max_new_tokens` the answer may use the rest of the context, at least one token; if passages may be dropped,
+    room for a short answer is kept. Without `answer` the prompt may fill the whole context.
 
     Raises:
-      RequestError: something in the request is empty, of the wrong type or outside the vocabulary.
+      RequestError: a part of the request is empty, of the wrong type or outside the vocabulary.
       ContextLengthError: prompt and answer exceed `max_model_len`.
     """
     if request.segments is not None:
@@ -108,7 +108,7 @@ def assemble(
 
 
 def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str = "") -> Chunk:
-    """The chunk with these ids, the document that it is, if that is known, and the tag of whose it is."""
+    """The chunk with these ids and tenant tag, with the fields of its document if that is known."""
     if document is None:
         return Chunk(chunk_id(token_ids, tenant), token_ids)
     return Chunk(

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""Input and output of the engine: requests, responses, stream deltas and traces."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from ccjax.types import (
 FinishReason = Literal["stop", "length"]
 SpanKind = Literal["load", "layer"]
 MOST_ANSWERS = 16
-"""To one prompt, in one request."""
+"""Most answers to the prompt of one request."""
 MOST_PRIORITY = 1000
-"""Priorities go from minus this to this; a bound, so that no client needs a number yet more important."""
+"""Priorities range from minus this to this. The bound prevents clients from outbidding each other without end."""
 LONGEST_FLOW = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the answer is drawn, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives.
+    """How the answer is sampled, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives.
 
-    `ignore_eos` (vLLM's name): an end-of-text token is one like any other, so that the answer gets as long as it may.
-    `n`: so many answers to the prompt, each drawn by itself; the first is the one that there is with `n` 1.
-    `first_logits`: the response is to have the logits behind the prompt. `prompt_logits`: and those behind each of its
-    last so many tokens, to score a given answer that the prompt ends with.
+    `ignore_eos` (vLLM's name): end-of-text tokens do not end the answer, so that it reaches its maximum length.
+    `n`: number of answers to the prompt, sampled independently; the first one is the same as with `n` 1.
+    `first_logits`: return the logits after the prompt. `prompt_logits`: return the logits after each of this many last
+    tokens of the prompt, to score a given answer at its end.
     """
 
     max_new_tokens: int | None = 64
@@ -88,20 +88,20 @@ class Request:
     """One question with its passages. Exactly one of `messages`, `prompt` and `segments` is set.
 
     Attributes:
-      messages: chat turns `{"role", "content"}`; passages stand at the start of the first user turn.
-      prompt: plain text without chat template; passages stand before it.
+      messages: chat turns `{"role", "content"}`; passages are inserted at the start of the first user turn.
+      prompt: plain text without chat template; passages are inserted before it.
       segments: token ids of callers that tokenize themselves: system, passages..., question.
-      documents: passages in prompt order, each a cache unit.
-      truncate: drop passages from the end until the prompt fits, instead of refusing it.
-      priority: the lower, the sooner, as in vLLM; those of a higher number wait, and give up their pages, for it.
-      flow: who asks; requests of one priority are served fairly between flows, by computed tokens.
-      quality_target: share of full prefill's answers to keep, 0 to 1, as far as reuse was calibrated
+      documents: passages in prompt order, each a unit of caching.
+      truncate: drop passages from the end until the prompt fits, instead of rejecting the request.
+      priority: lower numbers are served first, as in vLLM; requests of higher numbers wait and may be preempted.
+      flow: the client; requests of one priority are scheduled fairly between flows, by computed tokens.
+      quality_target: share of full prefill's answers to keep, 0 to 1, if reuse was calibrated
         (`ccjax.policy.contract`); None for the calibration's own.
-      timeout_s: seconds from `Engine.submit` after which the answer is of no use; the request then ends with
-        DeadlineError, wherever it is. None for never.
-      cache_salt: chunks of requests with different salts are different chunks, in every tier: none is reused for the
-        other. "" is a salt like any other, the one of who names none.
-      trace: the response is to tell token by token what was reused, and where the time went.
+      timeout_s: seconds from `Engine.submit` after which the request, in whatever state, ends with DeadlineError; None
+        for no limit.
+      cache_salt: requests with different salts never share chunks, in any tier. "" is the salt of requests that set
+        none.
+      trace: include in the response what was reused, token by token, and where the time was spent.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -142,7 +142,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """A drawn token with its log-probability, and the most likely alternatives (token id, text, log-probability)."""
+    """A sampled token with its log-probability, and the likeliest alternatives (token id, text, log-probability)."""
 
     token_id: int
     text: str
@@ -163,7 +163,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """One layer being loaded or run, from `start_s` to `end_s` of `time.perf_counter`."""
+    """The load or the computation of one layer, from `start_s` to `end_s` of `time.perf_counter`."""
 
     kind: SpanKind
     layer: int
@@ -173,14 +173,14 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SegmentTrace:
-    """One run of prompt tokens; the fields that `DocumentReuse` has, too, mean the same, for the question as well.
+    """One segment of the prompt; fields shared with `DocumentReuse` have the same meaning, also for the question.
 
     Attributes:
       start: offset of the first token in the prompt.
-      cci: Cache-Craft eq. 11 of the variant that was used, in [0.5, 1]; None where nothing was reused.
+      cci: CacheCraft eq. 11 of the reused variant, in [0.5, 1]; None if nothing was reused.
       recomputed_offsets: ascending in-chunk offsets of the recomputed tokens.
-      recomputed_layers: layers through which these ran at least; fewer than the model has where a focus cut, or their
-        small deviation, took them out on the way. 0 where there are none.
+      recomputed_layers: number of layers that all of these ran through; fewer than the model has if a focus cut, or a
+        small deviation, dropped some of them earlier. 0 if none were recomputed.
     """
 
     role: SegmentRole
@@ -203,16 +203,16 @@ class SegmentTrace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """A request as it went; times are those of `time.perf_counter`.
+    """The course of a request; times are those of `time.perf_counter`.
 
     Attributes:
       segments: in prompt order, the question last.
-      num_layers: of the model.
-      arrived_s, started_s: when it came to the engine, and left the queue.
-      token_s: when each token of all answers was there; the first ends the prefill.
-      spans: loads of layers, and the layers that run beside them; what was tried again is there again.
-      full_prefill_s: seconds that computing the whole prompt would take, estimated; None while nothing was measured.
-      has_new_sizes: a step ran at a size for the first time, so some of the time may have gone into compiling it.
+      num_layers: number of layers of the model.
+      arrived_s, started_s: when the request was submitted, and when it left the queue.
+      token_s: when each token of all answers was sampled; the first one ends the prefill.
+      spans: loads of layers, and the layers computed meanwhile; a retry adds further spans.
+      full_prefill_s: estimated seconds for computing the whole prompt; None before anything was measured.
+      has_new_sizes: a step ran at a size for the first time, so part of the time may be compilation.
     """
 
     segments: tuple[SegmentTrace, ...]
@@ -227,18 +227,18 @@ class RequestTrace:
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The whole answer, or the first of several and the others behind it.
+    """The whole answer; of several answers the first, with the rest in `others`.
 
     Attributes:
-      text: decoded answer without stop strings; "" where the model has no tokenizer.
-      token_ids: drawn tokens, the end-of-turn token left out.
+      text: decoded answer without stop strings; "" if the model has no tokenizer.
+      token_ids: sampled tokens without the end-of-turn token.
       reuse: what was reused and what it cost.
-      ttft_s: seconds from the start of the request's work to its first token, waiting in the queue left out.
-      total_s: seconds to the last token of all answers.
+      ttft_s: seconds to the first token: assembling the prompt, then from admission on; without time in the queue.
+      total_s: the same to the last token of all answers.
       others: the answers besides the first.
-      first_logits: [V] float32, those that the first token was drawn from, if they were asked for.
-      prompt_logits: [n, V] float32, those behind the last n tokens of the prompt, if they were asked for.
-      trace: what happened, if that was asked for.
+      first_logits: [V] float32, logits that the first token was sampled from, if requested.
+      prompt_logits: [n, V] float32, logits after each of the last n tokens of the prompt, if requested.
+      trace: the trace, if requested.
     """
 
     text: str
@@ -256,7 +256,7 @@ class Response:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """All answers, as many as were asked for."""
+        """All requested answers."""
         return (Choice(self.text, self.token_ids, self.finish_reason, self.logprobs), *self.others)
 
     @property
@@ -267,12 +267,12 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """New text (and tokens) of an answer since the last delta of it in a stream.
+    """Text and tokens of an answer since its previous delta in the stream.
 
     Attributes:
-      index: which of the answers it belongs to.
-      finish_reason: set on the last delta of each answer, and only there.
-      response: set on the last delta of all, and only there.
+      index: index of the answer.
+      finish_reason: set only on the last delta of each answer.
+      response: set only on the last delta of the stream.
     """
 
     text: str
@@ -288,12 +288,12 @@ def _is_number(value: object) -> bool:
 
 
 def stops_from(stop: Sequence[str]) -> tuple[str, ...]:
-    """Stop strings as a tuple; a single string is one of them, not its letters."""
+    """Stop strings as a tuple; a single string counts as one stop string."""
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def documents_from(values: Sequence[Document | Mapping[str, Any]]) -> tuple[Document, ...]:
-    """Documents given as `Document`s or mappings; RequestError names the one that is neither."""
+    """Converts `Document`s and mappings to documents; raises RequestError that names any other value."""
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise RequestError("documents", f"wanted a list of documents, got {type(values).__name__}")
     return tuple(_as_document(number, value) for number, value in enumerate(values))

@@ -39,7 +39,7 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Token ids of one prompt segment, tokenized on its own, and their origin."""
+    """Token ids of one prompt segment, which is tokenized on its own, and their origin."""
 
     chunk_id: ChunkId
     token_ids: tuple[int, ...]
@@ -52,27 +52,27 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VariantMeta:
-    """Metadata of a stored variant: the KV of a chunk as computed behind `prefix_ids`.
+    """Metadata of a stored variant: the KV of a chunk as computed after `prefix_ids`.
 
     Attributes:
       prefix_ids: ordered ids of the chunks before it (the system prompt is the first of them).
       inter_by_prefix: CacheCraft eq. 3, mean over layers: softmax mass that this chunk's queries put on each prefix
-        chunk; aligned with `prefix_ids`. 0 for the instructions: see `has_system`.
+        chunk; aligned with `prefix_ids`. 0 for the system prompt: see `has_system`.
       a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
       cci: CacheCraft eq. 11, in [0.5, 1].
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
-      token_deviations: distance of each token's KV from that of the chunk behind another prefix, relative to the norm
+      token_deviations: distance of each token's KV from that of the chunk after another prefix, relative to the norm
         of such rows; empty if there was nothing to compare with.
-      token_received: softmax mass that each token drew from all tokens of the prompt, mean over layers and heads; empty
-        unless the engine was asked to measure it (strategy "h2o").
+      token_received: softmax mass that each token received from all tokens of the prompt, mean over layers and heads;
+        empty unless the engine is configured to measure it (strategy "h2o").
       start: position of the first token in the prompt that the variant was computed in; None in older stores.
       platform: JAX's name of the platform that computed it, such as "cpu"; None for this process's own, and in older
         stores.
-      has_system: the first of `prefix_ids` is the instructions. They hold the attention sink, which draws mass from
-        every token whatever it says, and they are the same in every prompt; so they do not count as a prefix chunk in
-        CacheCraft eq. 6, 7 and 9.
+      has_system: the first of `prefix_ids` is the system prompt. It contains the attention sink, which receives mass
+        from every token regardless of content, and it is the same in every prompt; so it does not count as a prefix
+        chunk in CacheCraft eq. 6, 7 and 9.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum over uses of one over the share that was recomputed.
-      fidelity: `exact` if every KV row is what a full prefill would give, else `approx`.
+      fidelity: `exact` if every KV row equals that of a full prefill, else `approx`.
     """
 
     variant_id: VariantId
@@ -107,10 +107,10 @@ class Segment:
       start: offset of the first token in the prompt.
       chunk_id: None for the question, which is never cached.
       variant_id: the variant to merge, only if `action == "reuse"`.
-      recompute_offsets: ascending in-chunk offsets to compute again, only if `action == "reuse"`.
-      cfo: CacheCraft eq. 12, the share of tokens that policy chose to recompute; None if nothing is reused.
+      recompute_offsets: ascending in-chunk offsets to recompute, only if `action == "reuse"`.
+      cfo: CacheCraft eq. 12, the share of tokens that the policy chose to recompute; None if nothing is reused.
       key_shift: extra positions by which stored keys are rotated: 0, except in experiments that leave positions
-        unfixed.
+        uncorrected.
       fidelity: fidelity of the segment's KV after this prefill.
     """
 
@@ -128,16 +128,16 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """All decisions for one prefill, made before any device work; executable and testable without policy.
+    """All decisions for one prefill, made before any device work; can be executed and tested without the policy.
 
     Attributes:
       segments: in prompt order, covering the prompt without gaps; the last one is the question.
       focus_window: CacheCraft alg. 1 `w`: layers for which the focused set must stay unchanged before tokens of
         unfocused chunks are dropped; None disables the focus cut.
       focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
-      hkvd_counts_by_layer: CacheBlend sec. 4.3: of the tokens to recompute, how many run through each layer, those
-        whose KV deviates most; the first is all of them. Empty: all run through every layer.
-      preload_depth: CacheCraft eq. 16, number of layers whose KV is read before it is merged; the engine sets it, from
+      hkvd_counts_by_layer: CacheBlend sec. 4.3: number of tokens to recompute in each layer, those whose KV deviates
+        most; the first entry is all of them. Empty: all run through every layer.
+      preload_depth: CacheCraft eq. 16, number of layers whose KV is read before it is merged; the engine sets it from
         measured rates.
       pin: variants that must stay in their tier until the prefill is done.
     """
@@ -161,7 +161,7 @@ class PrefillPlan:
         return self.focus_window is None and not self.hkvd_counts_by_layer
 
     def recomputed_tokens(self, segment: Segment) -> float:
-        """Tokens of reused segments to recompute, as if each ran through all layers; without the focus cut."""
+        """Tokens of a reused segment to recompute, in equivalents of all layers; ignores the focus cut."""
         counts = self.hkvd_counts_by_layer
         return len(segment.recompute_offsets) * (sum(counts) / (len(counts) * counts[0]) if counts else 1.0)
 
@@ -175,8 +175,8 @@ class LayerStats:
     """Per-layer statistics, the only data that flows from the device back into policy during a prefill.
 
     `question_mass_by_chunk` is the softmax mass of the question's tokens on every document, summed over question tokens
-    and averaged over heads, in prompt order. The system prompt is left out: its first token draws mass from every query
-    whatever the question (attention sink), and would always be the only focused chunk.
+    and averaged over heads, in prompt order. The system prompt is left out: its first token is an attention sink, which
+    receives mass from every query regardless of the question, so it would always be the only focused chunk.
     """
 
     layer: int
@@ -187,7 +187,7 @@ class LayerStats:
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentReuse:
     """Reuse of one document (or the system prompt) in a request; the three token counts add up to `num_tokens`.
-    `framed`: its KV was prepared behind the frame."""
+    `framed`: its KV was prepared after the frame."""
 
     role: SegmentRole
     chunk_id: ChunkId | None
@@ -214,15 +214,15 @@ class ReuseReport:
       recomputed_tokens: tokens of reused chunks that were computed again.
       reused_tokens: tokens whose stored KV was used unchanged.
       computed_share: token-layers computed / (prompt_tokens * L): counts the focus cut, in [0, 1].
-      exact: True if the answer is that of a full prefill.
+      exact: True if the answer equals that of a full prefill.
       focus_cut_layer: first layer that ran without the unfocused chunks, or None.
       per_document: in prompt order, the system prompt first.
       loaded_bytes: KV bytes merged into the context, from any tier.
       preloaded_bytes: bytes of disk variants that were in memory before the prefill began.
       load_wait_s: seconds that the device waited for KV.
-      load_s: seconds that loading this KV takes by itself at the measured rates, 0 while there are none; of them `1 -
-        load_wait_s / load_s` were hidden, behind queueing or computing.
-      failed_loads: variants that could not be read, or not in time, and were computed.
+      load_s: seconds that loading this KV takes on its own at the measured rates, 0 before there are any; the share `1
+        - load_wait_s / load_s` was hidden behind queueing or computing.
+      failed_loads: variants that were computed because reading them failed or took too long.
       given_up_loads: variants that were computed because loading them would have taken longer.
       calibrated: a calibration of this model determined how much was recomputed; False also for exact reuse.
       quality_target: share of full prefill's answers to keep, as set by the request or the calibration.

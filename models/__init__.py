@@ -1,1 +1,1 @@
-"""Model definitions as pure functions over parameter trees. They know nothing of chunks, stores or servers."""
+"""Model definitions as pure functions over parameter trees, independent of chunks, stores and servers."""

@@ -29,7 +29,7 @@ def chip_of(device_kind: str) -> str:
 
 
 def name_of(name: str | None) -> str:
-    """The name itself, or that of the platform's own implementation.
+    """The name itself, or that of the platform's own implementation if it is None.
 
     Raises:
       NotImplementedError: there is none for this platform.
@@ -50,13 +50,13 @@ def implementation(
     """The function for a name.
 
     Args:
-      name: of `plain`; of `kernels`, with ":chip" for one that is not present or "_interpret" for any platform; None
-        for the platform's own.
+      name: key of `plain`, or key of `kernels`, optionally with ":chip" for a chip that is not present, or "_interpret"
+        for any platform; None for the platform's own.
       plain: functions that need no block sizes.
       kernels: functions with arguments `blocks` and `interpret`, and their blocks by chip.
 
     Raises:
-      NotImplementedError: no such name, platform or chip.
+      NotImplementedError: the name, platform or chip is not supported.
     """
     name = name_of(name)
     if name in plain:

@@ -1,6 +1,6 @@
-"""One variant as one immutable zarr3 object: written as a whole, read layer by layer into one buffer.
+"""Stores a variant as one immutable zarr3 object: written as a whole, read layer by layer into one buffer.
 
-An uncompressed object has no checksums of its own: those of its record detect every wrong byte, on every read path.
+An uncompressed object contains no checksums: those in its record detect every wrong byte, on every read path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ccjax.store.signing import SealError, digest_of
 from ccjax.store.spec import KVSpec
 
 OnRead = Callable[[Any, int], Any]
-"""Called with the future and the bytes of each starting read of a layer; the returned future is awaited instead."""
+"""Called at the start of each read of a layer with its future and its bytes; the returned future is awaited instead."""
 
 _NO_CACHE = {"cache_pool": {"total_bytes_limit": 0}}
 _OBJECT_KEY = "c.0.0.0.0.0"  # zarr3's name of the only chunk
@@ -31,8 +31,8 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class ArrayDriver:
-    """Writes and opens the data objects of one root; see `store.objects.Root` for `context` and `longest_wait_s`,
-    `store.formats.ObjectLayout` for the `digest` of written objects. `cipher` is for encrypted objects."""
+    """Writes and opens the data objects of one root. See `store.objects.Root` for `context` and `longest_wait_s`, and
+    `store.formats.ObjectLayout` for the `digest` of written objects; `cipher` is for encrypted objects."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class ArrayDriver:
         self._cipher = cipher
         self._digest = digest
         self._longest_wait_s = longest_wait_s
-        # No cache: it would keep decoded layers besides the buffers, outside every budget, and serve deleted data.
-        # Rereading the shard index for every layer costs nothing measurable on a file (1.2 ms per 2 MiB layer).
+        # No cache: it would hold decoded layers in addition to the buffers, outside every budget, and return deleted
+        # data. Rereading the shard index for every layer has no measurable cost on a file (1.2 ms per 2 MiB layer).
         self._context = ts.Context(_NO_CACHE, parent=context)
 
     def prepare(
         self, kv: np.ndarray, head_groups: int, storage: StorageFormat, object_id: str = ""
     ) -> tuple[ObjectLayout, np.ndarray | bytes]:
         """The layout of the object for `kv` `[L, 2, T, K, H]`, and the prepared input of `write`; in the format
-        `storage` if possible (`StorageFormat.encode`). An encrypted object can be read only under `object_id`."""
+        `storage` if possible (`StorageFormat.encode`). An encrypted object can only be read as `object_id`."""
         storage, stored = storage.encode(self.kv_spec, kv)
         num_bytes = object_bytes(self.kv_spec, kv.shape[2], head_groups, storage)
         chunks = (chunk for layer in stored for chunk in _inner_chunks(layer, head_groups))
@@ -65,8 +65,8 @@ class ArrayDriver:
             return layout, self._cipher.encrypt(object_id, stored)
         if storage.compression == "none":
             return layout, stored
-        # Compressed bytes are counted before they are written, because the record contains their number.
-        kvstore, context = {"driver": "memory"}, ts.Context(_NO_CACHE)  # memory of its own, freed with it
+        # Compressed to memory first, because the record contains the number of compressed bytes.
+        kvstore, context = {"driver": "memory"}, ts.Context(_NO_CACHE)  # separate memory, freed with the context
         self._open(kvstore, stored.shape, layout, {"write": True}, context).write(stored).result()
         packed = ts.KvStore.open(kvstore, context=context).result().read(_OBJECT_KEY).result().value
         return dataclasses.replace(layout, num_bytes=len(packed)), packed
@@ -77,12 +77,12 @@ class ArrayDriver:
         """Writes prepared KV as one object, durably.
 
         Args:
-          folder: local directory of `kvstore`, if there is one: it is then written directly.
+          folder: local directory of `kvstore`, if any: the file is then written directly.
 
         Raises:
           OSError: the file system refused.
           ValueError: any failure in tensorstore.
-          TimeoutError: it was not done after `longest_wait_s`; it may still be in progress.
+          TimeoutError: the write took longer than `longest_wait_s`; it may still be in progress.
         """
         if folder is not None:
             packed = isinstance(prepared, bytes)
@@ -109,10 +109,10 @@ class ArrayDriver:
         folder: Path | None = None,
         object_id: str = "",
     ) -> ShardReader:
-        """A reader of an object; see there for `explain` and `failure`, `write` for `folder`, `prepare` for
+        """A reader of an object; see `ShardReader` for `explain` and `failure`, `write` for `folder`, `prepare` for
         `object_id`. Reads nothing yet: the metadata comes from the arguments."""
         shape = layout.storage.shape(self.kv_spec, num_tokens)
-        buffer = np.empty(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)  # no memory before a layer arrives
+        buffer = np.empty(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)  # lazily allocated by the OS
         stored = np.empty(shape, np.uint8) if layout.storage.is_lossy else buffer
         target, decrypt = list(stored), None
         if layout.storage.is_encrypted:
@@ -176,13 +176,13 @@ def _ts_reader(array: ts.TensorStore, target: Sequence[np.ndarray]) -> Callable[
 
 
 def _groups(layout: ObjectLayout) -> int:
-    """Number of parts of a layer in the object; an encrypted layer is one."""
+    """Number of inner chunks of a layer in the object; one for an encrypted layer."""
     return 1 if layout.storage.is_encrypted else layout.head_groups
 
 
 def _decrypt(cipher: KVCipher, object_id: str, frames: list[np.ndarray], stored: np.ndarray, layer: int) -> None:
     cipher.decrypt(object_id, layer, frames[layer], stored[layer])
-    frames[layer] = _NOTHING  # a reader lives as long as its request
+    frames[layer] = _NOTHING  # frees it now: a reader lives as long as its request
 
 
 def checksum(chunk: np.ndarray, digest: str) -> int:
@@ -198,18 +198,19 @@ def _inner_chunks(layer: np.ndarray, head_groups: int) -> list[np.ndarray]:
 class ShardReader:
     """Reads one variant's layers into one buffer `[L, 2, T, K, H]`; each layer is read and checked once.
 
-    Thread-safe: one thread may prefetch while another waits. An encoded layer is decoded by the waiting thread, after
-    its check: unverified bytes are never decoded.
+    Thread-safe: one thread may prefetch while another waits. The waiting thread checks an encoded layer and then
+    decodes it; unverified bytes are never decoded.
 
     Args:
-      read_layer: starts reading a layer of the data object into `stored`, or for `decrypt`; returns a future.
-      layout: format of the KV in it, and the digest of each inner chunk.
+      read_layer: starts reading a layer of the data object into `stored`, or into the input of `decrypt`; returns a
+        future.
+      layout: format of the KV in the object, and the digest of each inner chunk.
       stored: filled by `read_layer` or `decrypt`.
-      buffer: filled in the KV's own dtype; the same as `stored` if the KV is not encoded.
+      buffer: filled in the KV's own dtype; the same array as `stored` if the KV is not encoded.
       explain: maps the ValueError of a read, the TimeoutError of a read that took `longest_wait_s`, or None for a
         checksum mismatch, to the exception to raise.
-      longest_wait_s: timeout of a layer; None waits forever.
-      failure: raised by every `wait`; nothing is read then.
+      longest_wait_s: timeout of a layer; None to wait forever.
+      failure: if set, every `wait` raises it and nothing is read.
       decrypt: fills a layer of `stored` from the encrypted bytes that were read; raises SealError.
     """
 
@@ -244,7 +245,7 @@ class ShardReader:
         return self._layout.storage.is_lossy
 
     def watch(self, on_read: OnRead) -> None:
-        """Sets `on_read`, called with every later read, in the thread that starts it."""
+        """Sets `on_read`, which is called for every later read, on the thread that starts it."""
         self._on_read = on_read
 
     def start(self, first: int, last: int) -> None:
@@ -261,11 +262,11 @@ class ShardReader:
         return self._failure is not None or self._num_done(first, last) == last - first
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> np.ndarray:
-        """A read-only view `[last - first, 2, T, K, H]`, once it is read and checked.
+        """Waits until the layers are read and checked; returns a read-only view `[last - first, 2, T, K, H]`.
 
         Raises:
           ShardCorruptError, ShardNotFoundError, StoreUnavailableError: as `explain` decides.
-          TimeoutError: it was not read after `timeout_s`; the reads continue.
+          TimeoutError: the layers were not read within `timeout_s`; the reads continue.
         """
         self.start(first, last)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -277,7 +278,7 @@ class ShardReader:
         return view
 
     def _finish(self, layer: int, timeout_s: float | None) -> None:
-        if self._failure is not None:  # one bad layer condemns the variant, and is counted once
+        if self._failure is not None:  # one bad layer makes the variant unusable, and is counted once
             raise self._failure
         limit_s = self._longest_wait_s
         is_ours = timeout_s is None or (
@@ -319,14 +320,14 @@ class ShardReader:
 
     @property
     def bytes_there(self) -> int:
-        """KV bytes that arrived so far, checked or not."""
+        """KV bytes read so far, checked or not."""
         return self._num_done(0, len(self._futures)) * self._buffer[0].nbytes
 
     @property
     def has_failed(self) -> bool:
-        """True once no `wait` will succeed any more."""
+        """True if every further `wait` will fail."""
         return self._failure is not None
 
     def whole(self) -> np.ndarray | None:
-        """The buffer itself when every layer was read and checked, else None."""
+        """The buffer itself if every layer was read and checked, else None."""
         return self._buffer if all(self._verified) else None

@@ -1,5 +1,5 @@
-"""Small objects in a bucket of S3, of an S3-compatible server, or of Google Cloud Storage. An unreachable bucket costs
-seconds once; later calls fail at once until it answers again."""
+"""Small objects in a bucket of S3, of an S3-compatible server, or of Google Cloud Storage. An unreachable bucket delays
+one call by seconds; later calls fail at once until it answers again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_S = 10.0
 """Timeout of the first request, which may include connecting and finding credentials."""
 
 ANSWER_S = 3.0
-"""Timeout for a small object: the delay of the one request that first meets an outage."""
+"""Timeout for a small object: the delay of the one request that detects an outage."""
 
 TRANSFER_S = 60.0
 """Timeout for the KV of a variant, or for a listing."""
@@ -29,15 +29,15 @@ TRANSFER_S = 60.0
 PROBE_INTERVAL_S = 5.0
 """Pause between two probes of a bucket that did not answer."""
 
-# Prefixes of tensorstore's errors that mean no answer, or a server that is temporarily unable to serve.
+# Prefixes of tensorstore's errors that mean no answer, or a server that is temporarily unavailable.
 _NO_ANSWER = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _NO_ACCESS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL: Failed to get credentials")
 
 # tensorstore's default of 32 attempts takes minutes.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
 
-# tensorstore has no other switch for these. By default it waits 5 minutes for a connection and for ever for an answer,
-# and holds its read buffer meanwhile.
+# tensorstore has no other setting for these. By default it waits 5 minutes for a connection and forever for an answer,
+# and holds its read buffer in the meantime.
 _PATIENCE = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "5",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "10",
@@ -53,19 +53,19 @@ _CREDENTIALS = {
 class BucketRoot:
     """Everything below `s3://bucket/prefix` or `gs://bucket/prefix`, a `store.objects.Root`.
 
-    `s3://` takes two options: `?endpoint=http://host:9000` names a server other than AWS, `region=eu-west-3` saves
-    looking up the region of the bucket. Credentials are found as the clouds' own tools find them, first in the
+    `s3://` has two options: `?endpoint=http://host:9000` names a server other than AWS, and `region=eu-west-3` avoids
+    looking up the region of the bucket. Credentials are found in the same way as by the clouds' own tools, first in the
     environment: AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS.
     TENSORSTORE_GCS_HTTP_URL names a server other than Google's.
 
     Bucket listings contain no ages, so ids begin with the writer's clock. The sweep of orphans is correct as long as
-    the clocks of all writers agree to well within `store.namespaces.ORPHAN_AGE_S`; an object that is swept too early
-    becomes a miss, never wrong data.
+    the clocks of all writers differ by much less than `store.namespaces.ORPHAN_AGE_S`; an object that is swept too
+    early becomes a miss, never wrong data.
 
     Raises (constructor):
       ValueError: a malformed URL, or options unknown for its scheme.
-      StoreUnavailableError: no such bucket, no credentials, missing rights, no answer, or a server that lets a second
-        writer overwrite an object that the first one created. None of that is checked with `read_only`.
+      StoreUnavailableError: the bucket or credentials are missing, access is denied, the server does not answer or lets
+        a second writer overwrite an object that the first one created. With `read_only` nothing is checked.
     """
 
     num_parallel = 16
@@ -99,10 +99,10 @@ class BucketRoot:
             )
 
     def _try_out(self) -> tuple[bytes, bool]:
-        """The generation that means "no such object", and whether a conditional create is refused if there is one."""
+        """The generation that means "no such object", and whether a conditional create of an existing object fails."""
         probe = f".probe-{self.new_id()}"
         absent = self._wait(self._live().read(probe), START_S).stamp.generation
-        self.replace(probe, b"first")  # without a condition: with one, a missing bucket looks like a lost race
+        self.replace(probe, b"first")  # unconditional: otherwise a missing bucket looks like a lost race
         refused = not self._wait(self._live().write(probe, b"second", if_equal=absent)).generation
         self.delete(probe)
         return absent, refused
@@ -155,7 +155,7 @@ class BucketRoot:
         if isinstance(error, TimeoutError) or str(error).startswith(_NO_ANSWER):
             with self._lock:
                 if self._down is None:
-                    self._next_probe_s = 0.0  # at once: a single write may fail for reasons of its own
+                    self._next_probe_s = 0.0  # probe at once: a single write may fail for other reasons
                 self._down = _reason(error)
 
     def _live(self) -> ts.KvStore:
@@ -185,13 +185,13 @@ class BucketRoot:
         return found.value if found.state == "value" else None
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        assert self._absent, "opened read_only"  # without it the write would have no condition
+        assert self._absent, "opened read_only"  # without it the write would be unconditional
         bucket = self._live()
         try:
-            # A refusal raises nothing and has no generation. (`if_equal=b""` would be no condition at all.)
+            # A failed condition does not raise; the result has no generation. (`if_equal=b""` would be no condition.)
             if self._wait(bucket.write(key, data, if_equal=self._absent)).generation:
                 return True
-            # It may be our own object: the reply to the first attempt was lost, and the attempt was repeated.
+            # The object may be our own: the reply to the first attempt was lost, and tensorstore retried.
             found = self.read(key)
         except StoreUnavailableError as error:
             raise CommitUnknownError(str(error)) from error
@@ -203,7 +203,7 @@ class BucketRoot:
         self._wait(self._live().write(key, data))
 
     def make_prefix(self, prefix: str) -> None:
-        self._live()  # no folders to make, but fail early during an outage
+        self._live()  # buckets have no folders, but this fails early during an outage
 
     def names(self, prefix: str) -> list[str]:
         keys = self._list(_below(prefix) if prefix else ts.KvStore.KeyRange())
@@ -224,7 +224,7 @@ class BucketRoot:
 
     def delete(self, key: str) -> None:
         bucket = self._live()
-        below, itself = bucket.delete_range(_below(key)), bucket.write(key, None)  # side by side
+        below, itself = bucket.delete_range(_below(key)), bucket.write(key, None)  # concurrently
         self._wait(itself)
         self._wait(below, TRANSFER_S)
 
@@ -238,10 +238,10 @@ def _reason(error: BaseException | None) -> str:
 
 
 def _parse(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """tensorstore's kvstore spec of a bucket URL, and the context resources that belong to it.
+    """tensorstore's kvstore spec of a bucket URL, and its context resources.
 
     Raises:
-      ValueError: it has another form, or unknown options.
+      ValueError: the URL is malformed or has unknown options.
     """
     parts = urllib.parse.urlsplit(url)
     prefix = urllib.parse.unquote(parts.path).strip("/")

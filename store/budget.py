@@ -1,4 +1,4 @@
-"""A byte budget: the bytes a tier holds and the most it may hold."""
+"""A byte budget: the bytes that a tier holds and their limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ByteBudget:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are used now."""
+        """Bytes in use."""
         return self._used_bytes
 
     def shortfall(self, num_bytes: int) -> int:
@@ -31,7 +31,7 @@ class ByteBudget:
         """Charges `num_bytes`.
 
         Raises:
-          TierFullError: they do not fit; nothing is charged then.
+          TierFullError: they do not fit; nothing is charged.
         """
         short = self.shortfall(num_bytes)
         if short:
@@ -42,10 +42,10 @@ class ByteBudget:
         self._used_bytes += num_bytes
 
     def recharge(self, charged: int, num_bytes: int) -> int:
-        """Charges `num_bytes` instead of the `charged` ones, and returns them.
+        """Changes a charge from `charged` to `num_bytes` bytes, and returns the latter.
 
         Raises:
-          TierFullError: they are more and do not fit; nothing changed then.
+          TierFullError: the new charge is larger and does not fit; nothing is changed.
         """
         if num_bytes > charged:
             self.charge(num_bytes - charged)
@@ -54,7 +54,7 @@ class ByteBudget:
         return num_bytes
 
     def adopt(self, num_bytes: int) -> None:
-        """Charges bytes that exist already (another process wrote them), even beyond the limit."""
+        """Charges bytes that already exist (another process wrote them), even beyond the limit."""
         self._used_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Pauses Python's garbage collector: while many long-lived objects are created, it scans all of them again and
-    again, a third of the time at 100,000 variants."""
+    """Pauses Python's garbage collector: while many long-lived objects are created, it scans them repeatedly, which
+    takes a third of the time for 100,000 variants."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

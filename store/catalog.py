@@ -1,11 +1,10 @@
-"""The catalog: copies of many commit records in a few objects, so that opening a large store need not read each record.
+"""The catalog: copies of many commit records in a few objects, so that a large store opens without reading each record.
 
 It is never authoritative. A variant counts as committed while its own record is listed; if a part is damaged, missing
-or of another version, those records are read one by one, and an outdated entry is detected by the first read of its
-data.
+or of another version, its records are read one by one, and an outdated entry is detected by the first read of its data.
 
-ROOT/NAMESPACE/catalog/K-of-P.bin, replaced as a whole, holds the variants whose id has a crc32 of K modulo P: one line
-of JSON (version, namespace, length and sha256 of the table), the table (columns as JSON), the records.
+ROOT/NAMESPACE/catalog/K-of-P.bin, replaced as a whole, has the variants whose id has a crc32 of K modulo P: one line of
+JSON (version, namespace, length and sha256 of the table), the table (columns as JSON), the records.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class CatalogError(ValueError):
 
 
 def encode_part(shards: Collection[KnownShard], namespace: str) -> bytes:
-    """One object of the catalog."""
+    """Encodes one object of the catalog."""
     columns = {name: [getattr(shard, name) for shard in shards] for name in _COLUMNS}
     columns["record_bytes"] = [len(shard.raw) for shard in shards]
     table = json.dumps(columns, separators=(",", ":")).encode()
@@ -51,11 +50,11 @@ def encode_part(shards: Collection[KnownShard], namespace: str) -> bytes:
 
 
 def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
-    """Decodes one object of the catalog. Every byte of the table is checked, those of the records are not:
-    `decode_known` checks each record when it is used.
+    """Decodes one object of the catalog. Checks every byte of the table, but not the records: `decode_known` checks
+    each record when it is used.
 
     Raises:
-      CatalogError: it cannot be used.
+      CatalogError: the part cannot be used.
     """
     line = raw[: raw.find(b"\n") + 1]
     try:
@@ -86,7 +85,7 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
 
 
 def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard], list[str]]:
-    """All shards of all usable parts, and the problems of the other parts. A variant may occur twice.
+    """The shards of all usable parts, and the problems of the other parts. A variant may occur twice.
 
     Raises:
       OSError: the root refused.
@@ -108,10 +107,10 @@ def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard],
 
 
 def write_catalog(root: Root, identity: StoreIdentity, shards: Collection[KnownShard]) -> None:
-    """Replaces the catalog, part by part; concurrent readers see a harmless mixture of old and new parts.
+    """Replaces the catalog part by part; concurrent readers see a harmless mixture of old and new parts.
 
     Raises:
-      OSError: the root refused; some parts may be new.
+      OSError: the root refused; some parts may already be replaced.
     """
     namespace, num_parts = identity.namespace, 1
     while num_parts * RECORDS_PER_PART < len(shards):
@@ -134,7 +133,7 @@ def write_catalog(root: Root, identity: StoreIdentity, shards: Collection[KnownS
 
 def delete_catalog(root: Root, namespace: str, delete: Callable[[str], bool]) -> tuple[str, ...]:
     """Deletes all parts, including those of other versions, with `delete`, which returns whether a key is gone; returns
-    those that are not.
+    the keys that are not.
 
     Raises:
       OSError: the root cannot be listed.

@@ -1,5 +1,5 @@
 """Change feed between the processes on one store: a background thread publishes this process's commits and deletions to
-the shared index, and receives those of others."""
+the shared index, and receives those of other processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FLUSH_S = 1.0
 
 LARGEST_SENT_BYTES = 32 << 10
 """Larger records are not sent; receivers read them from the store. Up to this size (a chunk of 200 tokens takes 4 to 8
-kB) sending costs 0.1 to 0.2 ms each way and saves every reader a request to a bucket, which takes a hundred times as
-long from afar; and the changes that an index keeps take at most 64 MiB."""
+kB) sending takes 0.1 to 0.2 ms each way and saves every reader a request to a bucket, which takes a hundred times as
+long for a remote bucket. It also limits the changes kept by an index to 64 MiB."""
 
 ApplyChanges = Callable[[StoreChanges], tuple[Sequence[str], Sequence[str]]]
 
@@ -36,15 +36,15 @@ class ChangeFeedCounts:
 
 
 class ChangeFeed:
-    """Sends and receives changes. Thread-safe; the thread starts with `start` and ends with `close`. Open it before the
-    store is listed: every later commit is then either announced or makes the listing incomplete."""
+    """Sends and receives changes. Thread-safe; the thread starts with `start` and ends with `close`. Open it before
+    listing the store: every later commit is then either announced, or requires another listing."""
 
     def __init__(self, index: SharedIndex) -> None:
         self.index = index
         self._changed = threading.Condition()
         self._unsent: dict[str, tuple[str, bytes | None]] = {}
         self._unsent_removals: dict[str, str | None] = {}
-        self._is_complete = True  # whether the unsent changes are all that happened
+        self._is_complete = True  # whether the unsent changes are all changes
         self._is_sending = False
         self._added: dict[str, None] = {}
         self._removed: dict[str, None] = {}
@@ -59,10 +59,10 @@ class ChangeFeed:
         except OSError as error:
             self._log_outage(error)
 
-    # -- what this process did -----------------------------------------------------------------------------------
+    # -- changes of this process ---------------------------------------------------------------------------------
 
     def record_commit(self, variant_id: str, object_id: str, record: bytes) -> None:
-        """Queues the announcement that this record of a data object commits the variant."""
+        """Queues the announcement that `record` commits the variant with this data object."""
         with self._changed:
             self._unsent.pop(variant_id, None)
             self._unsent[variant_id] = object_id, record if len(record) <= LARGEST_SENT_BYTES else None
@@ -77,18 +77,18 @@ class ChangeFeed:
             self._bound()
 
     def mark_incomplete(self) -> None:
-        """Announces that more happened than was recorded, so that others list the store."""
+        """Announces that there are unrecorded changes, so that other processes list the store."""
         with self._changed:
             self._is_complete = False
             self._changed.notify_all()
 
     def flush(self, timeout_s: float = FLUSH_S) -> bool:
-        """Waits until others can see everything recorded; False if the index does not answer, or not in time."""
+        """Waits until other processes can see all recorded changes; False if the index does not answer in time."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_all_sent or not self._is_up or self._thread is None, timeout_s)
             return self._is_all_sent
 
-    # -- what others did -----------------------------------------------------------------------------------------
+    # -- changes of other processes ------------------------------------------------------------------------------
 
     @property
     def counts(self) -> ChangeFeedCounts:
@@ -97,26 +97,26 @@ class ChangeFeed:
 
     @property
     def has_changes(self) -> bool:
-        """True when `take` would return something; cheap enough to poll."""
+        """True if `take` would return a change; cheap enough to poll."""
         return bool(self._added or self._removed)
 
     @property
     def needs_listing(self) -> bool:
-        """True when changes may have been missed, until `begin_listing`."""
+        """True if changes may have been missed, until `begin_listing`."""
         return self._needs_listing
 
     def begin_listing(self) -> None:
-        """Call before listing the store."""
+        """Clears `needs_listing`; call it before listing the store."""
         self._needs_listing = False
 
     def mark_listing_failed(self) -> None:
-        """Call after a listing failed."""
+        """Sets `needs_listing`; call it after a listing failed."""
         with self._changed:
             self._needs_listing = True
 
     def take(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns and clears the variants added and removed since the last call; a variant that was both is in one of
-        them."""
+        """Returns and clears the variants added and removed since the last call; a variant with both changes is only
+        in the list of the later one."""
         with self._changed:
             added, removed = tuple(self._added), tuple(self._removed)
             self._added.clear()
@@ -130,13 +130,13 @@ class ChangeFeed:
             return not self._closed and (self.has_changes or self._needs_listing)
 
     def start(self, apply: ApplyChanges) -> None:
-        """Starts the thread. `apply` is called on it at every poll, also without changes; it returns the ids that were
-        added and removed for this process."""
+        """Starts the thread, which calls `apply` at every poll, also without changes; `apply` returns the ids that were
+        added and removed in this process."""
         self._thread = threading.Thread(target=self._run, args=(apply,), name="store-change-feed", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Sends queued changes, if the index answers, and ends the thread. May be called twice."""
+        """Sends queued changes if the index answers, and ends the thread. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -144,7 +144,7 @@ class ChangeFeed:
             self._thread.join()
         self.index.close()
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     @property
     def _is_all_sent(self) -> bool:
@@ -161,7 +161,7 @@ class ChangeFeed:
     def _run(self, apply: ApplyChanges) -> None:
         failed = closed = False
         while not closed:
-            with self._changed:  # during an outage, unsent changes do not make us poll more often
+            with self._changed:  # during an outage, unsent changes do not shorten the pause
                 self._changed.wait_for(lambda: self._closed or not (failed or self._is_all_sent), POLL_S)  # noqa: B023
                 closed = self._closed
             failed = not self._exchange(apply)

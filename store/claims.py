@@ -1,5 +1,5 @@
-"""Claims of this process on variants it computes: leases that are released once the variant is written or abandoned. A
-failing disk or bucket costs only the coordination with others."""
+"""Claims of this process on variants that it computes: leases, released once the variant is written or abandoned. If
+the disk or bucket fails, only the coordination with other processes is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Claims:
     """The leases that one store holds on variants of `tier`. Thread-safe; raises no disk errors.
 
     Args:
-      is_queued: whether the write of a variant is queued; `written` follows for each of those.
+      is_queued: whether the write of a variant is queued; `written` is called later for each of these.
 
     Attributes:
       is_failing: the disk refused the last call.
@@ -35,7 +35,7 @@ class Claims:
         self.is_failing = False
 
     def claim(self, variant_ids: Sequence[str], seconds: float) -> tuple[str, ...]:
-        """Claims the first of these variants, up to the first one claimed by another process; returns those it got."""
+        """Claims variants in order, up to the first one claimed by another process; returns the claimed ones."""
         held = self._try(lambda: self._leases.acquire(variant_ids, seconds)) or []
         with self._lock:
             self._held.update((lease.key, lease) for lease in held)
@@ -52,7 +52,7 @@ class Claims:
             return found - self._held.keys()
 
     def committed(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """The variants that are on disk now, written by any process; they are known from now on."""
+        """The variants that are on disk now, written by any process; the tier knows them from now on."""
         return self._tier.find_committed(variant_ids)
 
     def release(self, variant_ids: Collection[str]) -> None:

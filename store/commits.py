@@ -1,5 +1,5 @@
-"""The committed variants of one namespace, as far as this process knows, and the bytes they take. The listed records
-are authoritative; the catalog saves reading each of them."""
+"""The committed variants of one namespace that this process knows, and the bytes that they take. The listed records are
+authoritative; the catalog avoids reading each of them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ccjax.store.spec import KVSpec, StoreIdentity
 _log = logging.getLogger(__name__)
 
 LEAST_CHANGES = 64
-"""With fewer new records, each is read by itself; fewer changes do not trigger a new catalog."""
+"""Fewer new records are read one by one; fewer changes do not trigger a new catalog."""
 
 COPIED_SHARE = 0.05
-"""The catalog, which is read as a whole, is not read for a smaller share of all records: reading those one by one is
+"""For a smaller share of all records the catalog, which is read as a whole, is not used: reading them one by one is
 faster."""
 
 CHANGED_SHARE = 0.01
-"""A new catalog is due once this share of it is outdated. All catalogs ever written then amount to about a hundred
-times the size of a record, about as much as the KV of a chunk of two tokens."""
+"""A new catalog is written once this share of it is outdated. All catalogs ever written then take, per record, about a
+hundred times its size, about as much as the KV of two tokens."""
 
 _VERIFY_AT_ONCE = 1024
 
@@ -38,10 +38,10 @@ class CommittedShards:
     """The known variants of `identity` below `root`. Thread-safe. Publishes commits and deletions to `change_feed`.
 
     Attributes:
-      lock: guards this object and `budget`, in which every known variant is charged.
+      lock: guards this object and `budget`, to which every known variant is charged.
       foreign: records in formats unknown to this version.
       num_corrupt: failed checks, counted where they are detected.
-      num_forged: failed checks of records not sealed with our keys.
+      num_forged: failed checks of records that were not sealed with our keys.
       num_unread: listed records that could not be read so far.
     """
 
@@ -71,7 +71,7 @@ class CommittedShards:
         self._removed: dict[str, str | None] = {}  # most recent removals, as in `StoreChanges.removed`
         self._cataloged: frozenset[str] = frozenset()
         self._num_changes = 0  # upper bound of the difference between `_shards` and `_cataloged`
-        self._is_catalog_damaged = False  # or has an entry that must not be kept
+        self._is_catalog_damaged = False  # or has an entry that must be removed
         self._catalog_lock = threading.Lock()  # serialises catalog changes, so that no write undoes a deletion
 
     def __contains__(self, variant_id: str) -> bool:
@@ -81,7 +81,7 @@ class CommittedShards:
         return len(self._shards)
 
     def get(self, variant_id: str) -> KnownShard | None:
-        """The variant, or None if it is unknown."""
+        """The known variant, or None."""
         return self._shards.get(variant_id)
 
     def all(self) -> list[KnownShard]:
@@ -113,7 +113,7 @@ class CommittedShards:
         self._adopt(fresh)
         return decode_known(fresh, identity=self._identity, kv_spec=self._kv_spec)
 
-    # -- following the records ---------------------------------------------------------------------------------
+    # -- reading the records -----------------------------------------------------------------------------------
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Applies commits and evictions of other processes since the last listing: `(added, removed)` variant ids.
@@ -122,7 +122,7 @@ class CommittedShards:
           OSError: the directory or bucket cannot be listed.
         """
         with self.lock:
-            # Before the listing: commits of this process meanwhile must not look like removals.
+            # Before the listing, so that commits of this process in the meantime do not look like removals.
             known = dict(self._shards)
         names = self._root.names(f"{self._namespace}/records")
         listed = {name.removesuffix(".json") for name in names if name.endswith(".json")}
@@ -142,8 +142,8 @@ class CommittedShards:
         return tuple(key for key in new if key in copies or key in singles), removed
 
     def apply_commits(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
-        """Applies commits announced by another process, using the record that was sent with each if it is sound;
-        returns those that are known now. Announcements may be stale: if a variant is known by another record, or was
+        """Applies commits announced by another process, using the record sent with each if it is sound; returns the
+        variants that are known now. Announcements may be stale: if a variant is known with another data object, or was
         removed before, its record is read from the root."""
         found = []
         for variant_id, raw in added.items():
@@ -158,7 +158,7 @@ class CommittedShards:
         return tuple(found)
 
     def outdated_object(self, variant_id: str) -> str | None:
-        """The data object by which this process knows a variant, if the variant's record commits another one or cannot
+        """The data object that this process knows for a variant if the variant's record commits another one or cannot
         be read; else None."""
         known = self.get(variant_id)
         try:
@@ -167,8 +167,7 @@ class CommittedShards:
             return None if known is None else known.object_id
 
     def forget_removed(self, variant_id: str, object_id: str | None) -> None:
-        """Applies a removal by another process of the variant with that data object. A newer object of the variant is
-        kept."""
+        """Applies another process's removal of the variant with that data object; a newer object is kept."""
         self.foreign.discard(variant_id)  # the next listing finds the current one
         if object_id is None:
             self._remember_removal(variant_id, None)
@@ -176,7 +175,7 @@ class CommittedShards:
             self.forget(variant_id, object_id)
 
     def load_record(self, variant_id: str) -> bool:
-        """Reads a record from disk into memory; True if it is sound. A damaged one is moved to quarantine."""
+        """Reads a record from disk into memory; True if it is sound. A damaged record is moved to quarantine."""
         shard = self._read_quietly(variant_id)
         if shard is not None:
             self._adopt(shard)
@@ -187,7 +186,7 @@ class CommittedShards:
 
         Raises:
           ShardCorruptError: the record fails its check.
-          OSError: it cannot be read.
+          OSError: the record cannot be read.
         """
         raw = self._root.read(self.record_key(variant_id))
         return None if raw is None else self._known(variant_id, raw)
@@ -204,7 +203,7 @@ class CommittedShards:
         return current is not None and current.object_id == object_id
 
     def verify(self, is_cancelled: Callable[[], bool] | None = None) -> bool:
-        """Reads the record of every variant known from the catalog alone; True once every known variant is verified.
+        """Reads the record of every variant known only from the catalog; True if all known variants are verified now.
         Polls `is_cancelled` between batches."""
         with self.lock:
             waiting = sorted(self._unverified)
@@ -220,8 +219,8 @@ class CommittedShards:
         return len(self._unverified) <= _VERIFY_AT_ONCE
 
     def save_catalog(self) -> bool:
-        """Writes a new catalog if enough changed since the last one that was read or written; True if it did. A failure
-        is logged and, unless the catalog is damaged, not retried until more changed."""
+        """Writes a new catalog if enough changed since the last one that was read or written; True if it was written. A
+        failure is logged and, unless the catalog is damaged, not retried until more changed."""
         with self._catalog_lock:
             with self.lock:
                 is_damaged = self._is_catalog_damaged
@@ -231,7 +230,7 @@ class CommittedShards:
                 if not self._is_catalog_due():
                     return False
             try:
-                # Another process may have erased a variant we still know: no copy may outlive its record.
+                # Another process may have erased a variant that is still known here: no copy may outlive its record.
                 listed = set(self._root.names(f"{self._namespace}/records"))
                 with self.lock:
                     shards = [shard for shard in self.all() if f"{shard.variant_id}.json" in listed]
@@ -268,7 +267,7 @@ class CommittedShards:
     # -- own commits and evictions -----------------------------------------------------------------------------
 
     def commit(self, variant_id: str, raw: bytes) -> bool:
-        """Publishes the record `raw`, whose bytes are already charged. False if a sound record was there first.
+        """Publishes the record `raw`, whose bytes are already charged. False if a sound record already exists.
 
         Raises:
           OSError: the root refused.
@@ -288,11 +287,11 @@ class CommittedShards:
                 return True
             if self.load_record(variant_id):
                 return False
-            # The name was taken by a record that failed its check; it is in quarantine now, so try once more.
+            # The existing record failed its check and is in quarantine now, so try once more.
         return False
 
     def hide(self, variant_ids: Iterable[str]) -> list[KnownShard]:
-        """Makes variants unknown but keeps them charged; returns those that were known."""
+        """Makes variants unknown but keeps their bytes charged; returns those that were known."""
         with self.lock:
             self._unverified.difference_update(variant_ids := tuple(variant_ids))
             hidden = [shard for key in variant_ids if (shard := self._shards.pop(key, None)) is not None]
@@ -324,15 +323,14 @@ class CommittedShards:
                 self._unverified.discard(variant_id)
                 self._budget.release(known.charge_bytes)
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     def record_key(self, variant_id: str) -> str:
         """Key of the variant's record."""
         return f"{self._namespace}/records/{variant_id}.json"
 
     def warn(self, message: str, *values: object) -> None:
-        """Logs a failure of the root. During an outage every call fails; the writers and the refresh report the outage
-        itself."""
+        """Logs a failure of the root. During an outage, which writers and `refresh` report, only at debug level."""
         _log.log(logging.WARNING if self._root.outage() is None else logging.DEBUG, message, *values)
 
     def _remember_removal(self, variant_id: str, object_id: str | None) -> None:
@@ -346,8 +344,8 @@ class CommittedShards:
         return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)
 
     def _read_sound(self, variant_id: str) -> KnownShard | None:
-        """The variant that the record on disk commits; None if there is none, if another release wrote it, or if it is
-        damaged (it is then moved to quarantine). Raises OSError."""
+        """The variant that the record on disk commits; None if there is no record, if another release wrote it, or if
+        it is damaged (it is then moved to quarantine). Raises OSError."""
         try:
             return self.read(variant_id)
         except UnknownFormatError as error:
@@ -408,7 +406,7 @@ class CommittedShards:
                 self._budget.adopt(shard.charge_bytes)
 
     def _adopt_copies(self, copies: list[KnownShard]) -> None:
-        """Adds shards from the catalog unless this process knows the variant already."""
+        """Adds shards from the catalog, except variants that are already known."""
         with self.lock:
             fresh = [shard for shard in copies if shard.variant_id not in self._shards]
             self._shards.update((shard.variant_id, shard) for shard in fresh)

@@ -36,7 +36,7 @@ from ccjax.store.spec import (
 )
 from ccjax.store.sweep import sweep
 
-# How tensorstore's errors begin when the stored bytes are wrong; others (permissions, I/O, timeouts) do not mean that.
+# Prefixes of tensorstore's errors for wrong stored bytes; others mean permissions, I/O or timeouts.
 _BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 
 
@@ -46,18 +46,18 @@ class TensorStoreTier:
     Args:
       url: `file:///absolute/path`, created if missing, or an existing bucket, see `store.buckets.BucketRoot`.
       kv_spec: shape and dtype of every variant.
-      identity: owner of the variants; those of others under the same URL are neither seen nor touched.
-      budget_bytes: bytes of objects and records that `write` may fill, None for no limit. Objects of other processes
-        count once `refresh` has seen them.
-      exclusive: refuse a store that holds another model's variants and none of ours.
-      head_groups: inner chunks per layer along K, so that a reader of some heads need not read the others.
-      storage: format of new variants; existing ones are read in whatever format they have.
-      change_feed: publishes commits and deletions of this process; its index holds the leases, as long as it answers.
+      identity: owner of the variants; those of other owners under the same URL are neither seen nor changed.
+      budget_bytes: limit of objects and records for `write`, None for no limit. Objects of other processes count once
+        `refresh` has seen them.
+      exclusive: refuse a store that has another model's variants and none of ours.
+      head_groups: inner chunks per layer along K, so that a reader can read some heads without the others.
+      storage: format of new variants; existing ones are read in any format.
+      change_feed: publishes commits and deletions of this process; its index keeps the leases as long as it answers.
 
     Raises:
-      ValueError: a bad URL or argument.
+      ValueError: the URL or an argument is invalid.
       StoreUnavailableError: the path or the bucket cannot be used.
-      StoreIdentityError: another format version or KV shape; with `exclusive`, another model's store.
+      StoreIdentityError: the store has another format version or KV shape or, with `exclusive`, is another model's.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class TensorStoreTier:
 
     @property
     def num_forged(self) -> int:
-        """Records, and leases and orders of the shared index, found without one of our seals."""
+        """Number of records, and of leases and orders of the shared index, found without a valid seal."""
         return self._commits.num_forged + self._num_forged_in_index
 
     def summaries(self) -> list[ShardSummary]:
@@ -139,25 +139,25 @@ class TensorStoreTier:
         return foreign_fingerprints(self._root, self.identity)
 
     def is_lossy(self, variant_id: str) -> bool:
-        """True if the variant's copy may differ from the KV written."""
+        """True if the variant's copy on disk may differ from the KV written."""
         known = self._commits.get(variant_id)
         return known is not None and known.is_lossy
 
     def takes(self, variant_id: str) -> bool:
-        """True if `write` would store the variant: it is missing, or its copy is lossy and the new one would not be. A
-        variant that another release stored in its own format is not replaced."""
+        """True if `write` would store the variant: it is missing, or its copy is lossy and a new one would not be. A
+        variant that another release stored in an unknown format is not replaced."""
         is_foreign = variant_id in self._commits.foreign
         return not is_foreign and (variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy))
 
     def charge_bytes(self, record: ShardRecord) -> int:
-        """Bytes on disk that `record` will take (an upper bound with compression): object, checksums, index, the record
-        itself. If 8 bits cannot represent the KV it takes more, which `write` charges then."""
+        """Bytes on disk that the variant will take (an upper bound with compression): object, checksums, index and
+        record. If 8 bits cannot represent the KV, it takes more, which `write` charges then."""
         digest = self.identity.digest
         layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage, digest)
         return layout.num_bytes + len(self._encode(record, uuid.uuid4().hex, layout))
 
     def charged(self, variant_id: str) -> int | None:
-        """Bytes that a committed variant takes from the budget; None for others."""
+        """Bytes of a committed variant in the budget; None if it is unknown."""
         known = self._commits.get(variant_id)
         return None if known is None else known.charge_bytes
 
@@ -166,32 +166,32 @@ class TensorStoreTier:
         charged.
 
         Raises:
-          TierFullError: it does not fit.
+          TierFullError: the variant does not fit.
         """
         with self._lock:
             return self.budget.recharge(0, self.charge_bytes(record))
 
     def release(self, record: ShardRecord) -> None:
-        """Refunds what `reserve` charged if no write follows."""
+        """Refunds the charge of `reserve` if no write follows."""
         with self._lock:
             self.budget.release(self.charge_bytes(record))
 
     def write(self, record: ShardRecord, kv: np.ndarray, *, reserved: bool = False) -> bool:
         """Stores `kv` `[L, 2, T, K, H]` durably. True if it is now the stored variant, in the format `storage` or, if 8
-        bits cannot represent it, unquantised; False if another writer committed the variant first and its bytes stay.
+        bits cannot represent it, unquantised; False if another writer committed the variant first, whose bytes stay.
 
         Raises:
-          ValueError: record or KV do not fit `kv_spec`.
-          TierFullError: it does not fit into the budget.
-          StoreUnavailableError: the disk refused (full, read-only, gone) or the bucket did not answer; no reader can
-            see anything of the attempt.
+          ValueError: record or KV do not match `kv_spec`.
+          TierFullError: the variant does not fit into the budget.
+          StoreUnavailableError: the disk refused (full, read-only, gone) or the bucket did not answer; the attempt is
+            invisible to readers.
           CommitUnknownError: the bucket stopped answering during the commit; a later `refresh` shows whether the
             variant exists.
         """
         check_record(record, self.kv_spec)
         kv = np.ascontiguousarray(check_kv(kv, record, self.kv_spec))
         charged = self.charge_bytes(record) if reserved else self.reserve(record)
-        object_id = self._root.new_id()  # never two writers on one data object
+        object_id = self._root.new_id()  # no data object ever has two writers
         committed = is_kept = False
         try:
             layout, prepared = self._arrays.prepare(kv, self.head_groups, self.storage, object_id)
@@ -216,7 +216,7 @@ class TensorStoreTier:
                 with self._lock:
                     self.budget.release(charged)
             if not (committed or is_kept):
-                with contextlib.suppress(OSError):  # the raised error says it all; the next open sweeps
+                with contextlib.suppress(OSError):  # the first error is raised; the next open sweeps
                     self._root.delete(self._key("data", object_id))
         return committed
 
@@ -224,7 +224,7 @@ class TensorStoreTier:
         """A reader of the variant's layers; reads nothing yet.
 
         Raises:
-          ShardNotFoundError: no such variant is known here.
+          ShardNotFoundError: the variant is unknown to this process.
         """
         shard = self._commits.details(variant_id)
         if shard is None:
@@ -241,12 +241,12 @@ class TensorStoreTier:
         )
 
     def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Evicts variants and returns those removed. A variant that could not be deleted stays."""
+        """Evicts variants and returns those removed. A variant that cannot be deleted stays."""
         return self.erase(self.hide(variant_ids))
 
     def hide(self, variant_ids: Iterable[str], condemns: Condemns | None = None) -> list[KnownShard]:
-        """First, instant half of an eviction: makes variants unknown, only those whose records `condemns` selects if it
-        is given, and returns those that were known. `erase` must follow."""
+        """First, instant half of an eviction: makes variants unknown, with `condemns` only those whose records it
+        selects, and returns those that were known. `erase` must follow."""
         hidden = self._commits.hide(variant_ids)
         if condemns is None:
             return hidden
@@ -256,8 +256,8 @@ class TensorStoreTier:
         return [shard for shard in hidden if shard not in spared]
 
     def erase(self, shards: Iterable[KnownShard], *, condemned: bool = False) -> tuple[str, ...]:
-        """Second half of an eviction, milliseconds per variant: deletes the record first, so that no reader starts a
-        read that the deletion of the data would break. Returns the ids removed; one that could not be deleted becomes
+        """Second half of an eviction, milliseconds per variant: deletes the record first, so that no new read starts
+        that the deletion of the data would break. Returns the ids removed; a variant that cannot be deleted becomes
         known again, unless it is `condemned`."""
         return tuple(filter(None, for_each(self._root, lambda shard: self._erase_one(shard, condemned), shards)))
 
@@ -280,9 +280,8 @@ class TensorStoreTier:
         return variant_id
 
     def erase_foreign(self) -> tuple[str, ...]:
-        """Deletes variants that other releases stored in their own formats, as far as `refresh` saw them, for callers
-        that must erase a text completely but cannot decode these formats. Returns the keys that could not be
-        deleted."""
+        """Deletes the variants that `refresh` found in unknown formats of other releases, for callers that must erase a
+        text completely but cannot decode these formats. Returns the keys that could not be deleted."""
         return self._commits.foreign.erase(
             self._root, self._namespace, self._delete_quietly, self._commits.record_deletion
         )
@@ -296,13 +295,13 @@ class TensorStoreTier:
         return self._commits.refresh()
 
     def apply_commits(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
-        """Applies commits announced by another process, see `store.index.api.StoreChanges`; returns those that are
-        known now. Reads records that were not sent."""
+        """Applies commits announced by another process, see `store.index.api.StoreChanges`; returns the variants that
+        are known now. Reads records that were not sent."""
         return self._commits.apply_commits(added)
 
     def outdated_object(self, variant_id: str) -> str | None:
-        """The data object by which this process knows a variant, if its record commits another one; reads the
-        record."""
+        """The data object that this process knows for a variant if the variant's record commits another one or cannot
+        be read; else None. Reads the record."""
         return self._commits.outdated_object(variant_id)
 
     def forget_removed(self, variant_id: str, object_id: str | None) -> None:
@@ -310,8 +309,8 @@ class TensorStoreTier:
         self._commits.forget_removed(variant_id, object_id)
 
     def find_committed(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """The given variants that are committed now, by any process; reads the records of unknown ones. Much cheaper
-        than `refresh` for a few variants. Unreadable records count as not committed and are logged."""
+        """The given variants that are committed now, by any process; reads the records of unknown ones. For a few
+        variants much cheaper than `refresh`. Unreadable records count as not committed and are logged."""
         wanted = tuple(dict.fromkeys(variant_ids))
         found = for_each(self._root, lambda key: key in self or self._commits.load_record(key), wanted)
         return tuple(key for key, is_there in zip(wanted, found, strict=True) if is_there)
@@ -326,17 +325,17 @@ class TensorStoreTier:
 
     def sweep(self, orphan_age_s: float, quarantine_age_s: float, *, quick: bool = False) -> tuple[str, ...]:
         """Refreshes, then deletes data objects without a record, left-overs of killed processes and quarantined records
-        that are at least that old; an age of 0 means all. Returns the keys that could not be deleted.
+        older than the given ages; an age of 0 selects all. Returns the keys that could not be deleted.
 
         Args:
-          quick: skip reading the record of each variant known from the catalog alone, if there are many. Then `tidy`
-            deletes the uncommitted data objects; one that only the catalog still names is left to a later sweep.
+          quick: do not read the records of variants known only from the catalog, if there are many. `tidy` then deletes
+            the uncommitted data objects; one that only the catalog still names is left to a later sweep.
 
         Raises:
           OSError: the directory or bucket cannot be listed.
         """
         self._commits.num_unread = 0
-        objects = self._names("data")  # before the records: an object committed meanwhile must not look like an orphan
+        objects = self._names("data")  # before the records, so that new commits do not look like orphans
         self.refresh()
         is_verified = quick or self._commits.verify()
         if self._commits.num_unread or not is_verified:  # an unread record may commit any object; a later sweep deletes
@@ -349,8 +348,8 @@ class TensorStoreTier:
         return sweep(self._root, self._namespace, orphans, orphan_age_s, quarantine_age_s, self._delete_quietly)
 
     def drop_catalog(self) -> tuple[str, ...]:
-        """Deletes the catalog, which may hold copies of deleted records; `tidy` writes a new one. Returns the keys that
-        could not be deleted. Raises OSError if the catalog cannot be listed."""
+        """Deletes the catalog, which may contain copies of deleted records; `tidy` writes a new one. Returns the keys
+        that could not be deleted. Raises OSError if the catalog cannot be listed."""
         return self._commits.drop_catalog(self._delete_quietly)
 
     def renew_catalog(self) -> None:
@@ -359,10 +358,10 @@ class TensorStoreTier:
 
     @property
     def notes_place(self) -> tuple[Root, str, StoreIdentity]:
-        """Location and owner of the notes of this identity: root, prefix, identity."""
+        """Root, prefix and identity of the notes."""
         return self._root, self._key("notes"), self.identity
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     @property
     def _num_forged_in_index(self) -> int:

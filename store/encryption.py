@@ -1,9 +1,9 @@
 """Encryption of the contents of a store, with keys derived from those of its key file.
 
-Encrypted data are `ccjaxAE1`, the id of the key (8 bytes), a nonce (12, random), and the output of AES-256-GCM (NIST SP
-800-38D), with its tag (16) at the end. The identity of the data (kind, namespace and name, as JSON) is associated data,
-so that nothing can be passed off as something else. Each name has a key of its own, derived from that of the file
-(HKDF, RFC 5869), so that the limit of 2^32 nonces per key applies to one name.
+Encrypted data consists of `ccjaxAE1`, the id of the key (8 bytes), a random nonce (12 bytes), and the output of
+AES-256-GCM (NIST SP 800-38D) with its tag (16 bytes) at the end. The identity of the data (kind, namespace and name, as
+JSON) is associated data, so that data cannot be moved to another name. Each name has its own key, derived from that of
+the file (HKDF, RFC 5869), so that the limit of 2^32 nonces per key applies to one name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 8, 12, 16
 _HEAD_BYTES = len(_MAGIC) + _ID_BYTES + _NONCE_BYTES
 
 OVERHEAD_BYTES = _HEAD_BYTES + _TAG_BYTES
-"""Number of bytes that encryption adds."""
+"""Bytes that encryption adds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StoreCipher:
         object.__setattr__(self, "_secrets", secrets)
 
     def encrypt(self, what: tuple[str, ...], data: bytes) -> bytes:
-        """Encrypts `data`; `what` describes it."""
+        """Encrypts `data`; `what` is its identity."""
         out = np.empty(len(data) + OVERHEAD_BYTES, np.uint8)
         self.encrypt_into(what, memoryview(data), out)
         return out.tobytes()
@@ -69,7 +69,7 @@ class StoreCipher:
         """Decrypts into `out`, contiguous; after an error its contents are undefined.
 
         Raises:
-          SealError: `raw` was not encrypted with one of these keys, or as something else, or a bit of it differs.
+          SealError: `raw` was not encrypted with one of these keys, has another identity, or was changed.
         """
         head = bytes(raw[:_HEAD_BYTES])
         name, nonce = head[len(_MAGIC) : -_NONCE_BYTES], head[-_NONCE_BYTES:]
@@ -97,7 +97,7 @@ class KVCipher:
         self._namespace = namespace
 
     def encrypt(self, object_id: str, stored: np.ndarray) -> np.ndarray:
-        """Encrypts each layer `[L, ...]` of an object that is written once: `uint8[L, 1, 1, 1, B]`."""
+        """Encrypts each layer of an object `[L, ...]`, which must be written only once: `uint8[L, 1, 1, 1, B]`."""
         frames = np.empty((len(stored), 1, 1, 1, stored[0].nbytes + OVERHEAD_BYTES), np.uint8)
         for number, layer in enumerate(stored):
             data = np.ascontiguousarray(layer).reshape(-1).view(np.uint8).data
@@ -105,7 +105,7 @@ class KVCipher:
         return frames
 
     def decrypt(self, object_id: str, number: int, frame: np.ndarray, out: np.ndarray) -> None:
-        """Decrypts into `out`, a contiguous layer of that object. Raises SealError: as `StoreCipher.decrypt_into`."""
+        """Decrypts a layer of the object into `out`, contiguous. Raises SealError as `StoreCipher.decrypt_into`."""
         self._cipher.decrypt_into(self._what(object_id, number), frame.reshape(-1).data, out)
 
     def _what(self, object_id: str, number: int) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ class KVCipher:
 
 
 class _Library:
-    """The parts of the package `cryptography` in use, imported when something is encrypted."""
+    """The used parts of the package `cryptography`, imported only if a store is encrypted."""
 
     def __init__(self) -> None:
         try:
@@ -131,9 +131,9 @@ class _Library:
         self._hash, self._hkdf, self._hkdf_expand = SHA256, HKDF, HKDFExpand
 
     def derive(self, key: bytes, info: bytes, num_bytes: int) -> bytes:
-        """HKDF-SHA256 of a key of the file."""
+        """HKDF-SHA256 of a key from the key file."""
         return self._hkdf(self._hash(), num_bytes, None, info).derive(key)
 
     def expand(self, secret: bytes, info: bytes) -> bytes:
-        """A key of 32 bytes from one derived by HKDF."""
+        """Expands a key derived by HKDF to another one of 32 bytes."""
         return self._hkdf_expand(self._hash(), 32, info).derive(secret)

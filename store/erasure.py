@@ -12,13 +12,13 @@ from ccjax.store.spec import Condemns
 def erase_from_disk(
     disk: TensorStoreTier, condemned: Collection[str], *, uncommitted: bool, condemns: Condemns | None = None
 ) -> tuple[str, ...]:
-    """Deletes variants, including remains of an earlier attempt and writes of other processes meanwhile, and every copy
-    of a record.
+    """Deletes variants, including remains of an earlier attempt and concurrent writes of other processes, and every
+    copy of a record.
 
     Args:
       uncommitted: also delete objects of any age without a sound record, and those of other releases in unknown
         formats.
-      condemns: selects records to delete, since another process may have rewritten a variant; None selects all.
+      condemns: selects records to delete, because another process may have rewritten a variant; None selects all.
 
     Returns:
       Keys and variant ids that could not be deleted.
@@ -30,7 +30,7 @@ def erase_from_disk(
     disk.erase(disk.hide(condemned, condemns), condemned=True)
     foreign = disk.erase_foreign() if uncommitted else ()
     ages = (0.0, 0.0) if uncommitted else (ORPHAN_AGE_S, QUARANTINE_AGE_S)
-    left = disk.sweep(*ages)  # refreshing makes known again what could not be deleted
+    left = disk.sweep(*ages)  # its refresh makes undeleted variants known again
     stayed = disk.hide(condemned, condemns)
     disk.erase(stayed, condemned=True)  # once more, also from the budget
     # Even if nothing was deleted: the catalog may have copies of records that were evicted after it was written.

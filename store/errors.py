@@ -1,21 +1,21 @@
-"""Exceptions that the store raises on purpose, all under `StoreError`."""
+"""Exceptions of the store, all subclasses of `StoreError`."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of every error of this package; lets a caller turn any failed load into a miss."""
+    """Base of all errors of this package; a caller can treat any failed load as a miss."""
 
 
 class ShardNotFoundError(StoreError, KeyError):
     """No tier holds the variant, or it was evicted (by this or another process) after it was looked up."""
 
     def __str__(self) -> str:
-        return Exception.__str__(self)  # KeyError would print the repr, quotes and all
+        return Exception.__str__(self)  # KeyError would print the repr, with quotes
 
 
 class ShardCorruptError(StoreError):
-    """Stored bytes are not what was written, or belong to another variant or model: `discard` the variant."""
+    """Stored bytes differ from those written, or belong to another variant or model: `discard` the variant."""
 
 
 class UnknownFormatError(ShardCorruptError):
@@ -31,7 +31,7 @@ class UnknownFormatError(ShardCorruptError):
 
 
 class ShardForgedError(ShardCorruptError):
-    """The bytes were not sealed, with one of this store's keys, under the name that they are read by."""
+    """The bytes have no seal by one of this store's keys for the name under which they are read."""
 
 
 class StoreIdentityError(StoreError, ValueError):
@@ -43,12 +43,12 @@ class TierFullError(StoreError):
 
 
 class StoreUnavailableError(StoreError, OSError):
-    """The file system or object store refused the operation; the stored data may well be sound."""
+    """The file system or object store refused the operation; the stored data may be sound."""
 
 
 class CommitUnknownError(StoreUnavailableError):
-    """The committing write got no answer: it may have happened, or may still happen."""
+    """The committing write got no answer: it may have happened, or may happen later."""
 
 
 class IndexUnavailableError(StoreError, OSError):
-    """The shared index did not answer, or refused. Nothing is lost: the store is authoritative."""
+    """The shared index did not answer, or refused. No data is lost, because the store is authoritative."""

@@ -1,4 +1,4 @@
-"""Small objects below a directory, every one written whole and durably, or not at all."""
+"""Small objects below a directory; writes are atomic and durable."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class FileRoot:
     """A directory, `file:///absolute/path`, as a `store.objects.Root`.
 
     Raises (constructor):
-      ValueError: the URL has another form.
-      StoreUnavailableError: the path is no directory, or, unless `read_only`, cannot be created or written, has no
-        space, or cannot hard-link.
+      ValueError: the URL is malformed.
+      StoreUnavailableError: the path is not a directory or, unless `read_only`, cannot be created or written, has no
+        space, or does not support hard links.
     """
 
     context = None
@@ -40,7 +40,7 @@ class FileRoot:
         probe = f".probe-{uuid.uuid4().hex}.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # A real write of a block, with the same calls as a commit: detects a full disk, missing rights and a file
+            # Writes a block with the same calls as a commit, to detect a full disk, missing permissions and a file
             # system without hard links at open instead of at the first request.
             try:
                 self.create(probe, bytes(4096))
@@ -54,7 +54,7 @@ class FileRoot:
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         # tensorstore 0.1.86: the default lock mode leaves KEY.__lock after a kill, and the next writer keeps its tail.
-        # Mode "none" writes a unique temporary name and renames it, which is right for keys that are written once.
+        # Mode "none" writes a unique temporary name and renames it, which is correct for keys that are written once.
         return {"driver": "file", "path": f"{self.path}/{prefix}/", "file_io_locking": {"mode": "none"}}
 
     def folder(self, prefix: str) -> Path | None:
@@ -64,7 +64,7 @@ class FileRoot:
         return uuid.uuid4().hex
 
     def outage(self) -> StoreUnavailableError | None:
-        return None  # a file system reports its failures itself, every time
+        return None  # every call to a file system reports its own failure
 
     def record_failure(self, error: Exception) -> None:
         pass
@@ -78,7 +78,7 @@ class FileRoot:
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         final = self.path / key
         try:
-            # Atomic, and refuses an existing name: with rename the second writer would win.
+            # Atomic, and fails if the name exists; with rename the second writer would win.
             self._place(final, data, os.link, durable)
         except FileExistsError:
             return False
@@ -104,13 +104,13 @@ class FileRoot:
                 try:
                     place(temporary, final)
                     return
-                except FileNotFoundError:  # another process's erasure sweeps temporary files, however young
+                except FileNotFoundError:  # an erasure by another process sweeps temporary files of any age
                     if is_last:
                         raise
 
     @contextlib.contextmanager
     def _temporary(self, final: Path, data: bytes, durable: bool) -> Iterator[Path]:
-        """A temporary file beside `final` that holds `data`; its name is gone afterwards."""
+        """A temporary file beside `final` that contains `data`; its name is removed afterwards."""
         temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}.tmp")
         try:
             with open(temporary, "xb") as file:

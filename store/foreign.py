@@ -1,5 +1,5 @@
 """Records in formats unknown to this version. They belong to another release that still uses them, so they are never
-read, replaced or treated as damaged, and their data objects are not treated as orphans."""
+read, replaced or treated as damaged, and their data objects do not count as orphans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ForeignRecords:
             return dict(self._objects)
 
     def add(self, variant_id: str, error: UnknownFormatError) -> None:
-        """Adds such a record; the first one is logged."""
+        """Adds an unknown record; logs the first one."""
         with self._lock:
             is_first, self._objects[variant_id] = not self._objects, error.object_id
         if is_first:
@@ -42,15 +42,15 @@ class ForeignRecords:
             self._objects.pop(variant_id, None)
 
     def keep(self, listed: Container[str]) -> None:
-        """Drops all variants but these."""
+        """Drops all variants except these."""
         with self._lock:
             self._objects = {key: name for key, name in self._objects.items() if key in listed}
 
     def erase(
         self, root: Root, namespace: str, delete: Callable[[str], bool], deleted: Callable[[str, str], None]
     ) -> tuple[str, ...]:
-        """Deletes all of them with `delete`, which returns whether a key is gone, and reports each variant to
-        `deleted`; returns the keys that could not be deleted."""
+        """Deletes all unknown records and their data with `delete`, which returns whether a key is gone, and reports
+        each variant to `deleted`; returns the keys that could not be deleted."""
 
         def erase_one(variant_id: str, object_id: str) -> str | None:
             record, data = f"{namespace}/records/{variant_id}.json", f"{namespace}/data/{object_id}"

@@ -14,7 +14,7 @@ from ccjax.store.spec import KVSpec
 KV_DTYPES = ("auto", "int8", "fp8")
 COMPRESSIONS = ("none", "zstd")
 
-# A zstd frame has bits without effect on its contents; the checksum protects those, too.
+# Some bits of a zstd frame do not affect its contents; the crc32c protects these as well.
 _CODECS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]}
 
 
@@ -23,14 +23,14 @@ class StorageFormat:
     """Storage format of KV on disk. The default can be read by every version of the store.
 
     Attributes:
-      kv_dtype: "auto", the KV's own, bit for bit; or 8 bits with scales (`store.quantize`), which is lossy: "int8", or
-        "fp8", float8_e4m3fn.
-      compression: "none", or "zstd" for a link slower than some 0.3 GB/s; lossless.
-      is_encrypted: each layer is encrypted by `store.encryption`; without compression, whose sizes would reveal
-        something about the contents.
+      kv_dtype: "auto" for the KV's own dtype, bit for bit; or 8 bits with scales (`store.quantize`), which is lossy:
+        "int8", or "fp8", float8_e4m3fn.
+      compression: "none", or "zstd" for links slower than about 0.3 GB/s; lossless.
+      is_encrypted: each layer is encrypted by `store.encryption`, without compression, because compressed sizes would
+        reveal something about the contents.
 
     Raises:
-      ValueError: another value.
+      ValueError: an unknown value, or compression with encryption.
     """
 
     kv_dtype: str = "auto"
@@ -53,7 +53,7 @@ class StorageFormat:
 
     @property
     def codecs(self) -> list[dict]:
-        """zarr3 codecs behind the bytes of an inner chunk."""
+        """zarr3 codecs after the `bytes` codec of an inner chunk."""
         return _CODECS[self.compression]
 
     def as_it_is(self) -> StorageFormat:
@@ -61,16 +61,16 @@ class StorageFormat:
         return dataclasses.replace(self, kv_dtype="auto")
 
     def of(self, kv_spec: KVSpec, num_tokens: int) -> StorageFormat:
-        """The format of a variant with this many tokens: 8 bits only if that saves more than the scales take."""
+        """The format of a variant with this many tokens: 8 bits only if they save more bytes than the scales take."""
         saves = num_tokens + SCALE_ROWS < num_tokens * kv_spec.np_dtype.itemsize
         return self if saves or not self.is_lossy else self.as_it_is()
 
     def shape(self, kv_spec: KVSpec, num_tokens: int) -> tuple[int, int, int, int, int]:
-        """Shape of the stored array: that of the KV, with the rows of the scales after its tokens."""
+        """Shape of the stored array: that of the KV, plus rows for the scales after its tokens."""
         return kv_spec.shape(num_tokens + SCALE_ROWS if self.is_lossy else num_tokens)
 
     def dtype(self, kv_spec: KVSpec) -> str:
-        """zarr3's name of the stored array's dtype."""
+        """zarr3's name for the dtype of the stored array."""
         return "uint8" if self.is_lossy else kv_spec.dtype
 
     def encode(self, kv_spec: KVSpec, kv: np.ndarray) -> tuple[StorageFormat, np.ndarray]:
@@ -81,7 +81,7 @@ class StorageFormat:
         return (storage.as_it_is(), kv) if stored is None else (storage, stored)
 
     def decode(self, stored: np.ndarray, out: np.ndarray) -> None:
-        """Fills `out` `[2, T, K, H]` from one layer of a lossy format's array."""
+        """Fills `out` `[2, T, K, H]` from one layer of an array in a lossy format."""
         dequantize(stored, self.kv_dtype, out)
 
 
@@ -90,17 +90,17 @@ AS_IT_IS = StorageFormat()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ObjectLayout:
-    """What a record contains about its data object.
+    """Description of a data object in its record.
 
     Attributes:
       head_groups: number of inner chunks per layer along K.
       storage: format of the KV.
       num_bytes: size of the object.
-      checksums: of each inner chunk's bytes (`store.signing.digest_of`), layer by layer: including scales, before
-        compression. They also bind the object to the record: checksums inside the object would accept another variant's
-        object in its place. They cover the encoded bytes, because these are fewer, and because decoding may differ in
-        the last bits between processors.
-      digest: their kind, one of `store.signing.DIGESTS`.
+      checksums: checksum of each inner chunk's bytes (`store.signing.digest_of`), layer by layer, including scales,
+        before compression. They also bind the object to the record: checksums inside the object would accept another
+        variant's object in its place. They cover the encoded bytes, because these are fewer, and because decoding may
+        differ in the last bits between processors.
+      digest: kind of the checksums, one of `store.signing.DIGESTS`.
     """
 
     head_groups: int
@@ -111,8 +111,8 @@ class ObjectLayout:
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
-    """Size of a data object (an upper bound with compression): the stored array, and 16 bytes of shard index per inner
-    chunk; 4 of crc32c if compressed. An encrypted layer is one chunk."""
+    """Size of a data object (an upper bound with compression): the stored array and, per inner chunk, 16 bytes of shard
+    index and 4 bytes of crc32c if compressed. An encrypted layer is one chunk."""
     num_chunks = kv_spec.num_layers * (1 if storage.is_encrypted else head_groups)
     itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
     chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
@@ -126,8 +126,8 @@ def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: St
 def expected_layout(
     kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat, digest: str = "xxh3"
 ) -> ObjectLayout:
-    """The layout of a variant with this many tokens, before its KV exists: without checksums, and an upper bound with
-    compression. Only KV that 8 bits cannot represent gets a larger one."""
+    """The layout of a variant with this many tokens before its KV exists, without checksums. Its size is an upper bound
+    with compression; only KV that 8 bits cannot represent takes more."""
     storage = storage.of(kv_spec, num_tokens)
     num_bytes = object_bytes(kv_spec, num_tokens, head_groups, storage)
     return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups), digest)

@@ -1,4 +1,4 @@
-"""JSON values of one identity whose loss does no harm."""
+"""JSON values of one identity that may be lost without harm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hints:
         self._warn = warn
 
     def read(self) -> dict[str, Any]:
-        """The values last written; empty if there are none or they cannot be read."""
+        """The last written values; empty if there are none or they cannot be read."""
         try:
             raw = self._root.read(self._key)
             hints = {} if raw is None else json.loads(self._identity.unseal("hints", "", raw) or b"{}")

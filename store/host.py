@@ -11,7 +11,7 @@ from ccjax.store.usage import HOST
 
 
 class HostTier(MemoryTier[np.ndarray]):
-    """Variants in host memory, each as the array `[L, 2, T, K, H]` itself, not a copy."""
+    """Variants in host memory, each as the given array `[L, 2, T, K, H]`, not a copy."""
 
     def __init__(self, kv_spec: KVSpec, budget_bytes: int) -> None:
         super().__init__(HOST, ByteBudget(HOST, budget_bytes))

@@ -1,12 +1,12 @@
-"""Leases: for some seconds, one of many processes declares that it computes something.
+"""Leases: a process declares, for some seconds, that it computes something.
 
-Built only on create-if-absent, which every root supports. `leases/KEY.EPOCH` holds the owner and the expiry; the
-highest epoch counts. Acquiring a free or expired lease means creating the next epoch, which only one process can. A
-lease is released by deleting it before it expires; expired ones are deleted at the next open, after an hour.
+Leases need only create-if-absent, which every root supports. `leases/KEY.EPOCH` contains the owner and the expiry; the
+highest epoch counts. To acquire a free or expired lease, a process creates the next epoch, which succeeds for only one.
+A lease is released by deleting it before it expires; leases that expired an hour ago are deleted at open.
 
-Times are the wall clock of each host, assumed to agree to well within the duration of a lease. If they do not, two
-processes may hold one lease, or a dead one is honoured for longer: then work is done twice, or later. Stored data never
-depends on it, so leases are neither durable nor more than advisory.
+Times are the wall clock of each host; clocks should differ by much less than the duration of a lease. Otherwise two
+processes may hold one lease, or one of a dead process lasts longer: work is then done twice, or later. Stored data
+never depends on leases, so they are advisory and not durable.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NAME = re.compile(r"(.+)\.(\d{8})")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease that this process holds until `expires_s` (wall clock seconds). `epoch` is at least 1; 0 for a lease of a
-    shared index (`store.index`), which has no epochs."""
+    """A lease that this process holds until `expires_s` (wall clock, seconds). `epoch` is at least 1, or 0 for a lease
+    of a shared index (`store.index`), which has no epochs."""
 
     key: str
     epoch: int
@@ -43,7 +43,7 @@ class Leases:
 
     Args:
       identity: owner of the namespace; its keys, if any, seal the leases.
-      clock: seconds, the same for all processes.
+      clock: time in seconds, shared by all processes.
     """
 
     def __init__(self, root: Root, identity: StoreIdentity, clock: Callable[[], float] = time.time):
@@ -54,15 +54,15 @@ class Leases:
         self._is_ready = False
 
     def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
-        """Acquires leases on the first of `keys`, up to the first one held by another process. Processes that want
-        several keys must name them in a common order, so that no two wait for each other."""
+        """Acquires leases on the first of `keys`, up to the first one held by another process. Processes must pass
+        several keys in a common order, so that no two wait for each other."""
         if not self._is_ready:
             self._root.make_prefix(self._folder)
             self._is_ready = True
         latest = self._latest(keys)
         free = _leading(keys, lambda key: not self._is_live(latest.get(key)))
         held: list[Lease] = []
-        for some in (free[:1], free[1:]):  # most races are lost at the first key, so it is tried alone
+        for some in (free[:1], free[1:]):  # most races are lost at the first key, so try it alone
             won = for_each(self._root, lambda key: self._create(key, latest.get(key), seconds), some)
             held += filter(None, won)
             if not held:
@@ -74,7 +74,7 @@ class Leases:
         return frozenset(key for key, lease in self._latest(keys).items() if self._is_live(lease))
 
     def release(self, lease: Lease) -> None:
-        """Releases a lease; an expired one stays, because another process may be about to create the next epoch."""
+        """Releases a lease; an expired one is kept, because another process may be creating the next epoch."""
         if self._is_live(lease):
             self._root.delete(self._key(lease.key, lease.epoch))
 
@@ -87,7 +87,7 @@ class Leases:
             if lease and lease.expires_s < now - LEFT_OVER_S:
                 self._root.delete(self._key(lease.key, lease.epoch))
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     def _key(self, key: str, epoch: int) -> str:
         return f"{self._folder}/{key}.{epoch:08d}"
@@ -96,7 +96,7 @@ class Leases:
         return lease is not None and self._clock() < lease.expires_s
 
     def _epochs(self, keys: Collection[str]) -> dict[str, list[int]]:
-        """Key -> its existing epochs; keys without any are left out."""
+        """Key -> its existing epochs, for keys that have any."""
         wanted, found = set(keys), {}
         for name in self._root.names(self._folder):
             match = _NAME.fullmatch(name)
@@ -125,8 +125,8 @@ class Leases:
         return lease if self._root.create(self._key(key, epoch), raw, durable=False) else None
 
     def _checked(self, keys: Sequence[str], held: Sequence[Lease]) -> list[Lease]:
-        """The leases to keep: up to the first lost key, and none beside another live lease, which is possible if old
-        ones were swept in the meantime. The others are released."""
+        """The leases to keep: those before the first lost key, or key with another live lease, which can exist if old
+        leases were swept concurrently. Releases the others."""
         if not held:
             return []
         by_key = {lease.key: lease for lease in held}
@@ -144,7 +144,7 @@ class Leases:
 
 
 def _leading(keys: Sequence[str], is_good: Callable[[str], bool]) -> list[str]:
-    """`keys` up to the first that is not good."""
+    """`keys` before the first one for which `is_good` is False."""
     end = next((index for index, key in enumerate(keys) if not is_good(key)), len(keys))
     return list(keys[:end])
 

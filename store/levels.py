@@ -1,5 +1,4 @@
-"""The tiers of a store, fastest first: which of them hold a variant, their contents and counters, and the store's
-hints."""
+"""The tiers of a store, fastest first: their contents and counters, placement of variants, and the store's hints."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ class Levels:
     """Tiers in memory above an optional disk tier. Thread-safe.
 
     Attributes:
-      memory_tiers: names of those in memory, the fastest first.
+      memory_tiers: names of the tiers in memory, the fastest first.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Levels:
         return list(found.values())
 
     def ids(self, tier: str) -> tuple[str, ...]:
-        """Summaries of the committed variants of one tier."""
+        """Ids of the committed variants of one tier."""
         with self._lock:
             return tuple(one.variant_id for one in self._tier(tier).summaries())
 
@@ -63,8 +62,8 @@ class Levels:
         return [record for record in found if record is not None]
 
     def get_record(self, variant_id: str, tier: str | None = None) -> ShardRecord | None:
-        """The record of a committed variant in that tier, or in the fastest one that has it; None if there is none, or
-        none that is sound."""
+        """The record of a committed variant in `tier`, or in the fastest tier that has it; None if there is no sound
+        record."""
         if tier is not None:
             return self._tier(tier).get_record(variant_id)
         with self._lock:
@@ -72,12 +71,12 @@ class Levels:
         return held or (None if self._disk is None else self._disk.get_record(variant_id))
 
     def tier_of(self, variant_id: str) -> str | None:
-        """The fastest tier that holds the variant: "device", "host", "disk" or None."""
+        """The fastest tier that holds the variant: "device", "host" or "disk"; None if there is none."""
         return next(iter(self.tiers_of(variant_id)), None)
 
     def tiers_of(self, variant_id: str) -> tuple[str, ...]:
         """Every tier that holds the variant, the fastest first; includes "disk" as soon as its write is queued."""
-        queued = self._writer is not None and variant_id in self._writer  # first: a variant that leaves it is on disk
+        queued = self._writer is not None and variant_id in self._writer  # first: it leaves the queue once on disk
         return tuple(name for name, tier in self._levels.items() if variant_id in tier or (queued and name == DISK))
 
     def is_lossy(self, variant_id: str) -> bool:
@@ -105,18 +104,18 @@ class Levels:
             }
 
     def charge_bytes(self, tier: str, variant_id: str) -> int | None:
-        """Bytes that a variant takes from a tier's budget; None if it is not stored there yet."""
+        """Bytes of a variant in a tier's budget; None if it is not stored there yet."""
         return self._tier(tier).charged(variant_id)
 
     def charges(self, tier: str, variant_ids: Collection[str]) -> dict[str, int | None]:
-        """`charge_bytes` of those variants that a tier holds; None for one whose write is queued."""
+        """`charge_bytes` of the variants that a tier holds; None for a variant whose write is queued."""
         level = self._tier(tier)
         queued = self._writer.pending() if self._writer is not None and tier == DISK else frozenset()  # as in tiers_of
         found = {key: charge for key in variant_ids if (charge := level.charged(key)) is not None}
         return dict.fromkeys(queued.intersection(variant_ids)) | found if queued else found
 
     def memory_charge(self, tier: str, num_tokens: int) -> int:
-        """Bytes that a variant of this many tokens would take from the budget of one of `memory_tiers`."""
+        """Bytes of a variant of this many tokens in the budget of one of `memory_tiers`."""
         return self._memory[tier].charge_bytes(num_tokens)
 
     def foreign_fingerprints(self) -> frozenset[str]:
@@ -129,12 +128,12 @@ class Levels:
             self._disk.tidy(is_cancelled)
 
     def renew_catalog(self) -> None:
-        """Makes the next `tidy` remove every copy of a deleted record, some of which it may keep otherwise."""
+        """Makes the next `tidy` write a new catalog, without any copy of a deleted record."""
         if self._disk is not None:
             self._disk.renew_catalog()
 
     def read_hints(self) -> dict[str, Any]:
-        """The values last written by `write_hints`; empty without a disk."""
+        """The last values of `write_hints`; empty without a disk."""
         return {} if self._disk is None else self._disk.hints.read()
 
     def write_hints(self, hints: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Direct reads and writes of data objects in the local file system, in the format of tensorstore.
 
-tensorstore copies a layer twice on its way and reads at a third of the disk's own speed (`bench.py store_io`).
+tensorstore itself copies a layer twice and reads at a third of the disk's speed (`bench.py store_io`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _readers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="s
 
 
 def shard_index(chunks: Sequence[np.ndarray]) -> np.ndarray:
-    """zarr3's index of a shard that begins with `chunks`, one after the other: offset and size of each."""
+    """zarr3's index of a shard that begins with `chunks`, in order: offset and size of each."""
     sizes = np.asarray([chunk.nbytes for chunk in chunks], _ENTRY)
     return np.stack([np.cumsum(sizes, dtype=_ENTRY) - sizes, sizes], axis=1)
 
 
 def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
-    """Writes a new file of contiguous `parts` in a new folder and makes both survive a power failure. No one reads it
-    before its record commits it, so it may be visible half written.
+    """Writes a new file of contiguous `parts` in a new folder and makes both survive a power failure. The file may be
+    visible half written, because it is not read before its record commits it.
 
     Raises:
       OSError: the file system refused.
@@ -50,8 +50,8 @@ def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
 
 
 class LocalObject:
-    """One object, opened by the first read and closed once every layer was read or the last reference is dropped; it
-    may be deleted meanwhile.
+    """One object, opened by the first read and closed after every layer was read or the last reference is dropped; the
+    file may be deleted in between.
 
     Args:
       stored: one inner chunk per layer; `read` fills them, each once.
@@ -67,8 +67,8 @@ class LocalObject:
         self._close: Callable[[], object] = lambda: None
 
     def read(self, layer: int) -> Future[None]:
-        """Starts reading a layer. The future raises ValueError with tensorstore's codes: NOT_FOUND without such a file,
-        OUT_OF_RANGE if it is too short, the system's message otherwise."""
+        """Starts reading a layer. The future raises ValueError with tensorstore's codes: NOT_FOUND if the file is
+        missing, OUT_OF_RANGE if it is too short, DATA_LOSS if its index is wrong; else the system's message."""
         return _readers.submit(self._read, layer)
 
     def _read(self, layer: int) -> None:

@@ -1,4 +1,4 @@
-"""Base of the tiers in memory: variants by id under a byte budget, and whether a copy is exact."""
+"""Base of the tiers in memory: variants by id within a byte budget, and whether a copy is exact."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Held = TypeVar("Held")
 class MemoryTier(abc.ABC, Generic[Held]):
     """Variants in some memory, each held as a `Held`. `TieredStore` serialises mutations.
 
-    Evicting drops only the tier's reference: a reader's data stays valid until the reader releases it.
+    Eviction drops only the tier's reference: a reader's data stays valid until the reader releases it.
 
     Attributes:
-      name: of the tier.
-      budget: bytes held out of those it may hold.
+      name: name of the tier.
+      budget: byte budget of the tier.
     """
 
     def __init__(self, name: str, budget: ByteBudget) -> None:
@@ -32,7 +32,7 @@ class MemoryTier(abc.ABC, Generic[Held]):
 
     @abc.abstractmethod
     def charge_bytes(self, num_tokens: int) -> int:
-        """Bytes that a variant of this many tokens takes from the budget."""
+        """Bytes of a variant of this many tokens in the budget."""
 
     @abc.abstractmethod
     def _hold(self, kv: np.ndarray) -> Held:
@@ -50,17 +50,17 @@ class MemoryTier(abc.ABC, Generic[Held]):
         return [record.summary for record, _ in self._shards.values()]
 
     def get_record(self, variant_id: str) -> ShardRecord | None:
-        """The record of a variant that is held, or None."""
+        """The record of a held variant, or None."""
         shard = self._shards.get(variant_id)
         return None if shard is None else shard[0]
 
     def get_summary(self, variant_id: str) -> ShardSummary | None:
-        """The summary of a variant that is held, or None."""
+        """The summary of a held variant, or None."""
         record = self.get_record(variant_id)
         return None if record is None else record.summary
 
     def charged(self, variant_id: str) -> int | None:
-        """Bytes that a held variant takes from the budget; None for others."""
+        """Bytes of a held variant in the budget; None for others."""
         shard = self._shards.get(variant_id)
         return None if shard is None else self.charge_bytes(shard[0].num_tokens)
 
@@ -69,17 +69,17 @@ class MemoryTier(abc.ABC, Generic[Held]):
         return variant_id in self._lossy
 
     def put(self, record: ShardRecord, kv: np.ndarray, *, is_lossy: bool = False) -> None:
-        """Stores `kv` `[L, 2, T, K, H]`, whose memory the caller must own and no longer write to. A variant that is
-        held already stays, unless its copy is lossy and this one is not.
+        """Stores `kv` `[L, 2, T, K, H]`, which the caller must own and no longer write to. An existing copy of the
+        variant is kept, unless it is lossy and the new one is not.
 
         Raises:
-          TierFullError: it does not fit; nothing changed, except that a lossy copy was dropped for it.
+          TierFullError: the variant does not fit; nothing is changed, except that a lossy copy may be dropped.
         """
         variant_id = record.variant_id
         if variant_id in self._shards:
             if is_lossy or variant_id not in self._lossy:
                 return
-            self.remove(variant_id)  # frees exactly the space that is needed
+            self.remove(variant_id)  # frees exactly the needed space
         num_bytes = self.charge_bytes(record.num_tokens)
         self.budget.charge(num_bytes)
         try:

@@ -3,12 +3,12 @@
 ROOT/store.json                         format version of everything below
 ROOT/NAMESPACE/identity.json            owner of the namespace, and its KV shape
 ROOT/NAMESPACE/hints.json               values that the owner keeps between runs, replaced as a whole
-ROOT/NAMESPACE/records/VARIANT.json     written last, create-if-absent: this commits
-ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant under an id that is never used again
+ROOT/NAMESPACE/records/VARIANT.json     commit record of a variant: written last, create-if-absent
+ROOT/NAMESPACE/data/OBJECT/c.0.0.0.0.0  one object per variant, under an id that is never reused
 ROOT/NAMESPACE/notes/NAME.json          small facts of the owner, never changed
 ROOT/NAMESPACE/catalog/K-of-P.bin       copies of many records in one object (`store.catalog`); may be lost at any time
-ROOT/NAMESPACE/leases/VARIANT.EPOCH     which process computes a variant now (`store.leases`)
-ROOT/NAMESPACE/quarantine/              records that failed their check; nothing reads them
+ROOT/NAMESPACE/leases/VARIANT.EPOCH     the process that computes a variant now (`store.leases`)
+ROOT/NAMESPACE/quarantine/              records that failed their check; never read
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ccjax.store.objects import Root
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
 
 ORPHAN_AGE_S = 3600.0
-"""Data objects without a record and temporary files are deleted at open once they are this old: no write takes that
-long."""
+"""Data objects without a record and temporary files are deleted at open if they are older: no write takes that long."""
 
 QUARANTINE_AGE_S = 7 * 24 * 3600.0
 """Damaged records are kept this long for inspection."""
@@ -36,8 +35,8 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
     """Prepares the namespace of `identity` for use; `url` is for messages.
 
     Raises:
-      StoreIdentityError: another format version, or another KV shape under the same identity; with `exclusive`, a store
-        that holds other models' variants and none of ours.
+      StoreIdentityError: the store has another format version, or another KV shape for this identity; with `exclusive`,
+        it has other models' variants and none of ours.
       OSError: the root refused.
     """
     root.create("store.json", json.dumps({"format_version": FORMAT_VERSION}).encode())
@@ -50,7 +49,7 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
             "or name another URL"
         )
     namespace = identity.namespace
-    # In this order, because a bucket can name its models only by listing everything they have.
+    # In this order, because finding the models in a bucket requires listing all their objects.
     if exclusive and not root.names(f"{namespace}/records") and (foreign := foreign_fingerprints(root, identity)):
         raise StoreIdentityError(
             f"store: {url} holds the KV of {', '.join(sorted(foreign))} and none of this model, "

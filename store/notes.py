@@ -1,6 +1,6 @@
 """Small JSON objects by name, stored with the variants of one identity and shared by its processes.
 
-A note is written once and never changed, so that processes add and remove facts without overwriting those of others.
+Notes are never changed, so that processes can add and delete notes without overwriting those of other processes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Notes:
     """The notes of one identity. Thread-safe. Without a root they are kept in memory.
 
     Args:
-      root, prefix: they are stored as `PREFIX/NAME.json`.
+      root, prefix: notes are stored in `root` as `PREFIX/NAME.json`.
       identity: owner; its keys, if any, seal the notes.
-      run: runs a function on a thread that may block on the disk; in order, and before variants that are stored later.
+      run: runs a function on a thread that may block on the disk, in order, and before variants that are stored later.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Notes:
             return dict(self._values)
 
     def put(self, name: str, value: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Adds a note; an existing one of that name stays unchanged. It is written in the background, and retried at
-        every `refresh` until the disk accepts it.
+        """Adds a note; an existing note of that name is kept. It is written in the background, and retried at every
+        `refresh` until the disk accepts it.
 
         Args:
-          wait: write it before returning.
+          wait: write the note before returning.
 
         Raises:
-          OSError: with `wait`, the disk refused; the note is known here all the same, and written later.
+          OSError: with `wait`, the disk refused; the note is still known in this process, and written later.
         """
         with self._lock:
             if name in self._values:
@@ -87,13 +87,13 @@ class Notes:
                 self._unwritten.pop(name, None)
 
     def flush(self) -> bool:
-        """Waits until all notes added so far are written or have failed; returns True."""
+        """Waits until every note added so far is written or has failed; returns True."""
         if self._run is not None and self._unwritten:
             self._run(lambda: None).result()
         return True
 
     def refresh(self) -> tuple[dict[str, Mapping[str, Any]], tuple[str, ...]]:
-        """Applies additions and deletions of other processes: (added, names of removed). Retries failed writes.
+        """Applies additions and deletions of other processes: `(added, removed names)`. Retries failed writes.
 
         Raises:
           OSError: the directory or bucket cannot be listed or read.
@@ -142,7 +142,7 @@ class Notes:
         return f"{self._prefix}/{name}.json"
 
     def _is_forged(self, name: str, raw: bytes | None) -> bool:
-        """True for a note of this name that was not sealed with our keys."""
+        """True if the note was not sealed with our keys under this name."""
         try:
             if raw is not None and self._identity is not None:
                 self._identity.unseal(_KIND, name, raw)
@@ -152,7 +152,7 @@ class Notes:
         return False
 
     def _decoded(self, name: str, raw: bytes | None) -> dict[str, Any] | None:
-        """Reads a note; empty if it is damaged or not ours, None if it is gone."""
+        """Decodes a note; empty if it is damaged or forged, None if it is gone."""
         if raw is None:
             return None
         if self._is_forged(name, raw):

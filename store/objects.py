@@ -19,9 +19,9 @@ class Root(Protocol):
     """Objects whose keys are paths with `/`. Thread-safe; every method may raise OSError.
 
     Attributes:
-      context: the resources that a `kvstore` spec needs; None = tensorstore's defaults.
-      longest_wait_s: a read or write of KV that takes longer has failed; None = no limit.
-      num_parallel: number of calls worth making concurrently.
+      context: resources for a `kvstore` spec; None for tensorstore's defaults.
+      longest_wait_s: timeout for reads and writes of KV; None for no limit.
+      num_parallel: useful number of concurrent calls.
     """
 
     context: ts.Context | None
@@ -37,38 +37,38 @@ class Root(Protocol):
         ...
 
     def new_id(self) -> str:
-        """32 hex digits that were never used before; `age_s` can derive the age of a key that ends with them."""
+        """A new unique id of 32 hex digits; `age_s` can derive the age of a key that ends with it."""
         ...
 
     def outage(self) -> StoreUnavailableError | None:
-        """The reason why calls would fail now; None if the root is available. Returns at once."""
+        """The error that calls would raise now; None if the root is available. Returns at once."""
         ...
 
     def record_failure(self, error: Exception) -> None:
-        """Reports that tensorstore failed to read or write KV here, which may be the start of an outage."""
+        """Reports that tensorstore failed to read or write KV, which may be the start of an outage."""
         ...
 
     def read(self, key: str) -> bytes | None:
-        """The object's bytes, or None when there is none."""
+        """The object's bytes, or None if it does not exist."""
         ...
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        """Writes `data` completely and durably, or not at all; False if the key existed already (it stays unchanged).
-        May return True if exactly these bytes exist, possibly from an earlier attempt. Without `durable` a power
-        failure may undo it.
+        """Writes `data` completely and durably, or not at all; False if the key already exists (it is not changed). May
+        return True if an object with the same bytes exists, possibly from an earlier attempt. Without `durable` a power
+        failure may undo the write.
 
         Raises:
-          CommitUnknownError: it may have been written, or may still be.
+          CommitUnknownError: the object may have been written, or may be written later.
         """
         ...
 
     def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Replaces the object durably; a reader sees the old bytes or the new ones, never a mixture. Without `durable`
-        a power failure may leave anything."""
+        the contents are undefined after a power failure."""
         ...
 
     def make_prefix(self, prefix: str) -> None:
-        """Prepares the prefix for objects, durably."""
+        """Prepares a prefix for objects, durably."""
         ...
 
     def names(self, prefix: str) -> list[str]:
@@ -76,7 +76,7 @@ class Root(Protocol):
         ...
 
     def left_overs(self, prefixes: Iterable[str]) -> list[str]:
-        """Temporary keys directly below `prefixes`, used by a running process or left by a killed one."""
+        """Temporary keys directly below `prefixes`, in use by a running process or left by a killed one."""
         ...
 
     def age_s(self, key: str) -> float:
@@ -93,7 +93,7 @@ class Root(Protocol):
 
 
 def for_each(root: Root, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """Applies `function` to every item, as many at once as the root can use; results are in order."""
+    """Applies `function` to every item, with the root's number of concurrent calls; results are in order."""
     waiting = list(items)
     if len(waiting) < 2 or root.num_parallel == 1:
         return [function(item) for item in waiting]
@@ -108,11 +108,11 @@ def open_root(url: str, *, read_only: bool = False) -> Root:
     """Opens the root of a store URL: `file:///absolute/path`, or a bucket as in `BucketRoot`.
 
     Args:
-      read_only: do not write to check for permission, and create no directory; only `read`, `names`, `kvstore` and
-        other read calls are allowed.
+      read_only: do not check for write permission, and create no directory; only `read`, `names`, `kvstore` and other
+        read calls are allowed.
 
     Raises:
-      ValueError: no URL, an unknown scheme, or a malformed URL.
+      ValueError: the URL is malformed or has an unknown scheme.
       StoreUnavailableError: see the root's class.
     """
     scheme = urllib.parse.urlsplit(url).scheme

@@ -1,10 +1,9 @@
 """KV in 8 bits: one code per value, one float32 scale per channel and layer, in one array.
 
-A scale belongs to one channel, that is one of K or V, one head and one of its H dimensions, over all tokens of the
-variant. Keys are stored without RoPE, and then some of their channels are large for every token (KIVI,
-arXiv:2402.02750, sec. 3): with a common scale the small channels would lose their bits. Values have the same
-granularity: on the demo model it lost less than a scale per token, which KIVI uses for them at 2 bits, and it needs 4/T
-bytes per value.
+A channel is K or V, one head and one of its H dimensions; its scale covers all tokens of the variant. Keys are stored
+before RoPE, and some of their channels are large for every token (KIVI, arXiv:2402.02750, sec. 3), so that with a
+common scale small channels would lose precision. Values have the same granularity: on the demo model it loses less than
+a scale per token, which KIVI uses for values at 2 bits, and it takes 4/T bytes per value.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 SCALE_ROWS = 4
-"""Token rows behind the codes for the bytes of the scales, the least significant first."""
+"""Token rows after the codes, for the bytes of the scales, least significant first."""
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST_CODE = {"int8": 127.0, "fp8": 448.0}
@@ -29,22 +28,22 @@ _LARGEST_VALUE = np.finfo(np.float32).max / 2  # above, a code times its scale m
 
 
 def quantize(kv: np.ndarray, kind: str) -> np.ndarray | None:
-    """Codes and scales of `kv` `[L, 2, T, K, H]` as bytes `[L, 2, T + SCALE_ROWS, K, H]`, uint8; None where a value is
+    """Codes and scales of `kv` `[L, 2, T, K, H]` as bytes `[L, 2, T + SCALE_ROWS, K, H]`, uint8; None if a value is
     NaN, infinite or above 1.7e38, for which there is no code.
 
-    The result of `dequantize` differs from x by at most (s the channel's scale, up to rounding in float32)
+    The result of `dequantize` differs from x, up to float32 rounding, by at most (s is the channel's scale)
 
         int8   s / 2                      with s = max |x| / 127
         fp8    max(|x| / 16, s / 1024)    with s = max |x| / 448 (float8_e4m3fn: 3 bits of mantissa, least code 2^-9)
 
-    and s at least 1.2e-38; a bfloat16 KV adds its own rounding, |x| / 256.
+    with s at least 1.2e-38; rounding to bfloat16 KV adds |x| / 256.
     """
     num_layers, _, num_tokens, num_heads, head_dim = kv.shape
     stored = np.empty((num_layers, 2, num_tokens + SCALE_ROWS, num_heads, head_dim), np.uint8)
-    for layer, rows in zip(kv, stored, strict=True):  # one at a time: float32 copies of all would be twice the KV
+    for layer, rows in zip(kv, stored, strict=True):  # one at a time: all float32 copies would be twice the KV
         values = layer.astype(np.float32, copy=False)
         largest = np.abs(values).max(axis=1)
-        if not (largest <= _LARGEST_VALUE).all():  # NaN is not, either
+        if not (largest <= _LARGEST_VALUE).all():  # also False for NaN
             return None
         scales = np.maximum(largest / np.float32(_LARGEST_CODE[kind]), _LEAST_SCALE)
         scaled = values / scales[:, None]
@@ -60,9 +59,9 @@ def dequantize(stored: np.ndarray, kind: str, out: np.ndarray) -> None:
     num_tokens = out.shape[1]
     scales = np.ascontiguousarray(np.moveaxis(stored[:, num_tokens:], 1, -1)).view("<f4")[:, None, :, :, 0]
     codes: Any = stored[:, :num_tokens]
-    # "wrap" only avoids the bounds check, which takes half of the time: all 256 values are valid.
+    # All 256 codes are valid; "wrap" only avoids the bounds check, which takes half of the time.
     codes = codes.view(np.int8) if kind == "int8" else np.take(_FP8_VALUES, codes, mode="wrap")
-    # Every element is written once and with its final value: two readers may do this at the same time.
+    # Every element is written once, with its final value, so two readers may do this concurrently.
     if out.dtype == np.float32:
         np.multiply(codes, scales, out=out)
     else:

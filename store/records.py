@@ -15,11 +15,11 @@ from ccjax.store.signing import DIGESTS, SealError
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
 
 CODED_VERSION = 2
-"""`format_version` of records whose KV is encoded. Releases that know only 1 ignore these instead of reading the codes
-as KV; all other records stay at 1, which every release reads.
+"""`format_version` of records whose KV is encoded. Releases that support only 1 ignore these instead of reading the
+codes as KV; all other records have version 1, which every release reads.
 
-Any later format keeps canonical JSON with `checksum`, `format_version`, `namespace`, `variant_id` and `object_id`:
-these show that an unreadable record is sound, and which data object belongs to it.
+Later formats must be canonical JSON with `checksum`, `format_version`, `namespace`, `variant_id` and `object_id`, to
+show that a record in an unknown format is sound, and which data object belongs to it.
 """
 
 _KIND = "record"
@@ -32,7 +32,7 @@ class StoredShard:
     """A committed variant: its record, and the location and layout of its data object.
 
     Attributes:
-      object_id: fresh random hex per write, the name of the data object.
+      object_id: name of the data object, new random hex digits for each write.
       charge_bytes: bytes of data object and record on disk.
     """
 
@@ -43,13 +43,13 @@ class StoredShard:
 
 
 class KnownShard(NamedTuple):
-    """Compact form of a committed variant, of which memory holds hundreds of thousands: the bytes of its record and the
-    fields needed before it is decoded.
+    """Compact form of a committed variant, for hundreds of thousands in memory: the bytes of its record and the fields
+    needed before decoding it.
 
     Attributes:
-      is_lossy: its object may differ from what was written.
-      raw: the record. `decode_known` gives its `StoredShard`.
-      crc32: of `raw` when it was fully checked.
+      is_lossy: the stored KV may differ from the KV written.
+      raw: the encoded record; `decode_known` returns its `StoredShard`.
+      crc32: crc32 of `raw`, computed when it was fully checked.
     """
 
     variant_id: str
@@ -66,7 +66,7 @@ def encode_record(
     record: ShardRecord, *, identity: StoreIdentity, kv_spec: KVSpec, object_id: str, layout: ObjectLayout
 ) -> bytes:
     """Encodes a record as canonical JSON with its own sha256, sealed if `identity` has keys. Its length does not depend
-    on the digits of ids and checksums; a larger object never makes it shorter."""
+    on the values of object id and checksums, and does not shrink for a larger object."""
     width = DIGESTS[layout.digest]
     body: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -88,7 +88,7 @@ def encode_record(
         if layout.storage.is_encrypted:
             how["is_encrypted"] = True
         body |= {"format_version": CODED_VERSION, "object_bytes": layout.num_bytes, **how}
-    if layout.digest != "xxh3":  # what every version writes
+    if layout.digest != "xxh3":  # the default, which every version writes without this key
         body["digest"] = layout.digest
     raw = _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
     return identity.seal(_KIND, record.variant_id, raw)
@@ -98,9 +98,9 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     """Decodes the record `raw`, found under the name `variant_id`.
 
     Raises:
-      ShardCorruptError: a byte changed, it is the record of another variant, model or shape, or it cannot be parsed.
-      UnknownFormatError: it is sound, and in a format of another release.
-      ShardForgedError: `identity` has keys, and none of them sealed it as the record of this variant.
+      ShardCorruptError: the record was changed, belongs to another variant, model or shape, or cannot be parsed.
+      UnknownFormatError: the record is sound, but in a format of another release.
+      ShardForgedError: `identity` has keys, and none of them sealed `raw` as the record of this variant.
     """
     try:
         content = identity.unseal(_KIND, variant_id, raw)
@@ -109,7 +109,7 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     try:
         body = json.loads(content)
         checksum = body.pop("checksum")
-        # Re-encoding and comparing leaves no byte unchecked: not a space, not a duplicate key.
+        # Re-encoding and comparing checks every byte, including spaces and duplicate keys.
         whole = _canonical({**body, "checksum": checksum}) == content
         sound = whole and checksum == hashlib.sha256(_canonical(body)).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -129,7 +129,7 @@ def known_from_raw(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_s
 
 
 def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
-    """Decodes `known.raw`; takes a quarter of `decode_record`'s time, since the bytes were checked before.
+    """Decodes `known.raw`, in a quarter of the time of `decode_record`, because the bytes were checked before.
 
     Raises:
       ShardCorruptError: the bytes changed, or do not match `known`.
@@ -185,7 +185,7 @@ def _shard(
 
 
 def _unknown(body: dict[str, Any], variant_id: str, identity: StoreIdentity, message: str) -> ShardCorruptError:
-    """The exception for an unknown format: the record may be another release's, or garbage."""
+    """The exception for an unknown format; the record may be from another release, or garbage."""
     version, object_id = body["format_version"], body["object_id"]
     is_number = isinstance(version, int) and not isinstance(version, bool)
     is_ours = body["namespace"] == identity.namespace and body["variant_id"] == variant_id

@@ -1,4 +1,4 @@
-"""One reader for all concurrent loads of a variant: layers read by one of them are available to the others."""
+"""Shares one reader between all concurrent loads of a variant: layers read by one load are available to the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tier(Protocol):
 
 
 class SharedReaders:
-    """Readers in use, by variant; dropped with their last user. Thread-safe.
+    """Readers in use, by variant; each is dropped with its last user. Thread-safe.
 
     Args:
       tier: opens new readers; None if there is no disk.
@@ -33,7 +33,7 @@ class SharedReaders:
         self._readers: weakref.WeakValueDictionary[str, ShardReader] = weakref.WeakValueDictionary()
 
     def open(self, variant_id: str) -> ShardReader:
-        """The reader in use, unless it failed, or a new one.
+        """The variant's reader in use, or a new one if there is none or it has failed.
 
         Raises:
           ShardNotFoundError: the tier does not hold the variant.
@@ -54,7 +54,7 @@ class SharedReaders:
         return 0 if reader is None or reader.has_failed else reader.bytes_there
 
     def forget(self, variant_id: str) -> None:
-        """Stops sharing the reader; its users keep it. The variant may be rewritten."""
+        """Stops sharing a variant's reader, because the variant may be rewritten; current users keep the reader."""
         with self._lock:
             self._readers.pop(variant_id, None)
 

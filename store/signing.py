@@ -1,8 +1,8 @@
-"""Keys with which the processes on a store recognise each other's data.
+"""Keys with which the processes on a store authenticate each other's data.
 
 A seal is `-hmac-sha256-` and the HMAC-SHA256 (RFC 2104), in hex, of the identity of the data (kind, namespace and name,
-as JSON) and of the bytes. So sealed data can neither be changed nor passed off as something else, under another name or
-in another model's or tenant's part of a store. It can be replayed after a deletion: a seal contains no time.
+as JSON) and of the bytes. So sealed data can neither be changed nor moved to another name or to another model's or
+tenant's part of a store. It can be replayed after a deletion, because a seal contains no time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SEAL_BYTES = len(_MARK) + 2 * hashlib.sha256().digest_size
 _SEAL = re.compile(re.escape(_MARK) + rb"[0-9a-f]{64}")
 
 DIGESTS = {"xxh3": 16, "sha256": 64}
-"""How KV bytes are bound to their record, and the number of hex digits of each digest."""
+"""Digests that bind KV bytes to their record -> number of hex digits."""
 
 
 class SealError(ValueError):
-    """The bytes have no seal, or none of the keys sealed them."""
+    """The bytes have no seal by one of the keys."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StoreKeys:
     """One or more secret keys: the first one seals, all of them are tried for reading.
 
     Raises:
-      ValueError: there is none, one is too short, or one is given twice; the message shows no key.
+      ValueError: there is no key, or a key is too short or given twice; the message does not show keys.
     """
 
     keys: tuple[bytes, ...] = dataclasses.field(repr=False)
@@ -64,7 +64,7 @@ class StoreKeys:
         users may read the file.
 
         Raises:
-          ValueError: as the class, naming the file, or it cannot be read.
+          ValueError: as for the class, or the file cannot be read; the message names the file.
         """
         try:
             lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
@@ -78,17 +78,17 @@ class StoreKeys:
             raise ValueError(f"store_key_file: {path}: {error}") from None
 
     def seal(self, what: tuple[str, ...], data: bytes) -> bytes:
-        """`data` followed by its seal; `what` describes it."""
+        """`data` followed by its seal; `what` is the identity of the data."""
         return data + _seal(self.keys[0], what, data)
 
     def unseal(self, what: tuple[str, ...], sealed: bytes) -> bytes:
-        """The `data` of `seal`.
+        """Inverse of `seal`.
 
         Raises:
-          SealError: it was not sealed with one of these keys, or as something else.
+          SealError: the data was not sealed with one of these keys and this identity.
         """
         data, found = without_seal(sealed), sealed[-SEAL_BYTES:]
-        # Checks all keys, whichever matches, so that timing reveals nothing.
+        # Always checks all keys, so that timing reveals nothing.
         if sum(hmac.compare_digest(found, _seal(key, what, data)) for key in self.keys) != 1:
             raise SealError(f"{' '.join(what)}: the seal is missing, or not from one of this store's keys")
         return data
@@ -100,7 +100,7 @@ def without_seal(sealed: bytes) -> bytes:
 
 
 def body_of(raw: bytes) -> bytes:
-    """The sealed data, unchecked, or everything if there is no seal; only for display."""
+    """The sealed data, unchecked, or all bytes if there is no seal; only for display."""
     return without_seal(raw) if _SEAL.fullmatch(raw[-SEAL_BYTES:]) else raw
 
 
@@ -113,6 +113,6 @@ def digest_of(kind: str, data: memoryview) -> int:
 
 
 def _seal(key: bytes, what: tuple[str, ...], data: bytes) -> bytes:
-    made = hmac.new(key, json.dumps(what).encode() + b"\n", hashlib.sha256)  # JSON has no line break of its own
+    made = hmac.new(key, json.dumps(what).encode() + b"\n", hashlib.sha256)  # this JSON contains no line break
     made.update(data)
     return _MARK + made.hexdigest().encode()

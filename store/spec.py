@@ -17,8 +17,8 @@ from ccjax.store.encryption import StoreCipher
 from ccjax.store.signing import StoreKeys, without_seal
 
 FORMAT_VERSION = 1
-"""Version of everything that is written to disk; part of every namespace, record and marker. (Only records of encoded
-KV have another one: `store.records.CODED_VERSION`.)"""
+"""Format version of all stored data; part of every namespace, record and marker. (Only records of encoded KV have
+another one: `store.records.CODED_VERSION`.)"""
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -28,7 +28,7 @@ def positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
     """Returns `value` unchanged.
 
     Raises:
-      ValueError: it is not an int of at least `minimum`; the message names `name`.
+      ValueError: `value` is not an int of at least `minimum`; the message names `name`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name}: wanted an int >= {minimum}, got {value!r}")
@@ -57,7 +57,7 @@ class KVSpec:
 
     @property
     def np_dtype(self) -> np.dtype:
-        """NumPy's dtype of `dtype`; bfloat16 is that of ml_dtypes, the one that JAX uses."""
+        """`dtype` as a NumPy dtype; bfloat16 is that of ml_dtypes, which JAX uses."""
         return _DTYPES[self.dtype]
 
     def shape(self, num_tokens: int) -> tuple[int, int, int, int, int]:
@@ -76,9 +76,10 @@ class StoreIdentity:
     Attributes:
       model_fingerprint: digest of everything that determines KV values: weights, tokenizer, RoPE, dtype.
       tenant_salt: separates tenants of one model. It is hashed into the namespace and never stored.
-      keys: seal written data; data without such a seal is rejected. None accepts all sound data. Which keys are used
-        does not change the identity, but having keys does: processes without keys never see these variants.
-      cipher: encrypts written data instead of sealing it, with the same keys; having one changes the identity, too.
+      keys: keys that seal written data; data without a valid seal is rejected. None accepts all sound data. Different
+        keys do not change the identity, but having keys does: processes without keys never see these variants.
+      cipher: encrypts written data instead of sealing it, with the same keys; having a cipher also changes the
+        identity.
     """
 
     model_fingerprint: str
@@ -96,20 +97,20 @@ class StoreIdentity:
 
     @property
     def namespace(self) -> str:
-        """sha256 (hex) of format version, model fingerprint and tenant salt, and of "sealed" if there are keys, or
-        "encrypted"."""
+        """sha256 (hex) of format version, model fingerprint and tenant salt, and of "sealed" with keys, or "encrypted"
+        with a cipher."""
         how = ["encrypted"] if self.cipher else ["sealed"] if self.keys else []
         whole = [FORMAT_VERSION, self.model_fingerprint, self.tenant_salt, *how]
         return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
 
     @property
     def digest(self) -> str:
-        """How KV is bound to its record, one of `store.signing.DIGESTS`: with keys, a digest that cannot be forged.
-        Encrypted KV is bound by its tag."""
+        """Digest that binds KV to its record, one of `store.signing.DIGESTS`: with keys, one that cannot be forged.
+        Encrypted KV is authenticated by its tag."""
         return "sha256" if self.keys and not self.cipher else "xxh3"
 
     def seal(self, kind: str, name: str, data: bytes) -> bytes:
-        """`data` as written under that name: sealed, if there are keys, or encrypted."""
+        """`data` as written under that name: encrypted with a cipher, sealed with keys, else unchanged."""
         what = (kind, self.namespace, name)
         if self.cipher:
             return self.cipher.encrypt(what, data)
@@ -119,7 +120,7 @@ class StoreIdentity:
         """Inverse of `seal`.
 
         Raises:
-          SealError: there are keys, and none of them sealed this under that name.
+          SealError: there are keys, and none of them sealed or encrypted `raw` under that name.
         """
         what = (kind, self.namespace, name)
         if self.cipher:
@@ -127,13 +128,12 @@ class StoreIdentity:
         return self.keys.unseal(what, raw) if self.keys else raw
 
     def body_of(self, kind: str, name: str, raw: bytes) -> bytes:
-        """The same for bytes whose seal was checked before. Raises SealError if they should be encrypted and are
-        not."""
+        """As `unseal`, for bytes whose seal was checked before. With a cipher, it still raises SealError."""
         return self.unseal(kind, name, raw) if self.cipher else without_seal(raw) if self.keys else raw
 
 
 class ShardSummary(NamedTuple):
-    """The part of a `ShardRecord` that is in memory for every variant; the rest has to be read."""
+    """The part of a `ShardRecord` that is in memory for every variant; the rest has to be decoded."""
 
     variant_id: str
     chunk_id: str
@@ -149,7 +149,7 @@ class ShardRecord:
       variant_id, chunk_id: ids of 1 to 128 letters, digits, `_` or `-`.
       num_tokens: T of the KV `[L, 2, T, K, H]`.
       num_bytes: bytes of the KV in memory.
-      meta: JSON that the store only passes through. Normalised by JSON (tuples become lists), the same in every tier.
+      meta: JSON that the store does not interpret. Normalised by JSON (tuples become lists), the same in every tier.
     """
 
     variant_id: str
@@ -177,7 +177,7 @@ class ShardRecord:
     def of_json(
         cls, variant_id: str, chunk_id: str, num_tokens: int, num_bytes: int, meta: Mapping[str, Any]
     ) -> ShardRecord:
-        """The record of values that were validated before they became JSON: checks and copies nothing."""
+        """A record of values that were validated before they were encoded as JSON; checks and copies nothing."""
         record = object.__new__(cls)
         for name, value in zip(cls.__slots__, (variant_id, chunk_id, num_tokens, num_bytes, meta), strict=True):
             object.__setattr__(record, name, value)
@@ -185,7 +185,7 @@ class ShardRecord:
 
     @property
     def summary(self) -> ShardSummary:
-        """All but `meta`."""
+        """All fields except `meta`."""
         return ShardSummary(self.variant_id, self.chunk_id, self.num_tokens, self.num_bytes)
 
 
@@ -194,10 +194,10 @@ Condemns = Callable[[ShardRecord], bool]
 
 
 def check_kv(kv: Any, record: ShardRecord, kv_spec: KVSpec) -> np.ndarray:
-    """`kv` as a NumPy array of the shape and dtype required by `record` and `kv_spec`.
+    """`kv` as a NumPy array, with the shape and dtype required by `record` and `kv_spec`.
 
     Raises:
-      ValueError: it has another shape or dtype.
+      ValueError: `kv` has another shape or dtype.
     """
     array = np.asarray(kv)
     shape = kv_spec.shape(record.num_tokens)
@@ -207,7 +207,7 @@ def check_kv(kv: Any, record: ShardRecord, kv_spec: KVSpec) -> np.ndarray:
 
 
 def check_record(record: ShardRecord, kv_spec: KVSpec) -> None:
-    """Raises ValueError unless `record.num_bytes` is what `kv_spec` gives for its tokens."""
+    """Raises ValueError unless `record.num_bytes` matches `kv_spec` and the number of tokens."""
     expected = kv_spec.num_bytes(record.num_tokens)
     if record.num_bytes != expected:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Deletes unreadable objects: data without a record, left-overs of killed processes, quarantine."""
+"""Deletes unused objects: data without a record, left-overs of killed processes, quarantined records."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def sweep(
     quarantine_age_s: float,
     delete: Callable[[str], bool],
 ) -> tuple[str, ...]:
-    """Deletes the data objects `orphans`, left-overs and quarantined records of `namespace` that are at least that old;
-    an age of 0 means all.
+    """Deletes the data objects `orphans`, left-overs and quarantined records of `namespace` that are older than the
+    given ages; an age of 0 selects all.
 
     Args:
       delete: deletes one key; False if the disk refused.

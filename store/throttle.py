@@ -1,4 +1,4 @@
-"""A link of limited bandwidth and fixed latency in front of a tier's reads, for tests and benchmarks."""
+"""Simulates a link of limited bandwidth and fixed latency for a tier's reads, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class ThrottledLink:
-    """Delays reads as one shared wire would: in the order they were started, together at `bytes_per_s`.
+    """Delays reads as one shared wire would: they complete in the order of their start, in total at `bytes_per_s`.
 
-    A `store.arrays.OnRead`. A read completes `latency_s` after its start at the earliest, latencies of several reads
-    overlap, and none completes before the real read does.
+    A `store.arrays.OnRead`. A read completes at least `latency_s` after its start and not before the real read;
+    latencies of several reads overlap.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class ThrottledLink:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """Raises:
-        ValueError: no bandwidth, or a negative or infinite latency.
+        ValueError: the bandwidth is not positive and finite, or the latency is negative or infinite.
         """
         if not 0.0 < bytes_per_s < math.inf:
             raise ValueError(f"bytes_per_s: wanted a positive, finite number, got {bytes_per_s!r}")
@@ -41,7 +41,7 @@ class ThrottledLink:
         self._wire = ThreadPoolExecutor(1, thread_name_prefix="store-link")
 
     def __call__(self, read: Any, num_bytes: int) -> Future[Any]:
-        """A future with the outcome of `read`, done once its bytes came over the wire."""
+        """A future with the outcome of `read`, done once its bytes have passed the wire."""
         with self._lock:
             self._free_at = max(self._free_at, self._clock() + self._latency_s) + num_bytes / self._bytes_per_s
             return self._wire.submit(self._carry, read, self._free_at)

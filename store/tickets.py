@@ -33,9 +33,9 @@ class LoadTicket:
     """Pinned variants to read. Thread-safe; valid until `TieredStore.complete_load`.
 
     Attributes:
-      tiers: variant id -> the tier it is read from, "device", "host" or "disk".
-      missing: the wanted ids that no tier has.
-      lossy: the ids whose KV, as read here, may differ from the KV stored.
+      tiers: variant id -> the tier that it is read from, "device", "host" or "disk".
+      missing: requested ids that no tier has.
+      lossy: ids whose KV, as read by this ticket, may differ from the KV stored.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LoadTicket:
     @property
     def bytes_read(self) -> dict[str, int]:
         """Tier -> KV bytes delivered (device, host) or read and checked (disk) so far."""
-        # Layers that this ticket only prefetched count for the ticket that reads them.
+        # Variants that this ticket only prefetched count for the ticket that reads them.
         read = (source for key, source in self._sources.items() if key in self._read)
         disk_bytes = sum(source.bytes_read for source in read if isinstance(source, ShardReader))
         return {**self._bytes_read, DISK: disk_bytes}
@@ -86,7 +86,7 @@ class LoadTicket:
         Raises:
           ValueError: the ticket does not hold the variant or is completed, or the range is not within the layers.
           ShardNotFoundError: the variant is in `missing`, or another process evicted it meanwhile.
-          ShardCorruptError: the stored bytes are not what was written.
+          ShardCorruptError: the stored bytes differ from those written.
           StoreUnavailableError: the disk cannot be read.
           TimeoutError: the layers were not read within `timeout_s`; the reads continue.
         """
@@ -100,8 +100,8 @@ class LoadTicket:
         return kv
 
     def slots(self, variant_id: str) -> np.ndarray:
-        """[T] int32, slot of each token of a variant in the device tier, valid until the ticket is completed; the
-        variant counts as read completely.
+        """[T] int32, slot of each token of a variant in the device tier, valid until the ticket is completed. The
+        variant counts as completely read.
 
         Raises:
           ValueError: the ticket reads the variant from another tier, or is completed.
@@ -126,7 +126,7 @@ class LoadTicket:
         return self._sources[variant_id]
 
     def whole(self) -> dict[str, np.ndarray]:
-        """Variant id -> KV of those that are in host memory now: disk variants only if read completely and checked."""
+        """Variant id -> KV of the variants in host memory now; disk variants only if completely read and checked."""
         if not self._open:
             raise ValueError("ticket: completed already")
         found: dict[str, np.ndarray] = {}
@@ -140,7 +140,7 @@ class LoadTicket:
         """Variant id -> KV, copied to host memory, of the variants on the device. Does not count as a read.
 
         Raises:
-          RuntimeError: the device lost it.
+          RuntimeError: the device lost the KV.
         """
         found: dict[str, np.ndarray] = {}
         for key in variant_ids:
@@ -154,7 +154,7 @@ class LoadTicket:
         """Ends the ticket and releases its readers.
 
         Raises:
-          ValueError: it was completed before.
+          ValueError: the ticket was completed before.
         """
         with self._lock:
             if not self._open:
@@ -173,10 +173,10 @@ class StoreTicket:
     """Space announced for one new variant, until `TieredStore.complete_store`.
 
     Attributes:
-      record: of the new variant.
-      exists: the variant is stored, being written or announced already; the ticket only has to be completed.
-      tiers: the tiers whose whole budget could hold it; the others are always skipped.
-      charge_bytes: tier of `tiers` -> bytes it takes there.
+      record: record of the new variant.
+      exists: True if the variant is already stored, being written or announced; the ticket must only be completed.
+      tiers: tiers whose whole budget is large enough for the variant; the others are skipped.
+      charge_bytes: tier of `tiers` -> bytes that the variant takes there.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class StoreTicket:
 
     @property
     def shortfall_bytes(self) -> dict[str, int]:
-        """Tier -> bytes to evict now so that this and all other announced variants fit; tiers with enough space are
-        left out."""
+        """Tier -> bytes to evict now so that this and all other announced variants fit, for tiers without enough
+        space."""
         return self._shortfall(self)
 
     def close(self) -> None:

@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 class TieredStore(Levels):
-    """A store of variants over several tiers. Thread-safe; open it with `TieredStore.open`, then use it as a context
+    """A store of variants in several tiers. Thread-safe; open it with `TieredStore.open`, and use it as a context
     manager or `close` it.
 
-    A variant is stored in every tier with enough free budget; one that was read completely is promoted to the faster
+    A variant is stored in every tier with enough free budget; a completely read variant is promoted to the faster
     tiers. `notes` are small JSON objects shared with other processes; `claims` records which variants this and other
     processes are computing (None without a disk); `change_feed` announces changes through a shared index (None without
     one).
@@ -85,10 +85,11 @@ class TieredStore(Levels):
         """Opens a store for the variants of one model; `url=None` keeps them in memory only.
 
         Args:
-          host_bytes, disk_bytes, exclusive, head_groups: budgets (None is no limit), and as `TensorStoreTier`.
+          host_bytes, disk_bytes: budgets of the tiers; None for no limit.
           device: a tier above host memory, whose variants are `store.tickets.PagedKV`.
-          max_pending_bytes: KV that may wait for the disk before stores skip it.
-          kv_dtype, compression: how the disk tier stores new variants, see `StorageFormat`.
+          exclusive, head_groups: see `TensorStoreTier`.
+          max_pending_bytes: bytes of KV that may wait for the disk; further stores skip the disk.
+          kv_dtype, compression: format of new variants in the disk tier, see `StorageFormat`.
           on_read: observes, and may delay, every read of the disk tier.
           index: URL of an index shared by the processes on the store, see `store.index.open_index`; needs `url`.
 
@@ -118,8 +119,8 @@ class TieredStore(Levels):
         self.close()
 
     def shortfall_bytes(self, tier: str, num_bytes: int) -> int | None:
-        """Bytes to evict from `tier` before `num_bytes` more fit, in addition to announced variants; None if they
-        exceed its whole budget."""
+        """Bytes to evict from `tier` before `num_bytes` fit in addition to announced variants; None if they exceed its
+        whole budget."""
         with self._lock:
             budget = self._tier(tier).budget
             return self._short(tier, num_bytes) if budget.can_ever_hold(num_bytes) else None
@@ -143,13 +144,14 @@ class TieredStore(Levels):
     # -- load --------------------------------------------------------------------------------------------------
 
     def unread_bytes(self, variant_id: str) -> int:
-        """KV bytes that a load would have to read from disk now; 0 if memory or another load has all of them."""
+        """KV bytes that a load would have to read from disk now, without those that another load has already read."""
         summary = self.get_summary(variant_id) if self.tier_of(variant_id) == DISK else None
         return 0 if summary is None else summary.num_bytes - self._readers.bytes_there(variant_id)
 
     def prepare_load(self, variant_ids: Iterable[str], *, counted: bool = True) -> LoadTicket:
-        """Pins the variants in every tier until `complete_load`. Reads nothing yet: concurrent loads share their reads,
-        and a queued write is read from memory. With `counted` off, the look-ups do not appear in the usage counters."""
+        """Pins the variants in every tier until `complete_load`. Reads nothing yet. Concurrent loads share their reads,
+        and a queued write is read from memory. With `counted` False, the look-ups are not added to the usage
+        counters."""
         wanted = tuple(dict.fromkeys(variant_ids))
         sources: dict[str, Source] = {}
         lossy, on_disk = [], []
@@ -164,18 +166,18 @@ class TieredStore(Levels):
                     if self._memory[tier].is_lossy(variant_id):
                         lossy.append(variant_id)
                 elif tier == DISK and self._writer is not None:
-                    queued = self._writer.get(variant_id)  # still in memory, so it is served from there
+                    queued = self._writer.get(variant_id)  # read from memory
                     if queued is None:
                         on_disk.append(variant_id)
                     else:
                         sources[variant_id] = queued
             self._pins.update([*sources, *on_disk])
-        for position, variant_id in enumerate(on_disk):  # pinned, so the lock is not needed
+        for position, variant_id in enumerate(on_disk):  # no lock needed: they are pinned
             try:
                 sources[variant_id] = self._readers.open(variant_id)
-            except ShardNotFoundError:  # evicted by another process, as another thread just noticed
+            except ShardNotFoundError:  # evicted by another process, which another thread has just detected
                 self._unpin([variant_id])
-            except BaseException:  # no memory for the buffer: leave no pin behind
+            except BaseException:  # for example no memory for the buffer: leave no pins behind
                 self._unpin([*sources, *on_disk[position:]])
                 raise
         return LoadTicket(wanted, sources, lossy, self.kv_spec)
@@ -185,9 +187,9 @@ class TieredStore(Levels):
     ) -> dict[str, tuple[str, ...]]:
         """Unpins the variants of a load.
 
-        With `ok`, variants whose KV is now in host memory (from disk only if read completely) are added to the memory
+        With `ok`, variants whose KV is now in host memory (from disk only if completely read) are added to the memory
         tiers that lack them, if they fit without eviction (see `shortfall_bytes`). With `promote`, a mapping of tier ->
-        ids, only those are, and KV on the device may be copied to host memory. Returns tier -> ids that were added.
+        ids, only those are added, and KV on the device may be copied to host memory. Returns tier -> added ids.
 
         Raises:
           ValueError: the ticket was completed before.
@@ -195,7 +197,7 @@ class TieredStore(Levels):
         whole, bytes_read = ticket.whole(), ticket.bytes_read
         try:
             whole |= ticket.copies([] if promote is None else promote.get(HOST, ()))
-        except RuntimeError as error:  # lost with the device; a kept traceback would hold its pages
+        except RuntimeError as error:  # the device failed; logging a traceback would keep its pages alive
             _log.warning("KV on the device could not be copied to host memory: %s", str(error))
         ticket.close()
         promoted: dict[str, tuple[str, ...]] = {}
@@ -215,7 +217,7 @@ class TieredStore(Levels):
 
     def prepare_store(self, record: ShardRecord) -> StoreTicket:
         """Announces a variant, so that the caller can evict `ticket.shortfall_bytes` first. If a load would read a
-        lossy copy of the variant, it may be stored again and replaces that copy.
+        lossy copy of the variant, the variant may be stored again and replaces that copy.
 
         Raises:
           ValueError: `record.num_bytes` does not match its number of tokens.
@@ -238,9 +240,9 @@ class TieredStore(Levels):
         accepted it; a tier without enough free budget is skipped and counted, a failing disk is counted and logged.
 
         Args:
-          kv: None if the variant was not computed after all.
+          kv: the KV; None if the variant was not computed.
           wait: wait for space in the write queue (batch jobs) instead of skipping the disk (requests).
-          tiers: tiers to store it in; None for all.
+          tiers: tiers to store the variant in; None for all.
 
         Raises:
           ValueError: `kv` has another shape or dtype, or the ticket was completed before; nothing is stored.
@@ -248,7 +250,7 @@ class TieredStore(Levels):
         ticket.close()
         record = ticket.record
         try:
-            # Always a copy: on CPU `np.asarray` of a JAX array is a view of a buffer that may be donated later.
+            # Always copies: on CPU `np.asarray` of a JAX array is a view of a buffer that may be donated later.
             copied = None
             if kv is not None and not ticket.exists:
                 copied = np.array(check_kv(kv, record, self.kv_spec), order="C", copy=True)
@@ -273,8 +275,8 @@ class TieredStore(Levels):
     # -- removal -----------------------------------------------------------------------------------------------
 
     def evict(self, tier: str, variant_ids: Iterable[str]) -> tuple[str, ...]:
-        """Evicts variants from one tier and returns those removed; pinned variants and ones the tier does not hold are
-        skipped.
+        """Evicts variants from one tier and returns those removed; skips pinned variants and those that the tier does
+        not hold.
 
         Raises:
           ValueError: there is no such tier.
@@ -289,15 +291,15 @@ class TieredStore(Levels):
                 assert self._disk is not None
                 hidden, gone = self._disk.hide(victims), ()
         if hidden and self._disk is not None:
-            gone = self._disk.erase(hidden)  # outside the lock: 12 ms for 67 MB on ext4; no load can pin them any more
+            gone = self._disk.erase(hidden)  # without the lock: 12 ms for 67 MB on ext4; no load can pin them
         with self._lock:
             self._counts[tier]["evicted"] += len(gone)
         return gone
 
     def discard(self, variant_id: str, condemns: Condemns | None = None) -> None:
-        """Removes a corrupt or outdated variant permanently from every tier, pinned or not. Readers that hold views
-        keep them; later reads of the disk miss. With `condemns`, tiers that hold another record of the variant, for
-        example because another process rewrote it, keep it."""
+        """Removes a corrupt or outdated variant from every tier, pinned or not. Existing views stay valid; later reads
+        from disk miss. With `condemns`, the variant is kept in tiers whose record of it is not selected, for example
+        because another process rewrote it."""
         with self._lock:
             for name, tier in self._memory.items():
                 record = tier.get_record(variant_id)
@@ -318,9 +320,9 @@ class TieredStore(Levels):
         """Discards variants and verifies, after the queued writes, that they are gone; returns the keys and variant ids
         that could not be deleted.
 
-        Refreshes first, so `records` may have more afterwards. With `uncommitted` it also deletes everything on disk
-        without a sound record, regardless of age: parts of interrupted writes, damaged records, temporary files. A
-        concurrent write of another process may be lost.
+        Refreshes the disk tier, so `records` may return more variants afterwards. With `uncommitted` it also deletes
+        everything on disk without a sound record, regardless of age: parts of interrupted writes, damaged records,
+        temporary files. A concurrent write of another process may then be lost.
 
         Raises:
           OSError: the disk cannot be listed.
@@ -332,27 +334,26 @@ class TieredStore(Levels):
             return ()
         erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted, condemns=condemns)
         try:
-            # On the writing thread, when none of our own writes is in progress.
+            # On the writing thread, so that no write of this process is in progress.
             return self._writer.call(erase).result()
         finally:
             self.request_relisting()  # copies of erased variants may also be in other processes' memory
 
     def request_relisting(self) -> None:
-        """Asks other processes, through the index if there is one, to list the store: more happened than was
-        announced."""
+        """Asks other processes, through the index if there is one, to list the store for unannounced changes."""
         if self.change_feed is not None:
             self.change_feed.mark_incomplete()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything stored so far is on disk or has failed; False if `timeout_s` passed first. Waits at
-        most a second longer for the index."""
+        """Waits until everything stored so far is on disk or has failed; False after `timeout_s`. Waits at most one
+        more second for the index."""
         is_done = self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
         if self.change_feed is not None:
             self.change_feed.flush()
         return is_done
 
     def close(self) -> None:
-        """Writes what is queued, frees memory and refuses further use. May be called twice."""
+        """Finishes queued writes, frees memory and refuses further use. May be called twice."""
         with self._lock:
             self._open = False
         if self._writer is not None:
@@ -363,7 +364,7 @@ class TieredStore(Levels):
             for tier in self._memory.values():
                 tier.close()
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if not self._open:
@@ -375,8 +376,8 @@ class TieredStore(Levels):
         return self._levels[tier].budget.shortfall(announced + num_bytes)
 
     def _charges(self, record: ShardRecord) -> dict[str, int]:
-        """Bytes to charge in each tier that would store the variant and could ever hold it."""
-        charges = {  # it replaces a lossy copy
+        """Bytes to charge in each tier that would store the variant and whose whole budget is large enough."""
+        charges = {  # 0 where it replaces a lossy copy
             name: 0 if record.variant_id in tier else tier.charge_bytes(record.num_tokens)
             for name, tier in self._memory.items()
         }
@@ -397,7 +398,7 @@ class TieredStore(Levels):
         self._counts[tier]["bytes_written"] += record.num_bytes
 
     def _promote(self, tier: str, variant_id: str, kv: np.ndarray, is_lossy: bool) -> bool:
-        """Adds KV that was read to a memory tier that lacks it, if it fits; True if it was added."""
+        """Adds KV that was read to a memory tier that lacks the variant, if it fits; True if it was added."""
         summary = self.get_summary(variant_id)
         if summary is None or variant_id in self._memory[tier]:
             return False
@@ -407,7 +408,7 @@ class TieredStore(Levels):
         return record is not None and self._fits(tier, self._put, tier, record, kv, is_lossy)
 
     def _fits(self, tier: str, charge: Callable[..., Any], *args: Any) -> bool:
-        """Runs `charge(*args)`; False, counted, when the tier's budget refuses it."""
+        """Runs `charge(*args)`; False, and counted, if the tier's budget refuses it."""
         try:
             charge(*args)
         except TierFullError:
@@ -416,8 +417,7 @@ class TieredStore(Levels):
         return True
 
     def _write_behind(self, record: ShardRecord, kv: np.ndarray, wait: bool) -> bool:
-        """Queues a reserved write; called without the lock, because with `wait` it blocks until the writer freed
-        space."""
+        """Queues a reserved write; call it without the lock, because with `wait` it blocks until there is space."""
         assert self._disk is not None and self._writer is not None
         if self._writer.submit(record, kv, wait=wait):
             return True
@@ -433,6 +433,6 @@ class TieredStore(Levels):
 
     def _unpin(self, variant_ids: Iterable[str]) -> None:
         with self._lock:
-            self._pins.subtract(list(variant_ids))  # a mapping would be taken for counts
-            self._pins += collections.Counter()  # drops the zeros
+            self._pins.subtract(list(variant_ids))  # `subtract` would read a mapping as counts
+            self._pins += collections.Counter()  # drops zero counts
             self._readers.retain(self._pins)

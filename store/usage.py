@@ -17,12 +17,12 @@ class TierUsage:
       used_bytes: bytes held, on disk including writes in progress; exceeds `budget_bytes` only by variants that existed
         at open or that other processes wrote.
       budget_bytes: None for no limit.
-      hits, misses: look-ups of `prepare_load` that this tier could or could not answer; the fastest tier is asked
-        first.
+      hits, misses: look-ups of `prepare_load` that found or did not find the variant in this tier; tiers are searched
+        from the fastest on.
       writes: variants stored or promoted. failed_writes: refused by the disk. skipped_writes: over the budget or the
         write queue's limit.
-      corrupt: failed checks of data or records. forged: those of records, and of a shared index's leases and orders,
-        that none of this store's keys sealed.
+      corrupt: failed checks of data or records. forged: records, and leases and orders of a shared index, without a
+        seal by one of this store's keys.
       evicted, discarded: removed at the caller's request.
       bytes_read: KV bytes delivered by completed loads. bytes_written: bytes stored, on disk with checksums and record.
     """

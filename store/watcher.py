@@ -20,9 +20,9 @@ class StoreWatcher:
     """Watches a disk tier for changes of other processes. Thread-safe.
 
     Args:
-      change_feed: applied from now on.
+      change_feed: its changes are applied from now on.
       pinned: variants with an open load, guarded by `lock`. They are kept until the load completes, even if the feed
-        removes them, because the request that computes on top of them needs their records at the end.
+        removes them, because the request that uses them needs their records at the end.
     """
 
     def __init__(

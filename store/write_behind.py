@@ -19,17 +19,17 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_PENDING_BYTES = 256 << 20
-"""Default of `TieredStore.open(max_pending_bytes=...)`: KV that may wait for the disk."""
+"""Default of `TieredStore.open(max_pending_bytes=...)`: bytes of KV that may wait for the disk."""
 
 
 class WriteBehind:
     """Writes variants to `tier` in order, on one background thread.
 
     Args:
-      max_pending_bytes: KV bytes that may be queued; a single variant is always accepted, however large.
+      max_pending_bytes: KV bytes that may be queued; a single variant of any size is always accepted.
 
     Attributes:
-      num_written, bytes_written: commits by this queue and the bytes they take on disk.
+      num_written, bytes_written: commits by this queue, and their bytes on disk.
       claims: leases on variants of the tier, released when their write is done.
       num_failed: writes that the disk refused. The start and the end of a failure are logged as warnings.
     """
@@ -47,14 +47,14 @@ class WriteBehind:
         self._failing = False
         self._closed = False
         self._changed = threading.Condition()
-        # An executor, not a bare thread: the interpreter waits for its queue at exit instead of dropping or hanging.
+        # An executor instead of a thread: at exit, the interpreter finishes its queue; it neither drops it nor hangs.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store-write")
 
     def __contains__(self, variant_id: str) -> bool:
         return self.get(variant_id) is not None
 
     def get(self, variant_id: str) -> np.ndarray | None:
-        """The KV of a variant whose write is queued, or None; a variant no longer here is known to the disk tier."""
+        """The KV of a variant whose write is queued, else None; the disk tier knows a variant that leaves the queue."""
         pending = self._pending.get(variant_id)
         return None if pending is None or variant_id in self._cancelled else pending[1]
 
@@ -64,7 +64,7 @@ class WriteBehind:
             return frozenset(self._pending.keys() - self._cancelled)
 
     def submit(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
-        """Queues a write whose bytes the tier has reserved; `kv` must not change any more.
+        """Queues a write whose bytes the tier has reserved; `kv` must not be changed afterwards.
 
         Returns False, with the queue unchanged, if the queue is full; with `wait`, waits for space instead.
         """
@@ -86,8 +86,8 @@ class WriteBehind:
         return self._executor.submit(function)
 
     def cancel(self, variant_id: str, condemns: Condemns | None = None) -> None:
-        """Makes a queued variant unreadable: it leaves the queue at once, or the disk as soon as the current write is
-        over. Does nothing if it is not queued, or if `condemns` does not select its record."""
+        """Cancels a queued write; if it is in progress, the variant is removed from disk as soon as it ends. Does
+        nothing if the variant is not queued, or if `condemns` does not select its record."""
         with self._changed:
             pending = self._pending.get(variant_id)
             if pending is None or (condemns is not None and not condemns(pending[0])):
@@ -100,7 +100,7 @@ class WriteBehind:
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything queued is on disk or has failed; False if `timeout_s` passed first."""
+        """Waits until everything queued is on disk or has failed; False after `timeout_s`."""
         with self._changed:
             ours = list(self._pending.items())  # by identity: a later write of the same id is not waited for
             return self._changed.wait_for(
@@ -132,7 +132,7 @@ class WriteBehind:
         won = False
         try:
             won = self._tier.write(record, kv, reserved=True)
-        except Exception as caught:  # the thread must survive any error; the answer was given long ago
+        except Exception as caught:  # the thread must survive any error
             error = caught
         with self._changed:
             cancelled = variant_id in self._cancelled

@@ -1,11 +1,11 @@
 """Weights as Orbax checkpoints, in our own layout and dtype: loading needs no transposing, rounding or sha256.
 
 DIR/config.json, tokenizer files     as in a Hugging Face directory
-DIR/weights/ID/00000/                an Orbax checkpoint of up to 256 MiB (one leaf, where that is larger)
-DIR/ccjax_weights.json               written last, and in one piece: what is not named there is not there
+DIR/weights/ID/00000/                an Orbax checkpoint of up to 256 MiB (one leaf if that is larger)
+DIR/ccjax_weights.json               the index, written last and atomically: leaves that it does not list are ignored
 
-A leaf lies there under its Hugging Face name, with "_scale" behind it for the scales of weights in 8 bits. Orbax
-returns flipped bytes in silence, so the index has a checksum of each leaf, and one of itself.
+A leaf is stored under its Hugging Face name; the suffix "_scale" marks the scales of 8-bit weights. Orbax does not
+detect flipped bytes, so the index has a checksum of each leaf and one of itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """One array: its part, shape, dtype, and the xxh3 (128 bits, hex) of its bytes."""
+    """One array: number of its part, shape, dtype, and xxh3 (128 bits, hex) of its bytes."""
 
     part: int
     shape: tuple[int, ...]
@@ -58,11 +58,11 @@ class CheckpointIndex:
 
     Attributes:
       source: fingerprint of the weights that were converted.
-      dtype: of leaves that are not in 8 bits.
-      is_rounded: the source has more digits than `dtype`.
-      quantization: of `WEIGHT_FORMATS`, or None.
-      folder: below `weights/`.
-      leaves: by name, in the order of `build_params`.
+      dtype: dtype of leaves that are not in 8 bits.
+      is_rounded: True if the source has a higher precision than `dtype`.
+      quantization: key of `WEIGHT_FORMATS`, or None.
+      folder: name of the folder in `weights/`.
+      leaves: leaves by name, in the order of `build_params`.
     """
 
     source: str
@@ -82,7 +82,7 @@ def read_index(directory: str | os.PathLike[str]) -> CheckpointIndex:
     """The index of a checkpoint. Reads no weights.
 
     Raises:
-      CheckpointError: there is none, it is of a newer format, damaged, or beside another config.json.
+      CheckpointError: the index is missing, damaged, of a newer format, or does not match config.json.
     """
     path = Path(directory) / INDEX
     try:
@@ -120,12 +120,12 @@ def write_checkpoint(
     is_rounded: bool,
     quantization: str | None = None,
 ) -> CheckpointIndex:
-    """Writes a checkpoint, in the place of the one that is there; that one stays whole until this one is. A config.json
-    that is there stays as it is.
+    """Writes a checkpoint. An existing one is replaced, and stays intact until the new one is complete; an existing
+    config.json is kept.
 
     Args:
-      produce: called with a function that takes the leaves, in the order of `leaf_names`; it writes them as soon as
-        they fill a part.
+      produce: called with a function that accepts the leaves, in the order of `leaf_names`; leaves are written as soon
+        as they fill a part.
       source, dtype, is_rounded, quantization: see `CheckpointIndex`.
     """
     directory = Path(directory)
@@ -176,7 +176,7 @@ def write_checkpoint(
 def write_params(
     params: Params, config: LlamaConfig, quantization: str | None, add: Callable[[np.ndarray], None]
 ) -> None:
-    """Gives `add` the leaves of a tree, in the order of `leaf_names`."""
+    """Passes the leaves of a tree to `add`, in the order of `leaf_names`."""
 
     def name_of(name: str, spec: ParamSpec) -> Any:
         is_plain = quantization is None or spec.scales is None
@@ -189,7 +189,7 @@ def write_params(
 
 
 def leaf_names(config: LlamaConfig, quantization: str | None) -> list[str]:
-    """Names of all arrays, in the order that `load_params` makes them in."""
+    """Names of all arrays, in the order in which `load_params` creates them."""
     names: list[str] = []
 
     def add(name: str, spec: ParamSpec) -> None:
@@ -207,14 +207,14 @@ def load_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
 ) -> Params:
-    """The weights of a checkpoint, each leaf verified by its checksum. Beside the finished leaves, at most two parts
+    """The weights of a checkpoint, each leaf verified by its checksum. Besides the finished leaves, at most two parts
     are in memory.
 
-    Args: as `ccjax.models.llama3.convert.load_params`; `quantization` None takes weights as they are stored.
+    Args: see `ccjax.models.llama3.convert.load_params`; `quantization` None keeps the stored format.
 
     Raises:
-      CheckpointError: a leaf is missing, damaged, or of another shape; or the checkpoint is in another format than
-        `quantization`.
+      CheckpointError: a leaf is missing, damaged, or of another shape; or the checkpoint is quantised in another format
+        than `quantization`.
     """
     index, config = read_index(directory), load_config(directory)
     if index.quantization is not None and quantization not in (None, index.quantization):
@@ -252,7 +252,7 @@ def load_checkpoint(
 
 
 def _arrays(directory: Path, index: CheckpointIndex) -> Generator[tuple[str, np.ndarray]]:
-    """All leaves in order, verified; the next part is read meanwhile."""
+    """Yields all leaves in order, verified; the next part is read in the background."""
     home = directory / _FOLDER / index.folder
     parts: dict[int, list[str]] = {}
     for name, leaf in index.leaves.items():
@@ -275,7 +275,7 @@ def _arrays(directory: Path, index: CheckpointIndex) -> Generator[tuple[str, np.
 
 
 def _save(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """One part, durably. Formats that zarr does not know go as bytes."""
+    """Writes one part durably. Dtypes that zarr does not support are written as bytes."""
     plain = {name: array.view(np.uint8) if array.dtype in _AS_BYTES else array for name, array in arrays.items()}
     with _quiet(), contextlib.closing(_checkpointer()) as checkpointer:
         checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(plain))
@@ -284,7 +284,7 @@ def _save(directory: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _load(directory: Path, names: list[str]) -> dict[str, np.ndarray]:
-    # One at a time: where one of several arrays is damaged, Orbax closes its event loop under the reads of the others.
+    # One at a time: if one of several arrays is damaged, Orbax closes its event loop while the others are being read.
     found: dict[str, np.ndarray] = {}
     with contextlib.closing(_checkpointer()) as checkpointer:
         for name in names:
@@ -293,10 +293,10 @@ def _load(directory: Path, names: list[str]) -> dict[str, np.ndarray]:
             )
             try:
                 array = checkpointer.restore(directory.absolute(), args=args)[name]
-            except Exception as error:  # damage shows as anything: OSError, ValueError, KeyError, a failed assertion
+            except Exception as error:  # damage may raise anything: OSError, ValueError, KeyError, a failed assertion
                 got = str(error).partition(" [")[0]
                 raise CheckpointError(f"{directory}: {name!r}: wanted a leaf of a checkpoint, got {got}") from error
-            if isinstance(array, np.ndarray):  # what is not there comes back as what was passed in, here 0
+            if isinstance(array, np.ndarray):  # a missing array comes back as the value passed in, here 0
                 found[name] = array
     return found
 
@@ -307,7 +307,7 @@ def _checkpointer() -> ocp.Checkpointer:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax warns of every checkpoint without OCDBT that there is no OCDBT to merge."""
+    """Suppresses Orbax's warning, for every checkpoint without OCDBT, that there is no OCDBT to merge."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().count("Skipping merge of OCDBT checkpoints")
@@ -336,7 +336,7 @@ def _num_bytes(leaf: StoredLeaf) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Outlasts a power cut."""
+    """Syncs a file or directory, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

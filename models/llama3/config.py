@@ -22,13 +22,13 @@ _ABSENT: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""What transformers takes for keys that config.json leaves out, where it differs from Llama's: Mistral's window is that
-of its first release, Mixtral has none."""
+"""Defaults of transformers for keys missing in config.json, if they differ from Llama's. Mistral's sliding window is
+that of its first release; Mixtral has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's frequency scaling: low frequencies are divided by `factor`, a band between is blended."""
+    """Llama 3.1's frequency scaling: low frequencies are divided by `factor`, high ones kept, those between blended."""
 
     factor: float
     low_freq_factor: float
@@ -53,7 +53,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     max_position_embeddings: int = 8192
     model_type: str = "llama"
-    # Mixture of experts, 0 for none. Not in `repr`, which enters the fingerprints of stored KV; `to_hf`, too, has them.
+    # Mixture of experts, 0 for none. Not in `repr`, which is part of the fingerprints of stored KV; `to_hf` adds them.
     num_experts: int = dataclasses.field(default=0, repr=False)
     num_experts_per_token: int = dataclasses.field(default=0, repr=False)
 
@@ -78,10 +78,10 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> LlamaConfig:
-        """The configuration in a Hugging Face `config.json`, in the layout of transformers 4 or 5.
+        """The configuration of a Hugging Face `config.json`, in the layout of transformers 4 or 5.
 
         Raises:
-          ValueError: the architecture, or an option of it, is not supported; the message names the key.
+          ValueError: the architecture or one of its options is not supported; the message names the key.
         """
         model_type = raw.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -126,7 +126,7 @@ class LlamaConfig:
             raise ValueError(f"config.json: a value has the wrong type or is out of range: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
-        """The same configuration as a `config.json` that transformers 4 and 5 both read."""
+        """The configuration as a `config.json` that transformers 4 and 5 can read."""
         rope: dict[str, Any] = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories in and out, one tensor at a time."""
+"""Reads and writes Hugging Face checkpoint directories, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 _FLOAT_TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Of safetensors -> bytes of a value."""
+"""Dtype in safetensors -> bytes per value."""
 
 _FINGERPRINT_FORMAT = b"ccjax-weights-1"
 
@@ -36,7 +36,7 @@ def load_config(directory: str | os.PathLike[str]) -> LlamaConfig:
     """The architecture in `directory/config.json`.
 
     Raises:
-      CheckpointError: no such file, no JSON object, or an architecture or option that is not supported.
+      CheckpointError: the file is missing, is not a JSON object, or has an unsupported architecture or option.
     """
     path = Path(directory) / CONFIG_FILE
     raw = _read_json(path)
@@ -58,24 +58,23 @@ def load_params(
 ) -> Params:
     """The weights of a Hugging Face directory, single-file or sharded safetensors, cast to `dtype`.
 
-    Beside the finished leaves, never more than one tensor is in memory (as read, and transposed to our layout), with
-    experts besides the leaf that theirs are stacked in; with `sharding` only what one device gets of these. Experts may
-    have the names that transformers 4 and 5 write, or be stacked as transformers 5 holds them
-    (`save_original_format=False`).
+    Besides the finished leaves, at most one tensor is in memory (as read, and transposed to our layout), for experts
+    also the leaf that they are stacked in; with `sharding` only one device's part of these. Experts may have the names
+    that transformers 4 and 5 write, or be stacked in transformers 5's own layout (`save_original_format=False`).
 
     Args:
-      config: what the weights must fit; read from the directory where None.
-      quantization: of `WEIGHT_FORMATS`: weights of products are rounded to it from the dtype they are stored in.
+      config: configuration that the weights must match; None to read it from the directory.
+      quantization: key of `WEIGHT_FORMATS`: weights of matrix products are rounded to it from their stored dtype.
       progress: called with (bytes read, bytes of all tensors) after each tensor.
-      put: makes a leaf from its spec and its host array, in place of `sharding`. Called for the values and, with
-        `spec.scales`, for the scales of a weight in 8 bits.
-      sharding: where a weight goes, such as `ccjax.models.llama3.sharding.param_sharding` of a mesh; each part is read
-        for its device alone, on the host that the device is at, but those of weights to be rounded to 8 bits. None for
-        the default device.
+      put: makes a leaf from its spec and its host array, instead of `sharding`. Called for the values and, with
+        `spec.scales`, for the scales of an 8-bit weight.
+      sharding: layout of a weight, such as `ccjax.models.llama3.sharding.param_sharding` of a mesh; each part is read
+        separately for its device, on that device's host, except for weights to be rounded to 8 bits. None for the
+        default device.
 
     Raises:
-      CheckpointError: a file or tensor is missing, truncated, unknown, or of another shape or kind. Tensors of older
-        exporters that carry no weights (`rotary_emb.inv_freq`) and a copy of a tied `lm_head` are passed over.
+      CheckpointError: a file or tensor is missing, truncated, unknown, or of another shape or dtype. Tensors of older
+        exporters that carry no weights (`rotary_emb.inv_freq`) and a copy of a tied `lm_head` are ignored.
     """
     directory = Path(directory)
     config = load_config(directory) if config is None else config
@@ -106,12 +105,12 @@ def save_pretrained(
 ) -> None:
     """Writes `config.json` and safetensors that Hugging Face transformers loads as the same model.
 
-    One shard is in memory at a time. Files get their names when complete, `config.json` last; weight files of an
+    One shard is in memory at a time. Files are renamed into place when complete, `config.json` last; weight files of an
     earlier save in `directory` are removed.
 
     Args:
-      dtype: of the written tensors; that of each leaf where None.
-      max_shard_bytes: a shard is closed before it would grow beyond this; a larger tensor gets a shard of its own.
+      dtype: dtype of the written tensors; None to keep that of each leaf.
+      max_shard_bytes: maximum size of a shard; a larger tensor gets a shard of its own.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes: wanted a positive number of bytes, got {max_shard_bytes}")
@@ -155,14 +154,14 @@ def save_pretrained(
 
 
 def write_config(directory: Path, config: LlamaConfig, dtype: str) -> None:
-    """Writes `config.json`, with the dtype that weights are stored in."""
+    """Writes `config.json`, including the dtype of the stored weights."""
     with replacing(directory / CONFIG_FILE) as temporary:
         temporary.write_text(json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
 
 
 def stored_dtype(directory: str | os.PathLike[str]) -> str | None:
-    """The dtype that keeps every digit of a Hugging Face directory's weights: "bfloat16" where all are, "float32", or
-    None where there are some in 64 bits.
+    """The dtype that represents a Hugging Face directory's weights exactly: "bfloat16" if all have it, None if some
+    have 64 bits, else "float32".
 
     Raises:
       CheckpointError: as `load_params`.
@@ -176,14 +175,14 @@ def stored_dtype(directory: str | os.PathLike[str]) -> str | None:
 def fingerprint(directory: str | os.PathLike[str]) -> str:
     """sha256 (hex) that identifies configuration and weights of a directory, for use in the keys of stored KV.
 
-    Every byte of every weight file is read. Sampling would be faster but unsafe: a fine-tune at a low learning rate
-    leaves most bfloat16 values as they were, and KV of another model is a wrong answer, not a slow one. sha256 runs at
-    1.7 GB/s per core with SHA instructions, shards in parallel, near what an SSD delivers; the pages are then warm.
-    The same weights sharded or named otherwise get another fingerprint, which costs a cold cache and nothing else.
-    The configuration enters as we read it, so a key of config.json that we do not use changes nothing.
+    Every byte of every weight file is hashed. Sampling would be faster but unsafe: a fine-tune at a low learning rate
+    leaves most bfloat16 values unchanged, and KV of another model gives wrong answers. sha256 runs at 1.7 GB/s per core
+    with SHA instructions, shards in parallel, about as fast as an SSD; the files are then in the page cache. The same
+    weights with other shards or file names get another fingerprint, which only costs a cold cache. The configuration
+    is hashed as parsed, so unused keys of config.json have no effect.
 
     Raises:
-      CheckpointError: as `load_params`, for what can be seen without reading tensors.
+      CheckpointError: as `load_params`, for errors that are detected without reading tensors.
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -192,7 +191,7 @@ def fingerprint(directory: str | os.PathLike[str]) -> str:
 
 
 def fingerprint_files(config: LlamaConfig, files: Mapping[str, Path]) -> str:
-    """sha256 (hex) of a configuration and all bytes of its weight files, each under a name."""
+    """sha256 (hex) of a configuration and its weight files, each with its name and all its bytes."""
     with concurrent.futures.ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
         digests = list(pool.map(_file_digest, files.values()))
     total = _fingerprint_start(config)
@@ -202,9 +201,9 @@ def fingerprint_files(config: LlamaConfig, files: Mapping[str, Path]) -> str:
 
 
 def fingerprint_params(params: Params, config: LlamaConfig) -> str:
-    """sha256 (hex) of configuration and leaf bytes, for weights that have no files: one leaf at a time on the host.
+    """sha256 (hex) of configuration and leaf bytes, for weights without files; copies one leaf at a time to the host.
 
-    Another value than `fingerprint` gives for the same weights in files: layout and dtype are hashed as they are.
+    Differs from `fingerprint` of the same weights in files, because it hashes our layout and dtype.
     """
     total = _fingerprint_start(config)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -238,7 +237,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the single file or the index of shards; the single file wins, as in transformers."""
+    """Tensor name -> file, from the single file or else the index of shards, as in transformers."""
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists():
         with _open_all({"": single}) as handles:
@@ -335,7 +334,7 @@ def _to_hf(name: str, leaf: Any, spec: ParamSpec, expert: int, dtype: Any) -> np
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its name when the block ends well."""
+    """A temporary path in the directory of `path`, renamed to `path` when the block ends without an exception."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a weight is made of: one, or with a mixture of experts one of each. Reads no file."""
+"""Maps a weight to its tensors in a checkpoint: one, or one per expert. Reads no files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Source(NamedTuple):
     """A tensor, or a part of one.
 
     Attributes:
-      shape: of the whole tensor.
-      index: of the part that is meant, None for all of it: [out, in] as Hugging Face has every matrix.
+      shape: shape of the whole tensor.
+      index: expert and rows of the part, None for the whole tensor; matrices are [out, in], as in Hugging Face.
     """
 
     tensor: str
@@ -21,7 +21,7 @@ class Source(NamedTuple):
     index: tuple[int, slice] | None = None
 
     def place(self, rows: slice, columns: slice) -> tuple[int, slice, slice] | tuple[slice, slice]:
-        """Where some rows and columns of the part are in the whole tensor."""
+        """Index in the whole tensor of some rows and columns of the part."""
         if self.index is None:
             return rows, columns
         number, part = self.index
@@ -29,10 +29,10 @@ class Source(NamedTuple):
 
 
 def sources_of(hf_name: str, spec: ParamSpec, held: Container[str]) -> list[Source]:
-    """What a weight is read from, expert by expert, in a checkpoint that holds tensors of these names.
+    """The sources of a weight, one per expert, in a checkpoint with the tensor names `held`.
 
-    The router and each expert's w1, w2 and w3 stand below `block_sparse_moe` (transformers 4, and what 5 saves). Where
-    there is `mlp.experts.gate_up_proj`, transformers 5 saved its own layout: w1 over w3 of all experts in that tensor,
+    The router and each expert's w1, w2 and w3 are below `block_sparse_moe` (transformers 4, and 5 by default). If
+    `mlp.experts.gate_up_proj` exists, transformers 5 saved its own layout: w1 above w3 of all experts in that tensor,
     [E, 2F, D], and w2 in `mlp.experts.down_proj`, [E, D, F].
     """
     block, _, rest = hf_name.partition(".block_sparse_moe.")

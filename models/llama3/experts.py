@@ -1,6 +1,6 @@
 """Mixture of experts in a layer's MLP: routing of tokens, and the computation of the chosen experts.
 
-No token is dropped, and a row depends on nothing but itself: padding rows affect no other, whatever they contain.
+No token is dropped, and rows are independent: padding rows do not affect others, whatever they contain.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Routing(NamedTuple):
     """Routing of tokens to experts.
 
     Attributes:
-      experts: [N, C], numbers of the chosen experts, the likeliest first.
-      weights: [N, C] float32, their shares in the token's output; the sum is 1.
+      experts: [N, C], indices of the chosen experts, the likeliest first.
+      weights: [N, C] float32, their weights in the token's output; the sum is 1.
     """
 
     experts: Int[Array, "N C"]
@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class _ExpertRows(NamedTuple):
-    """Rows sorted by expert, each expert's padded to whole blocks or to the same number.
+    """Rows sorted by expert; the rows of each expert are padded to whole blocks or to the same number.
 
     Attributes:
       row_of_pair: [N * C], row of each pair of token and chosen expert.
@@ -48,8 +48,8 @@ class _ExpertRows(NamedTuple):
 def route(x: Float[Array, "N D"], router: Float[Array, "D E"], num_chosen: int) -> Routing:
     """The `num_chosen` experts with the largest router logits, weighted by the softmax over these.
 
-    That is the softmax over all experts, float32, with the chosen ones' shares divided by their sum, as in Mixtral
-    (Jiang et al. 2024, sec. 2.1, and Hugging Face's MixtralTopKRouter).
+    This equals the softmax over all experts, float32, renormalised over the chosen ones, as in Mixtral (Jiang et al.
+    2024, sec. 2.1, and Hugging Face's MixtralTopKRouter).
     """
     logits = einsum("nd,de->ne", x, router, preferred_element_type=jnp.float32)
     largest, experts = jax.lax.top_k(logits, num_chosen)
@@ -57,11 +57,11 @@ def route(x: Float[Array, "N D"], router: Float[Array, "D E"], num_chosen: int) 
 
 
 def routed_mlp(x: Float[Array, "*B N D"], layer: RoutedLayerParams) -> Float[Array, "*B N D"]:
-    """Output of the chosen experts for each token; the cost follows these, not the number of experts.
+    """Output of the chosen experts for each token; the cost grows with these, not with the number of all experts.
 
-    Each platform uses the form that suits it, see docs/experts.md. On TPUs that is `jax.lax.ragged_dot`, which XLA
-    compiles to a grouped product; elsewhere jax 0.10 and 0.11 expand it to a product over all experts of a copy of the
-    rows for each. If the weights' inner width (`ffn`) is split over several devices, each computes its part of the sum.
+    The form depends on the platform, see docs/experts.md. TPUs use `jax.lax.ragged_dot`, which XLA compiles to a
+    grouped product there; elsewhere jax 0.10 and 0.11 expand it to a product over all experts, with a copy of the rows
+    for each. If the weights' inner width (`ffn`) is split over several devices, each computes its part of the sum.
     """
     flat = x.reshape(-1, x.shape[-1])
     routing = route(flat, layer.router, layer.num_chosen)
@@ -81,7 +81,7 @@ def routed_mlp(x: Float[Array, "*B N D"], layer: RoutedLayerParams) -> Float[Arr
 
 
 def plain_routed_mlp(x: Float[Array, "*B N D"], layer: RoutedLayerParams) -> Float[Array, "*B N D"]:
-    """`routed_mlp` by `dense_experts`, which is differentiable."""
+    """`routed_mlp` with `dense_experts`, which is differentiable."""
     flat = x.reshape(-1, x.shape[-1])
     return dense_experts(flat, route(flat, layer.router, layer.num_chosen), layer).reshape(x.shape)
 
@@ -99,7 +99,7 @@ def dense_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerPa
 
 
 def ragged_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerParams) -> Float[Array, "N D"]:
-    """The same over rows sorted by expert, with `jax.lax.ragged_dot`."""
+    """`dense_experts` over rows sorted by expert, with `jax.lax.ragged_dot`."""
     rank, num_pairs = _ranks(routing.experts, layer.router.shape[-1])
     rows = _sorted(routing.experts, jnp.cumsum(num_pairs) - num_pairs, rank, routing.experts.size)
     taken = x[rows.token_of_row]
@@ -120,10 +120,10 @@ def ragged_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerP
 def blocked_experts(
     x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerParams, block_size: int
 ) -> Float[Array, "N D"]:
-    """The same over rows sorted by expert, in blocks of `block_size` rows of one expert; only as many blocks as needed
-    run.
+    """`dense_experts` over rows sorted by expert, in blocks of `block_size` rows of one expert; only the blocks with
+    rows are computed.
 
-    The weights of a block's expert are copied for it: 3 D F elements, against 3 D F `block_size` products.
+    Each block copies the weights of its expert: 3 D F elements, compared with 3 D F `block_size` multiplications.
     """
     num_experts, num_all = layer.router.shape[-1], routing.experts.size
     rank, num_pairs = _ranks(routing.experts, num_experts)
@@ -151,9 +151,9 @@ def blocked_experts(
 def batched_experts(
     x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerParams, capacity: int
 ) -> Float[Array, "N D"]:
-    """The same as one product over all experts, with `capacity` rows for each, without copying weights.
+    """`dense_experts` as one product over all experts, with `capacity` rows for each, without copying weights.
 
-    If an expert was chosen more often than that, `blocked_experts` runs instead.
+    If an expert has more rows than that, `blocked_experts` runs instead.
     """
     num_experts = layer.router.shape[-1]
     rank, num_pairs = _ranks(routing.experts, num_experts)
@@ -167,13 +167,13 @@ def batched_experts(
         out = _of_each("enf,efd->end", inner, layer.w_down)
         return _combine(out.reshape(-1, x.shape[-1]), rows, routing, x)
 
-    if capacity >= x.shape[0]:  # an expert is chosen once per token at most
+    if capacity >= x.shape[0]:  # a token chooses an expert at most once
         return at_once()
     return jax.lax.cond(num_pairs.max() <= capacity, at_once, lambda: blocked_experts(x, routing, layer, capacity // 2))
 
 
 def _of_each(subscripts: str, x: Array, weight: Weight) -> Float[Array, "E N M"]:
-    """The products of all experts; `project` handles weights stacked on a first axis."""
+    """`project` for weights of all experts, stacked on a first axis."""
     if not isinstance(weight, QuantizedWeight):
         return einsum(subscripts, x, weight)
     sums = einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -190,7 +190,7 @@ def _ranks(experts: Int[Array, "N C"], num_experts: int) -> tuple[Int[Array, "M"
 
 
 def _sorted(experts: Int[Array, "N C"], starts: Int[Array, "E"], rank: Int[Array, "M"], num_rows: int) -> _ExpertRows:
-    """The rows of each expert from its start on."""
+    """Assigns rows to the pairs: those of each expert from its entry in `starts` on."""
     row = starts[experts.reshape(-1)] + rank
     token = jnp.arange(rank.size, dtype=jnp.int32) // experts.shape[1]
     return _ExpertRows(row, jnp.zeros(num_rows, jnp.int32).at[row].set(token, mode="drop"))

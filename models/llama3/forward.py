@@ -1,4 +1,4 @@
-"""The whole model over a batch of full sequences, differentiable: for training and as the plain definition."""
+"""The whole model over a batch of full sequences, differentiable: for training, and as a plain reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ccjax.models.llama3.products import einsum
 def forward(params: Params, config: LlamaConfig, token_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Next-token logits, float32, of sequences that all start at position 0; causal attention, no padding mask.
 
-    Pad on the right: causal attention keeps real tokens from seeing what follows them.
+    Pad on the right: with causal attention, tokens do not see the padding after them.
     """
     num_batch, num_tokens = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(num_tokens), (num_batch, num_tokens))

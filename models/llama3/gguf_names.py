@@ -1,4 +1,4 @@
-"""What GGUF calls the weights of a Llama, and which of them it holds in another order of rows. Reads no file."""
+"""Names of a Llama's weights in GGUF, and the row order where it differs from Hugging Face's. Reads no files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ccjax.models.llama3.expert_tensors import Source
 from ccjax.models.llama3.params import ParamSpec
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the RoPE frequencies, one for each pair of a head's dimensions. No weight: it is part of the config."""
+"""Divisors of the RoPE frequencies, one per pair of a head's dimensions; part of the config, not a weight."""
 OUTPUT = "output.weight"
 EXPERTS = "blk.0.ffn_gate_exps.weight"
-"""Of the first layer: which models with a mixture of experts have, all experts in one tensor."""
+"""Tensor of all experts of the first layer; present only in models with a mixture of experts."""
 
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -40,13 +40,13 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 
 
 def gguf_name(hf_name: str) -> str:
-    """The tensor that holds the weight of this Hugging Face name; all experts of a layer are stacked in one."""
+    """The GGUF tensor of the weight with this Hugging Face name; all experts of a layer are stacked in one tensor."""
     layer = _IN_LAYER.fullmatch(hf_name)
     return f"blk.{layer[1]}.{_BLOCK[layer[2]]}.weight" if layer else _TOP[hf_name]
 
 
 def gguf_sources(hf_name: str, spec: ParamSpec) -> list[Source]:
-    """What a weight is read from: its tensor, or with a mixture of experts each expert's part of it."""
+    """The sources of a weight: its tensor, or for experts the part of each."""
     name = gguf_name(hf_name)
     if not spec.num_experts:
         return [Source(name, spec.hf_shape)]
@@ -56,10 +56,10 @@ def gguf_sources(hf_name: str, spec: ParamSpec) -> list[Source]:
 
 
 def row_order(name: str, config: LlamaConfig) -> np.ndarray | None:
-    """Which row of a GGUF tensor each row of Hugging Face's is, or None where their order is the same.
+    """For each row of Hugging Face's tensor, its row in the GGUF tensor; None if the order is the same.
 
-    Of the queries' and keys' heads, GGUF has the two dimensions that RoPE rotates together beside each other (2i and
-    2i + 1), Hugging Face half a head apart (i and i + H/2).
+    In query and key heads, the two dimensions that RoPE rotates together are adjacent in GGUF (2i and 2i + 1), and half
+    a head apart in Hugging Face's layout (i and i + H/2).
     """
     num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.split(".")[-2])
     if num_heads is None:

@@ -68,7 +68,7 @@ def finish_layer(
 ) -> Float[Array, "*B N D"]:
     """The layer's output: attention projected and added, then the MLP (or that of the chosen experts) added.
 
-    `is_plain`: compute experts in their plain, differentiable form, at the cost of all of them.
+    `is_plain`: compute experts in the differentiable form, which costs as much as computing all of them.
     """
     x = x + project("...nqh,qhd->...nd", attended, layer.wo)
     normed = rms_norm(x, layer.mlp_norm, eps)

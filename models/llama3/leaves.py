@@ -21,15 +21,15 @@ Placing = Callable[[ParamSpec], jax.sharding.Sharding]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read; the message names the file, the tensor, what was wanted and got."""
+    """A checkpoint cannot be read; the message names the file, the tensor, and the expected and the actual value."""
 
 
 class StoredTensor(NamedTuple):
     """A tensor in its file, checked.
 
     Attributes:
-      values: sliced like an array, it reads that part.
-      num_bytes: in the file, of what a `Source` means.
+      values: reads a part of the tensor when sliced like an array.
+      num_bytes: size in the file of the part that the `Source` selects.
     """
 
     path: Path
@@ -49,16 +49,16 @@ def load_leaves(
     put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
     sharding: Placing | None = None,
 ) -> Params:
-    """The parameter tree, cast to `dtype`. See `ccjax.models.llama3.convert.load_params` for memory and the arguments
-    that are the same.
+    """The parameter tree, cast to `dtype`. See `ccjax.models.llama3.convert.load_params` for memory use and the other
+    arguments.
 
     Args:
-      sources: for each leaf, under its Hugging Face name, what it is read from.
-      stored: the tensor that one of these means.
-      total_bytes: of all tensors, for `progress`.
+      sources: sources of each leaf, by its Hugging Face name.
+      stored: returns the tensor of a source; its exceptions are passed on.
+      total_bytes: size of all tensors, for `progress`.
 
     Raises:
-      CheckpointError: a weight to be quantised is infinite or not a number; and what `stored` raises.
+      CheckpointError: a weight to be quantised is infinite or not a number.
     """
     place = put or (lambda spec, host: jnp.asarray(host) if sharding is None else spread(host, sharding(spec)))
     num_bytes = 0
@@ -100,6 +100,6 @@ def specs_of(config: LlamaConfig) -> dict[str, ParamSpec]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of some tensors' names, for a message."""
+    """The first names of a list of tensors, for a message."""
     shown = ", ".join(repr(name) for name in names[:8])
     return f"tensor {shown}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")

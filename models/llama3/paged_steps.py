@@ -1,8 +1,8 @@
-"""The jitted layer steps of a running batch: keys and values of all requests are in one pool of pages per layer.
+"""The jitted layer steps of a running batch; keys and values of all requests are in one pool of pages per layer.
 
-Both steps write the new rows into the donated pages, then attend over the pages in the tables of their requests. Keys
-are stored before RoPE and rotated as they are read, so a page may be at different positions in several requests. The
-caller decides which request has which pages, and what is computed when.
+Both steps write the new rows to the donated pages, then attend over the pages of their requests. Keys are stored before
+RoPE and rotated when read, so requests can share a page at different positions. The caller assigns pages to requests
+and schedules the steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PagedLayerOutput(NamedTuple):
     Attributes:
       x: [N, D], hidden states after the layer.
       k_pages, v_pages: [K, P, T, H], the pool with the computed rows written; keys before RoPE.
-      k, v: [N, K, H], the computed rows, keys before RoPE: what a chunk variant stores.
+      k, v: [N, K, H], the computed rows, keys before RoPE, as stored in a chunk variant.
       mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not requested.
       self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not requested.
     """
@@ -85,7 +85,7 @@ def write_rows_step(
     mesh: Mesh | None,
 ) -> WrittenPages:
     """The pages of one layer, donated, with rows written to `slots`; rows whose slot is past the end are dropped.
-    `mesh` as of `paged_layer_step`."""
+    `mesh` as in `paged_layer_step`."""
     return WrittenPages(write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh))
 
 
@@ -99,8 +99,8 @@ def deviation_step(
     *,
     config: LlamaConfig,
 ) -> Float[Array, "N"]:
-    """Distance between the keys (before RoPE) and values that the layer computes for some tokens and those in their
-    slots: Euclidean over all heads, float32 (CacheBlend sec. 4.2). Slots past the end count as zeros."""
+    """Euclidean distance over all heads, float32, between the keys (before RoPE) and values that the layer computes for
+    some tokens and those in their slots (CacheBlend sec. 4.2). Slots past the end count as zeros."""
     _, k, v = project_qkv(x, layer, config.rms_norm_eps)
     pairs = (k, read_slots(k_pages, q_slot)), (v, read_slots(v_pages, q_slot))
     squares = (jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)).sum((1, 2)) for new, old in pairs)
@@ -131,27 +131,27 @@ def paged_layer_step(
     implementation: str | None,
     mesh: Mesh | None,
 ) -> PagedLayerOutput:
-    """One transformer layer for the computed tokens of several requests, packed one behind the other.
+    """One transformer layer for the computed tokens of several requests, packed one after another.
 
     A token attends to context tokens of its own request at its own or an earlier position; positions restart with every
-    request. Any order of rows and of context tokens gives the same result; with requests in the same order on both
-    sides and ascending positions, the attention skips the blocks of other requests. Nothing has a default: a call that
-    leaves an argument out would be compiled separately from one that names it.
+    request. The result does not depend on the order of rows and context tokens; if requests are in the same order on
+    both sides and positions ascend, the attention skips the blocks of other requests. Arguments have no defaults,
+    because calls with and without an argument would be compiled separately.
 
     Args:
       k_pages, v_pages: pool of this layer, keys before RoPE; donated.
       q_pos: positions of the computed tokens; padding rows repeat the last one.
-      q_slot: slot of the pool (page * T + offset) that each computed row is written to; all distinct, and none that
-        another request reads; padding rows point past the end and are dropped.
+      q_slot: slot of the pool (page * T + offset) that each computed row is written to; all distinct, and not read by
+        other requests; padding rows point past the end and are dropped.
       q_request: request of each computed token; padding rows repeat the last one.
-      slots: slot of every context token of the pack, including the computed ones; past the end for none. A slot may
-        occur several times, for several requests. Each of them must have been written, now or before.
-      k_pos: position of every context token; INT32_MAX for none.
+      slots: slot of every context token of the pack, including the computed ones; past the end for padding. A slot may
+        occur several times, for several requests. Each must be written before or in this call.
+      k_pos: position of every context token; INT32_MAX for padding.
       k_request: request of every context token; padding repeats the last one.
-      k_segment, num_segments: segment of every context token, to get the mass per segment; None and 0 to leave it out.
+      k_segment, num_segments: segment of every context token, to compute the mass per segment; None and 0 to omit it.
       q_rotation, k_rotation: `rotation_step` of `q_pos` and of `k_pos`.
-      implementation: of `ccjax.kernels.attention.attention`.
-      mesh: of weights and pages, see `ccjax.models.llama3.sharding`; None for a single device.
+      implementation: see `ccjax.kernels.attention.attention`.
+      mesh: mesh of weights and pages, see `ccjax.models.llama3.sharding`; None for a single device.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     q = rotate(q, q_rotation)
@@ -192,7 +192,7 @@ def paged_layer_step(
 
 @step(static_argnames=("config", "mesh"))
 def rotation_step(positions: Int[Array, "N"], *, config: LlamaConfig, mesh: Mesh | None) -> Float[Array, "N H"]:
-    """Cosines and sines of positions for a `paged_layer_step`, the same for all layers; INT32_MAX counts as 0."""
+    """Cosines and sines of positions for `paged_layer_step`, the same for all layers; INT32_MAX counts as 0."""
     rows = rotation_rows(jnp.where(positions == UNUSED, 0, positions), rope_frequencies(config))
     return constrain(rows, mesh, EVERYWHERE)
 
@@ -201,7 +201,7 @@ def rotation_step(positions: Int[Array, "N"], *, config: LlamaConfig, mesh: Mesh
 def page_rotation_step(
     page_start: Int[Array, "B M"], *, config: LlamaConfig, mesh: Mesh | None
 ) -> Float[Array, "B M H"]:
-    """`page_rotation` for the layers of a `paged_decode_step`: it is the same for all of them."""
+    """`page_rotation` for `paged_decode_step`, the same for all layers."""
     return constrain(page_rotation(page_start, rope_frequencies(config)), mesh, EVERYWHERE)
 
 
@@ -222,19 +222,19 @@ def paged_decode_step(
     implementation: str | None,
     mesh: Mesh | None,
 ) -> PagedDecodeOutput:
-    """One transformer layer for one new token of each request; positions differ.
+    """One transformer layer for one new token of each request; positions may differ.
 
     Args:
       k_pages, v_pages: pool of this layer; donated.
       q_pos: position of each new token.
       q_slot: slot of the pool (page * T + offset) that its row is written to; past the end for padding rows.
-      page_table, page_length: of `ccjax.kernels.decode.decode_attention`, including the new token; a padding row has
-        only zeros for lengths, and its output is meaningless.
+      page_table, page_length: see `ccjax.kernels.decode.decode_attention`; they include the new token. Padding rows
+        have lengths of 0, and their output is meaningless.
       page_start: position of each entry's first token, for keys stored before RoPE. None for a pool of rotated keys,
-        whose pages can only be shared by requests with the same preceding text; the new key is rotated as it is
+        whose pages can only be shared by requests with the same preceding text; the new key is rotated before it is
         written.
-      rotation: of `page_rotation_step`; None with rotated keys.
-      implementation: of `ccjax.kernels.decode.decode_attention`.
+      rotation: result of `page_rotation_step`; None with rotated keys.
+      implementation: see `ccjax.kernels.decode.decode_attention`.
       mesh: as in `paged_layer_step`.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)

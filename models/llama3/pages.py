@@ -1,6 +1,6 @@
 """Reads and writes token rows in the pages of one layer, by slot.
 
-A slot is page * T + offset; a slot past the end of the pages is none.
+A slot is page * T + offset; slots past the end of the pages are ignored.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def write_slots(
 
 
 def write_by_slot(pages: Array, slots: Array, rows: Array) -> Array:
-    """`write_slots` with all heads of a slot at once: on CPUs up to three times as fast as head by head."""
+    """`write_slots` for all heads of a slot at once: on CPUs up to three times as fast as head by head."""
     flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])
     return flat.at[:, slots].set(jnp.swapaxes(rows, 0, 1), mode="drop").reshape(pages.shape)
 
 
 def write_by_head(pages: Array, slots: Array, rows: Array) -> Array:
-    """`write_slots` head by head: otherwise a TPU's compiler would copy all pages to a layout in which the heads of a
-    slot are adjacent, and back."""
+    """`write_slots` head by head: otherwise the TPU compiler copies all pages to a layout with adjacent heads of a
+    slot, and back."""
     num_heads, num_slots = pages.shape[0], pages.shape[1] * pages.shape[2]
     first = jnp.arange(num_heads, dtype=slots.dtype) * num_slots
     places = jnp.where((slots < num_slots)[:, None], slots[:, None] + first[None], num_heads * num_slots)

@@ -28,7 +28,8 @@ Layout = Literal["as_is", "linear"]
 class ParamSpec:
     """One weight: our shape, the logical axis names, the standard deviation of its init (None = ones).
 
-    `num_experts` tensors of a checkpoint, `{expert}` in `hf_name`, are stacked on the first axis; 0 for a single one.
+    `num_experts` tensors of a checkpoint, with `{expert}` in `hf_name`, are stacked on the first axis; 0 for a single
+    tensor.
     """
 
     hf_name: str
@@ -41,21 +42,21 @@ class ParamSpec:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor, of one expert where there are several, in a Hugging Face checkpoint."""
+        """Shape of the tensor in a Hugging Face checkpoint; for experts that of a single expert."""
         if self.layout == "as_is":
             return self.shape
         return (math.prod(self.shape) // (self.num_inputs * max(self.num_experts, 1)), self.num_inputs)
 
     @property
     def input_axes(self) -> tuple[int, ...]:
-        """The axes that products sum over: adjacent, the first ones after a stack of experts."""
+        """The axes that products sum over; they are adjacent and come first, or directly after the axis of experts."""
         first = int(self.axes[0] == "experts")
         behind = next(n for n in range(first, len(self.shape) + 1) if math.prod(self.shape[first:n]) == self.num_inputs)
         return tuple(range(first, behind))
 
     @property
     def scales(self) -> ParamSpec | None:
-        """The scales of the weight in an 8-bit format, float32, with the logical axes of its output channels.
+        """Spec of the scales of the weight in an 8-bit format, float32, with the logical axes of its output channels.
 
         None for weights that keep their dtype: norms, embedding and `lm_head`, as in vLLM, and the router of experts.
         """
@@ -93,7 +94,7 @@ class LayerParams:
 @_register
 @dataclasses.dataclass(frozen=True)
 class RoutedLayerParams(LayerParams):
-    """Weights of a layer with a mixture of experts for its MLP; each token is computed by `num_chosen` of them."""
+    """Weights of a layer whose MLP is a mixture of experts; each token is computed by `num_chosen` of them."""
 
     w_gate: Float[Array, "E D F"] | QuantizedWeight
     w_up: Float[Array, "E D F"] | QuantizedWeight
@@ -105,7 +106,7 @@ class RoutedLayerParams(LayerParams):
 @_register
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """All weights; `lm_head` is None where the embedding is tied."""
+    """All weights; `lm_head` is None if the embedding is tied."""
 
     embedding: Float[Array, "V D"]
     layers: tuple[LayerParams, ...]
@@ -150,7 +151,7 @@ def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:
 
 
 def _expert_table(config: LlamaConfig) -> dict[str, ParamSpec]:
-    """The MLP's part of `layer_table` for a mixture of experts; w1, w2 and w3 are gate, down and up."""
+    """The MLP entries of `layer_table` for a mixture of experts; w1, w2 and w3 are gate, down and up."""
     d, f, e = config.d_model, config.d_ff, config.num_experts
     block = "model.layers.{layer}.block_sparse_moe."
     expert, inward, outward = block + "experts.{expert}.", ("experts", "embed", "ffn"), ("experts", "ffn", "embed")
@@ -164,7 +165,7 @@ def _expert_table(config: LlamaConfig) -> dict[str, ParamSpec]:
 
 
 def top_table(config: LlamaConfig) -> dict[str, ParamSpec]:
-    """Field of `Params` outside the layers -> spec; `lm_head` is absent where the embedding is tied."""
+    """Field of `Params` outside the layers -> spec; `lm_head` is absent if the embedding is tied."""
     d, v = config.d_model, config.vocab_size
     table = {
         "embedding": ParamSpec("model.embed_tokens.weight", (v, d), ("vocab", "embed"), d**-0.5, "as_is"),
@@ -178,7 +179,7 @@ def top_table(config: LlamaConfig) -> dict[str, ParamSpec]:
 def build_params(config: LlamaConfig, make: Callable[[str, ParamSpec], Any]) -> Params:
     """The parameter tree with each leaf made by `make(hf_name, spec)`, called once per weight in a fixed order.
 
-    In the name of stacked experts, `{expert}` is the placeholder for the number of each.
+    The name of stacked experts contains the placeholder `{expert}`.
     """
     top = {name: make(spec.hf_name, spec) for name, spec in top_table(config).items()}
     table = layer_table(config)
@@ -192,10 +193,10 @@ def build_params(config: LlamaConfig, make: Callable[[str, ParamSpec], Any]) -> 
 
 
 def abstract_params(config: LlamaConfig, dtype: Any = jnp.float32, *, quantization: str | None = None) -> Params:
-    """`jax.ShapeDtypeStruct` leaves: sizes and shapes without memory.
+    """The parameter tree with `jax.ShapeDtypeStruct` leaves: shapes and dtypes without memory.
 
     Args:
-      quantization: of `WEIGHT_FORMATS`; None for plain weights.
+      quantization: key of `WEIGHT_FORMATS`; None for plain weights.
     """
 
     def make(_: str, spec: ParamSpec) -> Any:
@@ -218,14 +219,14 @@ def init_params(
 ) -> Params:
     """Random weights: norms are ones, the rest normal with the table's standard deviation.
 
-    Each leaf is generated in place, in `dtype`, before the next one is started; the only additional memory is for a
+    Each leaf is generated in place, in `dtype`, before the next one is started; additional memory is needed only for a
     block's random bits or, with `sharding`, for those of a device's part of a leaf. The same key gives the same weights
-    whatever the sharding, and whatever `dtype` up to its rounding; between kinds of devices the last bit may differ.
+    for every sharding, and for every `dtype` up to rounding; between kinds of devices the last bit may differ.
 
     Args:
-      quantization: of `WEIGHT_FORMATS`: affected weights are generated in float32 and then quantised, leaf by leaf.
-      progress: called with (weights generated, all weights) after each leaf, in scalars.
-      sharding: of each leaf; None for the default device.
+      quantization: key of `WEIGHT_FORMATS`: affected weights are generated in float32 and then quantised, leaf by leaf.
+      progress: called with (scalars generated, scalars of all weights) after each leaf.
+      sharding: sharding of each leaf; None for the default device.
     """
     index = iter(range(len(top_table(config)) + config.num_layers * len(layer_table(config))))
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
@@ -254,7 +255,7 @@ def init_params(
 
 
 def _draw(key: Array, std: Array | None, *, shape: tuple[int, ...], dtype: Any, rows: int, at_once: bool) -> Array:
-    """A leaf in blocks of `rows`, whose values do not depend on `at_once`."""
+    """Generates a leaf in blocks of `rows`; the values do not depend on `at_once`."""
     if std is None:
         return jnp.ones(shape, dtype)
 
@@ -268,7 +269,7 @@ def _draw(key: Array, std: Array | None, *, shape: tuple[int, ...], dtype: Any, 
 
 
 def _rows_drawn_at_once(shape: tuple[int, ...]) -> int:
-    """Random bits take 20 bytes per number while they are generated, so large leaves are generated in blocks of
-    rows."""
+    """Rows per block of a leaf: random bits take 20 bytes per number while they are generated, so large leaves are
+    generated in blocks."""
     most = max(1, _DRAWN_AT_ONCE // math.prod(shape[1:]))
     return max(rows for rows in range(1, min(most, shape[0]) + 1) if shape[0] % rows == 0)

@@ -1,4 +1,4 @@
-"""Shapes of known models by name, and shapes spelled out in a name, for models with random weights."""
+"""Shapes of known models by name, and shapes encoded in a name, for models with random weights."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _DEFAULT_HEADS = 16
 
 
 def preset(name: str, vocab_size: int) -> LlamaConfig:
-    """The preset of that name, or the shape that "LAYERSxWIDTH" or "LAYERSxWIDTHxHEADS" spells out.
+    """The preset of that name, or the shape that "LAYERSxWIDTH" or "LAYERSxWIDTHxHEADS" encodes.
 
     Args:
-      vocab_size: of a shape; presets have their own.
+      vocab_size: vocabulary size of a shape; presets have their own.
 
     Raises:
-      ValueError: it is neither; the message names those there are.
+      ValueError: the name is neither; the message lists the presets.
     """
     if name in PRESETS:
         return PRESETS[name]
@@ -51,7 +51,7 @@ def preset(name: str, vocab_size: int) -> LlamaConfig:
 
 
 def shape(vocab_size: int, num_layers: int, width: int, num_heads: int = _DEFAULT_HEADS) -> LlamaConfig:
-    """Llama's proportions with a KV head for every four; tied embeddings as in the small Llama-3.2 models, because a
-    tokenizer's vocabulary would else be half of all weights."""
+    """Llama's proportions with one KV head per four query heads, and tied embeddings as in the small Llama-3.2 models,
+    because the vocabulary would otherwise be half of all weights."""
     heads = (num_heads, max(1, num_heads // 4), width // num_heads)
     return LlamaConfig(vocab_size, width, num_layers, *heads, 2816 * width // 1024, 500000.0, tie_embeddings=True)

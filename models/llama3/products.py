@@ -1,4 +1,4 @@
-"""Products in the precision of their operands."""
+"""Matrix products in the precision of their operands."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def precision_of(*operands: Array) -> lax.Precision | None:
 
 
 def einsum(subscripts: str, x: Array, y: Array, preferred_element_type: Any = None) -> Array:
-    """`jnp.einsum` of two operands; float32 stays float32 on every platform."""
+    """`jnp.einsum` of two operands; float32 is multiplied as float32 on every platform."""
     return jnp.einsum(subscripts, x, y, precision=precision_of(x, y), preferred_element_type=preferred_element_type)

@@ -1,7 +1,7 @@
-"""Weights in 8 bits with a float32 scale per output channel, and a product that takes quantised and plain weights.
+"""Weights in 8 bits with a float32 scale per output channel, and a product for quantised and plain weights.
 
-A weight is `values * scales`; values are exact in bfloat16, so that activations keep their dtype and only the weight's
-rounding is lost.
+A weight is `values * scales`; bfloat16 represents the values exactly, so activations keep their dtype and the rounding
+of the weight is the only loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ccjax.models.llama3.products import einsum
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """`dtype` of the values, and the largest of them, which the largest weight of a channel gets."""
+    """`dtype` of the values, and the largest value, to which the largest weight of a channel is mapped."""
 
     dtype: Any
     largest: float
@@ -34,7 +34,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     "int8": WeightFormat(np.dtype(np.int8), 127.0),
     "fp8": WeightFormat(np.dtype(ml_dtypes.float8_e4m3fn), 448.0),
 }
-"""vLLM's names."""
+"""Formats by vLLM's names."""
 
 _BLOCK = 1 << 21
 
@@ -46,7 +46,7 @@ class QuantizedWeight:
 
     Attributes:
       values: int8 or float8_e4m3fn, in the shape of the weight.
-      scales: float32, in that shape without the axes that products sum over.
+      scales: float32, in the same shape without the axes that products sum over.
     """
 
     values: Array
@@ -54,7 +54,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dtype of the weight that it represents."""
+        """Shape of the weight."""
         return self.values.shape
 
 
@@ -64,10 +64,10 @@ Weight = Array | QuantizedWeight
 def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
     """`jnp.einsum(subscripts, x, weight)` in the dtype of `x`.
 
-    The scales of a quantised weight are applied to the sums, in float32, before these are rounded.
+    The scales of a quantised weight are applied to the sums in float32, before rounding.
 
     Args:
-      subscripts: of two operands; the axes of `weight` that stay are the last ones of the result, in their order.
+      subscripts: for two operands; the remaining axes of `weight` are the last axes of the result, in the same order.
     """
     if not isinstance(weight, QuantizedWeight):
         return einsum(subscripts, x, weight)
@@ -77,7 +77,7 @@ def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Ar
 
 
 def quantize(weight: Float[Array, "..."], input_axes: tuple[int, ...], name: str) -> QuantizedWeight:
-    """The nearest weight in that format, on the device of `weight`; see `quantize_on_host`."""
+    """Rounds a weight to a format, on the device of `weight`; see `quantize_on_host`."""
     wide = weight.astype(jnp.float32)
     largest = jnp.abs(wide).max(input_axes, keepdims=True)
     scales, inverse = _scales(largest, name, jnp)
@@ -88,14 +88,14 @@ def quantize(weight: Float[Array, "..."], input_axes: tuple[int, ...], name: str
 
 
 def quantize_on_host(weight: np.ndarray, input_axes: tuple[int, ...], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values and scales of the nearest weight in a format: the largest of each channel becomes the largest value.
+    """Values and scales of a weight rounded to a format; the largest weight of each channel becomes the largest value.
 
-    Memory beside the result: some blocks of 8 MiB.
+    Memory besides the result: some blocks of 8 MiB.
 
     Args:
-      weight: of any float dtype.
-      input_axes: axes that products sum over, neighbours.
-      name: of `WEIGHT_FORMATS`.
+      weight: the weight, in any float dtype.
+      input_axes: adjacent axes that products sum over.
+      name: key of `WEIGHT_FORMATS`.
 
     Raises:
       ValueError: a weight is infinite or not a number.
@@ -119,8 +119,8 @@ def quantize_on_host(weight: np.ndarray, input_axes: tuple[int, ...], name: str)
 
 
 def _scales(largest: Any, name: str, xp: Any) -> tuple[Any, Any]:
-    """Scales and the factors that weights are multiplied with; both 1 for a channel of zeros. Weights are not divided
-    by scales: XLA turns some divisions into products, and the last bits would differ from NumPy's."""
+    """Scales and their inverses, by which weights are multiplied; both 1 for a channel of zeros. Weights are not
+    divided by scales, because XLA turns some divisions into products, whose last bits would differ from NumPy's."""
     most = WEIGHT_FORMATS[name].largest
     nonzero = xp.where(largest > 0, largest, xp.float32(most))
     return nonzero * xp.float32(1 / most), xp.float32(most) / nonzero

@@ -1,9 +1,9 @@
 """Samples the next token of every row of a batch on the device: greedy, temperature, nucleus.
 
-The vocabulary is neither sorted nor cumulated, which is slow on CPUs: the nucleus is every token whose weight reaches a
-threshold, found by bisection over the bits of the weights, and sampling inverts the distribution in order of ids, by
-bisection too. Within a bisection all sums are the same except for the mask, so their rounding is monotonic, and a token
-without weight is never sampled.
+Sorting and cumulative sums of the vocabulary are slow on CPUs and are avoided: the nucleus is every token whose weight
+reaches a threshold, found by bisection over the bits of the weights, and sampling inverts the distribution in order of
+ids, also by bisection. Within a bisection all sums differ only in their mask, so their rounding is monotonic, and a
+token without weight is never sampled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SampleOutput(NamedTuple):
 
 
 def seed_words(seed: int) -> np.ndarray:
-    """A seed as `sample` takes it, [2] uint32; of larger ones the last 64 bits.
+    """A seed in the format of `sample`, [2] uint32; only the low 64 bits are used.
 
     Raises:
       ValueError: the seed is negative.
@@ -56,21 +56,21 @@ def sample(
     index: Int[Array, "B"],
     num_top: int,
 ) -> SampleOutput:
-    """Samples a token for every row. The result for a row depends on its own arguments alone.
+    """Samples a token for every row. The result for a row depends only on its own arguments.
 
     Args:
-      logits: float32; a row with NaN gives some token, with NaN for its log-probability.
-      temperature: below `GREEDY_BELOW` the likeliest token is chosen, among equal ones the lowest id.
+      logits: float32; a row with NaN gives an arbitrary token with a log-probability of NaN.
+      temperature: below `GREEDY_BELOW` the likeliest token is chosen, with ties the lowest id.
       top_p: in (0, 1]: keeps the smallest set of likeliest tokens whose probability reaches it, ties in order of ids; 1
         keeps all.
       seeds: `seed_words` of each request.
-      index: of the token in its answer; each index is sampled independently.
-      num_top: static, how many of the likeliest tokens to list.
+      index: index of the token in its answer; each index is sampled independently.
+      num_top: static, number of likeliest tokens to list.
     """
     num_tokens = logits.shape[1]
     top = logits.max(-1, keepdims=True)
     ids = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Several times faster on a CPU than argmax. NaN equals nothing.
+    # Several times faster on a CPU than argmax. A row with NaN matches no id, hence the minimum.
     greedy = jnp.minimum(jnp.where(logits == top, ids[None], num_tokens).min(-1), num_tokens - 1)
     is_greedy = temperature < GREEDY_BELOW
     uniform = jax.vmap(_uniform)(seeds, index)
@@ -96,14 +96,14 @@ def sample(
 
 
 def _uniform(seed: Array, index: Array) -> Array:
-    """A number in [0, 1); the generator is named, so that settings of the process do not change what is drawn."""
+    """A number in [0, 1). The generator is fixed, so that settings of the process do not change the result."""
     return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), index))
 
 
 def draw(
     below_top: Float[Array, "V"], temperature: Float[Array, ""], top_p: Float[Array, ""], uniform: Float[Array, ""]
 ) -> Int[Array, ""]:
-    """The token id, int32, that a number in [0, 1) selects from logits minus the largest of them."""
+    """The token id, int32, that `uniform` in [0, 1) selects; `below_top` is the logits minus the largest of them."""
     weights = jnp.exp(below_top / temperature)
     ids = jnp.arange(len(weights), dtype=jnp.int32)
     kept = lax.cond(top_p >= 1.0, lambda: weights, lambda: _nucleus(weights, top_p))
@@ -112,7 +112,7 @@ def draw(
 
 
 def _nucleus(weights: Array, top_p: Array) -> Array:
-    """The weights, the largest of which is 1, with zeros outside the nucleus."""
+    """The weights with zeros outside the nucleus; the largest weight is 1."""
     ids = jnp.arange(len(weights), dtype=jnp.int32)
     goal = top_p * weights.sum()
     num_bits = int(np.float32(1.0).view(np.int32)) + 1
@@ -131,7 +131,7 @@ def _float(bits: Array) -> Array:
 
 
 def _last(holds: Callable[[Array], Array], low: int, high: int | Array) -> Array:
-    """The largest integer in [low, high) for which `holds`; it is true up to there and false beyond."""
+    """The largest integer in [low, high) for which `holds` is true, by bisection; it is false for all larger ones."""
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds

@@ -1,8 +1,8 @@
 """Tensor parallelism: the layout of the model's weights, keys and values on a mesh of devices (as in Megatron-LM).
 
 Attention heads, the MLP's inner width and the vocabulary are split over all devices; hidden states are replicated. A
-mesh has two axes: kv heads are split over the first and replicated over the second, which is 1 unless there are more
-devices than kv heads. Query heads follow their kv head.
+mesh has two axes: kv heads are split over the first and replicated over the second, whose size is 1 unless there are
+more devices than kv heads. Query heads are on the devices of their kv head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ccjax.models.llama3.quantized import QuantizedWeight, Weight
 _KV, _GROUP = "kv", "group"
 _ALL = (_KV, _GROUP)
 _SPLIT = {"heads": _ALL, "kv_heads": _KV, "ffn": _ALL, "vocab": _ALL}
-"""Logical axis of a weight -> mesh axes; the others are not split."""
+"""Logical axis of a weight -> mesh axes; other axes are not split."""
 
 HEADS = PartitionSpec(None, _ALL)
 """Queries [N, Q, H], and the output of attention for them."""
@@ -37,13 +37,13 @@ VARIANT = PartitionSpec(None, None, None, _KV)
 
 EVERYWHERE = PartitionSpec()
 ATTENTION_OUTPUT = (HEADS, HEADS, HEADS)
-"""Of `ccjax.kernels.attention.AttentionOutput`."""
+"""Layouts of the fields of `ccjax.kernels.attention.AttentionOutput`."""
 
 Value = TypeVar("Value")
 
 
 def make_mesh(config: LlamaConfig, devices: Sequence[Any]) -> Mesh:
-    """The mesh of a model over this many devices, with two axes.
+    """The mesh of a model over these devices, with two axes.
 
     Raises:
       ValueError: the model's heads or its MLP cannot be split evenly over them.
@@ -67,8 +67,8 @@ def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
 
 
 def axes_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Layout of an array whose axes have these names, as in the table of weights; None for an unsplit axis. A
-    vocabulary that the number of devices does not divide is replicated."""
+    """Layout of an array with these axis names, as in the table of weights; None for an unsplit axis. The vocabulary is
+    replicated if the number of devices does not divide it."""
     split = [
         None if axis is None or (axis == "vocab" and length % mesh.size) else _SPLIT.get(axis)
         for axis, length in zip(axes, shape, strict=True)
@@ -91,7 +91,7 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
 
 
 def spread(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Distributes an array that this process holds completely over its devices; the other processes do the same."""
+    """Distributes an array over the devices. Every process holds the complete array and fills its own devices."""
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
@@ -107,7 +107,7 @@ def num_kv_shards(mesh: Mesh) -> int:
 
 
 def placement(mesh: Mesh | None, spec: PartitionSpec) -> NamedSharding | None:
-    """The argument of `jax.device_put` for an array of that layout; None without a mesh."""
+    """The sharding of an array of that layout, for `jax.device_put`; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, spec)
 
 
@@ -119,7 +119,7 @@ def constrain(value: Value, mesh: Mesh | None, spec: PartitionSpec) -> Value:
 def over_heads(
     function: Callable[..., Value], mesh: Mesh | None, in_specs: Any, out_specs: Any
 ) -> Callable[..., Value]:
-    """Runs `function` on each device with its own heads, for kernels, which the compiler cannot split."""
+    """Runs `function` on each device with its own heads; needed for kernels, which the compiler cannot split."""
     if mesh is None:
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

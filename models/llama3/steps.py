@@ -1,6 +1,6 @@
-"""The jitted steps around the layers of a prefill or decode; `paged_steps.py` has the layers.
+"""The jitted steps before and after the layers of a prefill or decode; `paged_steps.py` has the layers.
 
-Each step takes arrays and static sizes. Callers pad rows and slots to listed buckets, so that few shapes are ever
+Each step has arrays and static sizes as arguments. Callers pad rows and slots to fixed buckets, so that few shapes are
 compiled.
 """
 
@@ -45,7 +45,7 @@ def write_pages_step(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "K P T H"], Float[Array, "K P T H"]]:
     """The pages of one layer, donated, with rows of `kv[layer]` written to `slots` (page * T + offset); slots past the
-    end are dropped. `mesh` as of `paged_layer_step`."""
+    end are dropped. `mesh` as in `paged_layer_step`."""
     k, v = kv[layer]
     return write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh)
 
@@ -58,8 +58,8 @@ def read_pages_step(
     k_other: Float[Array, "S K H"] | None,
     v_other: Float[Array, "S K H"] | None,
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Keys and values of one layer as stored: from pages where `slots` (page * T + offset) names one; for slots past
-    the end from `*_other`, or zeros if that is None."""
+    """Keys and values of one layer as stored: from the pages at `slots` (page * T + offset); for slots past the end
+    from `*_other`, or zeros if that is None."""
     k, v = read_slots(k_pages, slots), read_slots(v_pages, slots)
     if k_other is None or v_other is None:
         return k, v
@@ -71,9 +71,9 @@ def read_pages_step(
 def received_step(
     layer: LayerParams, x: Float[Array, "N D"], num_tokens: Int[Array, ""], *, config: LlamaConfig
 ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
-    """One layer of a prompt that begins at position 0, with the softmax mass that each token receives from the first
-    `num_tokens`, summed over these, mean over heads, float32. Materialises the attention weights: memory grows with N
-    squared."""
+    """One layer of a prompt that begins at position 0; also returns the softmax mass that each token receives from the
+    first `num_tokens`, summed over these, mean over heads, float32. Materialises the attention weights: memory grows
+    with N squared."""
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     positions, frequencies = jnp.arange(x.shape[0]), rope_frequencies(config)
     q, k = apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies)

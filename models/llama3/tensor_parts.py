@@ -15,15 +15,15 @@ from ccjax.models.llama3.params import ParamSpec
 def read_part(
     tensors: Sequence[Any], parts: Sequence[Source], spec: ParamSpec, index: tuple[slice, ...] | None, dtype: Any
 ) -> np.ndarray:
-    """A part of a weight, in our layout and in `dtype`, or as it is stored where that is None; `index` slices our axes
-    without steps, None is all of it.
+    """A part of a weight, in our layout and in `dtype` (None for the stored one); `index` slices our axes without
+    steps, None for the whole weight.
 
-    Hugging Face keeps a linear weight as a matrix of our axes, inputs last: the input axes come first in ours. Of axes
-    that are one there, only the first may be cut, which is how heads are.
+    Hugging Face stores a linear weight as a matrix [out, in]; our layout has the input axes first. Of our axes that are
+    merged into one there, only the first may be cut, as it is for heads.
 
     Args:
-      tensors: of the safetensors library, to be sliced; several for experts.
-      parts: where the weight is in each.
+      tensors: sliceable tensors, such as safetensors'; one per expert.
+      parts: the location of the weight in each tensor.
 
     Raises:
       ValueError: another axis is cut.
@@ -55,7 +55,7 @@ def read_part(
 
 
 def _flat(ranges: Sequence[range], shape: Sequence[int]) -> slice:
-    """Where a part of some axes is once these are one."""
+    """The range of a part of some axes after these are merged into one."""
     if any(len(part) < length for part, length in zip(ranges[1:], shape[1:], strict=True)):
         raise ValueError(f"sharding: wanted the first of the axes {tuple(shape)} cut, got {ranges}")
     inner = math.prod(shape[1:])

@@ -1,11 +1,11 @@
-"""One program on the devices of several hosts: a leader distributes each operation, and followers run the same.
+"""One program on the devices of several hosts: a leader distributes each operation, and followers repeat it.
 
 JAX requires every process of a mesh to launch the same computations in the same order. Only the leader has requests, a
-store and a policy to decide by, so it records each device operation as it launches it (`leader`) and sends it to the
-others (`wire`), which carry it out on their own part of the same arrays (`follower`). Everything that touches the mesh
-goes through `steps`: jitted steps, `put`, `zeros`, `fetch`. In a single process these are plain JAX.
+store and a policy, so it records each device operation when it launches it (`leader`) and sends it to the others
+(`wire`), which run it on their own part of the same arrays (`follower`). All operations on the mesh go through `steps`:
+jitted steps, `put`, `zeros`, `fetch`. In a single process these are plain JAX.
 
-Hosts of a group trust each other, as their collectives do.
+The hosts of a group trust each other, as JAX's collectives do.
 """
 
 from ccjax.models.lockstep.errors import LostHostError

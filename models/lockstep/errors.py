@@ -2,4 +2,4 @@
 
 
 class LostHostError(RuntimeError):
-    """A process of the group has failed; the others cannot compute anything without it."""
+    """A process of the group has failed; the others cannot continue without it."""

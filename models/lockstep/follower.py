@@ -1,4 +1,4 @@
-"""A follower: carries out the leader's operations, in order, on its part of the arrays."""
+"""A follower: runs the leader's operations, in order, on its part of the arrays."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class Group:
     """The processes that hold one model together; process 0 leads. Created by `join`.
 
     Attributes:
-      process, num_processes: number of this one, from 0, and of all.
+      process: index of this process, from 0.
+      num_processes: number of processes in the group.
     """
 
     def __init__(self, process: int, num_processes: int, listener: socket.socket | None, invitation: Mapping[str, Any]):
@@ -50,20 +51,20 @@ class Group:
         return self.process == 0
 
     def when_lost(self, callback: Callable[[str], None]) -> None:
-        """Registers a callback for a lost follower, called from another thread with the reason. Calls waiting for the
-        devices may then never return: a server should exit."""
+        """Registers a callback for the loss of a follower, called from another thread with the reason. Calls that wait
+        for the devices may then never return, so a server should exit."""
         self._when_lost.append(callback)
 
     def lead(self, shared: Mapping[str, Any], *, timeout_s: float = 1800.0) -> None:
-        """Waits for all followers; from then on everything on the mesh goes through this group, until `end`.
+        """Waits for all followers; from then until `end`, all operations on the mesh go through this group.
 
         Args:
-          shared: objects that operations refer to by name, the same on all sides: weights, static arguments of steps,
-            and "mesh".
-          timeout_s: to wait for followers, which may still be loading.
+          shared: objects that operations refer to by name, the same in all processes: weights, static arguments of
+            steps, and "mesh".
+          timeout_s: how long to wait for followers, which may still be loading.
 
         Raises:
-          LostHostError: not all of them connected.
+          LostHostError: not all followers connected.
         """
         assert self._listener is not None, "lead: this process follows"
         if self._leader is not None:
@@ -80,7 +81,7 @@ class Group:
         record_with(self._leader)
 
     def follow(self, shared: Mapping[str, Any]) -> None:
-        """Carries out the leader's operations, until it ends the group.
+        """Runs the leader's operations until it ends the group.
 
         Raises:
           LostHostError: the leader disappeared, or could not be reached.
@@ -96,7 +97,7 @@ class Group:
         follow(connection, shared)
 
     def end(self) -> None:
-        """Ends the group on all sides; arrays on the mesh become useless. May be called twice."""
+        """Ends the group in all processes; arrays on the mesh become unusable. May be called twice."""
         if self._leader is not None:
             record_with(None)
             self._leader.end()
@@ -104,7 +105,7 @@ class Group:
             self._listener.close()
 
     def _gather(self, connections: dict[int, socket.socket], deadline_s: float) -> None:
-        """Adds a connection for each follower. Raises TimeoutError."""
+        """Adds a connection for each follower; raises TimeoutError."""
         assert self._listener is not None
         while len(connections) < self.num_processes - 1:
             self._listener.settimeout(max(0.01, deadline_s - time.monotonic()))
@@ -124,7 +125,7 @@ class Group:
             callback(reason)
 
     def _accept(self, connection: socket.socket) -> int | None:
-        """The number of the connecting process; None if it does not belong to the group."""
+        """The index of the connecting process; None if it does not belong to the group."""
         connection.settimeout(10.0)
         said = b""
         while len(said) < _HELLO.size and (part := connection.recv(_HELLO.size - len(said))):
@@ -153,18 +154,18 @@ def join(
     """Makes this process part of a group; call it once, before anything else uses JAX.
 
     Args:
-      coordinator_address: host:port of process 0 for JAX's runtime; None, with the others None, if JAX determines it
-        itself (Cloud TPU, SLURM, Kubernetes, Open MPI).
-      timeout_s: to wait for the others.
+      coordinator_address: host:port of process 0 for JAX's runtime; this and the next two are None if JAX determines
+        them itself (Cloud TPU, SLURM, Kubernetes, Open MPI).
+      timeout_s: how long to wait for the other processes.
 
     Raises:
-      RuntimeError: the others did not connect, or JAX has been used already.
-      ValueError: JAX cannot determine it itself.
+      RuntimeError: the others did not connect, JAX has already been used, or this process already has a group.
+      ValueError: JAX cannot determine the arguments itself.
     """
     global _group
     if _group is not None:
         raise RuntimeError("join: this process is in a group already")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from the server
+    jax.config.update("jax_enable_preemption_service", False)  # it would intercept the server's SIGTERM
     jax.distributed.initialize(
         coordinator_address, num_processes=num_processes, process_id=process_id, initialization_timeout=timeout_s
     )

@@ -1,4 +1,4 @@
-"""The leader: sends every operation to the followers, then launches it here."""
+"""The leader: sends every operation to the followers, then launches it itself."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Result = TypeVar("Result")
 class Leader:
     """Runs operations in the same order on all processes; a `steps.Recorder`. Thread-safe.
 
-    Arrays on the mesh are identified by number. A group with a failed process is useless: every operation raises.
+    Arrays on the mesh are identified by number. Once a process of the group has failed, every operation raises.
 
     Args:
-      connections: to each follower, by its process.
-      shared: see `wire.Names`; the same on all sides. "mesh" is the group's.
-      on_lost: called once, from another thread, with the reason, when a follower is lost.
+      connections: connection to each follower, by its process index.
+      shared: see `wire.Names`; the same in all processes. "mesh" is the group's mesh.
+      on_lost: called once with the reason, from another thread, when a follower is lost.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Leader:
             threading.Thread(target=self._watch, args=arguments, name="ccjax-follower", daemon=True).start()
 
     def run(self, step: Step[Result], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
-        """Runs the step on all processes; only here if none of its arguments is on the mesh."""
+        """Runs the step in all processes; only in this one if none of its arguments is on the mesh."""
         if not any(self._is_on_mesh(value) for value in (*args, *kwargs.values())):
             return step.jitted(*args, **kwargs)
         message = wire.Message({"do": "step", "step": step.name})
@@ -66,7 +66,7 @@ class Leader:
             return self._number(run_in_turn(step.jitted, *args, **kwargs))
 
     def put(self, values: Any, placement: NamedSharding) -> Any:
-        """Puts arrays of the host on the mesh. Each follower is sent the part for its devices."""
+        """Puts host arrays on the mesh. Each follower receives the part for its devices."""
         leaves, tree = jax.tree.flatten(values)
         hosts = [np.asarray(leaf) for leaf in leaves]
 
@@ -94,19 +94,19 @@ class Leader:
             return self._number(jnp.zeros(shape, dtype, device=placement))
 
     def end(self) -> None:
-        """Ends the group on all sides. May be called twice."""
+        """Ends the group in all processes. May be called twice."""
         with self._turn:
-            is_first, self._has_ended = not self._has_ended, True  # the first process to hear of it may exit at once
+            is_first, self._has_ended = not self._has_ended, True  # the first follower may exit at once
             if is_first and self._lost is None:
                 with contextlib.suppress(OSError):
                     self._send(lambda process: wire.Message({"do": "end"}))
         self._hang_up()
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _operation(self, message: wire.Message) -> Iterator[None]:
-        """Runs one operation at a time; one that fails half-way leaves the others waiting for it."""
+        """Runs one operation at a time. A failure ends the group, because followers may wait for the operation."""
         with self._turn:
             if self._has_ended or self._lost is not None:
                 raise LostHostError(self._lost or "the group has ended")
@@ -137,7 +137,7 @@ class Leader:
         return number
 
     def _number(self, made: Result) -> Result:
-        """Numbers the arrays of a result, in order; a number is free once its array is deleted here."""
+        """Numbers the arrays of a result, in order; followers free an array after it is deleted here."""
         for array in jax.tree.leaves(made):
             key, number = id(array), self._next
             self._next += 1
@@ -146,13 +146,13 @@ class Leader:
         return made
 
     def _forget(self, key: int, number: int) -> None:
-        # Only the entry of this array: the number may have been reused.
+        # A new array may already have the same id.
         if self._numbers.get(key) == number:
             del self._numbers[key]
         self._freed.append(number)
 
     def _watch(self, process: int, connection: socket.socket) -> None:
-        """Followers send nothing but the reason of a failure."""
+        """Reads until the connection closes; followers send only the reason for a failure."""
         reason = b""
         with contextlib.suppress(OSError):
             while part := connection.recv(4096):

@@ -1,4 +1,4 @@
-"""Device operations: plain JAX in a single process, recorded and repeated by the others in a group."""
+"""Device operations: plain JAX in a single process; in a group, recorded and repeated by the other processes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def record_with(recorder: Recorder | None) -> None:
 class Step(Generic[Result]):
     """A jitted function; its other attributes (`lower`, `trace`) are those of `jax.jit`.
 
-    In a group of processes a call is repeated by all of them, unless none of its arguments is on the mesh. Arguments
-    are arrays on the mesh, arrays and numbers of the host, None, tuples of these, and shared objects by name.
+    In a group, every process repeats a call, unless none of its arguments is on the mesh. Arguments are arrays on the
+    mesh, host arrays and numbers, None, tuples of these, and shared objects by name.
     """
 
     def __init__(self, function: Callable[..., Result], **options: Any) -> None:
@@ -52,7 +52,7 @@ class Step(Generic[Result]):
         return _recorder.run(self, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles a call with arguments like these, in this process alone; nothing runs or is donated."""
+        """Compiles a call with arguments like these, only in this process; nothing runs or is donated."""
         self.jitted.lower(*args, **kwargs).compile()
 
     def __getattr__(self, name: str) -> Any:
@@ -60,20 +60,20 @@ class Step(Generic[Result]):
 
 
 def run_in_turn(jitted: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """What every process of a group runs of a step. Devices other than CPUs process launches in order; a CPU starts
-    independent programs concurrently, and gloo would mix up the all-reduces of two programs."""
+    """Runs a step in one process of a group. On CPUs it waits for the result: they run independent programs
+    concurrently, and gloo would mix up the all-reduces of two programs. Other devices process launches in order."""
     made = jitted(*args, **kwargs)
     return jax.block_until_ready(made) if jax.default_backend() == "cpu" else made
 
 
 def step(**options: Any) -> Callable[[Callable[..., Result]], Step[Result]]:
-    """A decorator: the function as a `Step`, with options of `jax.jit`."""
+    """A decorator that makes a function a `Step`, with options of `jax.jit`."""
     return lambda function: Step(function, **options)
 
 
 def put(values: Any, placement: jax.sharding.Sharding | None) -> Any:
     """Puts a tree of host arrays on the devices; None for the default one. A CPU device may keep using the memory of
-    the host's arrays, which must not change any more."""
+    the host arrays, so they must not be changed afterwards."""
     if _recorder is None or not isinstance(placement, NamedSharding):
         return jax.device_put(values, placement)
     return _recorder.put(values, placement)
@@ -87,7 +87,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, placement: jax.sharding.Sharding |
 
 
 def fetch(values: Any) -> Any:
-    """Fetches a tree of arrays to the host, each complete wherever its parts are."""
+    """Fetches a tree of arrays to the host, complete even if their parts are on several hosts."""
     return jax.device_get(jax.tree.map(_at_hand, values))
 
 

@@ -1,4 +1,4 @@
-"""Operations as bytes: a JSON header, then the raw bytes of the host's arrays. Nothing read is executed."""
+"""Serialises operations: a JSON header, then the raw bytes of host arrays. Received data is never executed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Message:
     """One operation.
 
     Attributes:
-      header: what to do; JSON.
-      buffers: arrays that it names by number.
+      header: the operation, as JSON.
+      buffers: host arrays, referenced by index in the header.
     """
 
     header: dict[str, Any]
     buffers: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def add(self, array: np.ndarray) -> int:
-        """The number of `array` here."""
+        """Adds a buffer and returns its index."""
         self.buffers.append(np.ascontiguousarray(array).reshape(array.shape))
         return len(self.buffers) - 1
 
     def send(self, connection: socket.socket) -> None:
-        """Sends an operation completely."""
+        """Sends the whole operation."""
         shapes = [[array.dtype.name, array.shape] for array in self.buffers]
         header = json.dumps({**self.header, "buffers": shapes}, separators=(",", ":")).encode()
         connection.sendall(_LENGTH.pack(len(header)) + header)
@@ -79,7 +79,7 @@ def _filled(stream: Any, buffer: Any) -> Any:
 
 
 class Names:
-    """Objects that both sides have under the same name: weights by layer, static arguments of steps, the mesh."""
+    """Objects that all processes have under the same name: weights by layer, static arguments of steps, the mesh."""
 
     def __init__(self, shared: Mapping[str, Any]) -> None:
         self._shared = dict(shared)
@@ -89,7 +89,7 @@ class Names:
         return self._shared[name]
 
     def of(self, value: Any) -> str:
-        """The name of a value, or of an equal one of ours.
+        """The name of a value, or of a shared object that is equal to it.
 
         Raises:
           TypeError: there is none.
@@ -117,7 +117,7 @@ def encode(value: Any, message: Message, handle_of: Callable[[jax.Array], int], 
 
 
 def decode(value: Any, message: Message, arrays: Mapping[int, jax.Array], names: Names) -> Any:
-    """Inverse of `encode`, with this side's arrays."""
+    """Inverse of `encode`, with the arrays of this process."""
     if not isinstance(value, dict):
         return value
     ((kind, what),) = value.items()
@@ -131,17 +131,17 @@ def decode(value: Any, message: Message, arrays: Mapping[int, jax.Array], names:
 
 
 def spec_of(placement: NamedSharding) -> list[Any]:
-    """A layout as JSON; `placed` turns it back."""
+    """A layout as JSON; `placed` is the inverse."""
     return [list(axis) if isinstance(axis, tuple) else axis for axis in placement.spec]
 
 
 def placed(spec: Sequence[Any], mesh: Mesh) -> NamedSharding:
-    """The layout of `spec_of`."""
+    """Inverse of `spec_of`."""
     return NamedSharding(mesh, PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)))
 
 
 def part_of(shape: tuple[int, ...], placement: NamedSharding, process: int) -> tuple[slice, ...]:
-    """The smallest block of an array that contains everything one process holds of it."""
+    """The smallest block of an array that contains all parts on the devices of one process."""
     own: Iterator[tuple[slice, ...]] = (
         index for device, index in placement.devices_indices_map(shape).items() if device.process_index == process
     )
@@ -152,7 +152,7 @@ def part_of(shape: tuple[int, ...], placement: NamedSharding, process: int) -> t
 
 
 def place(part: np.ndarray, begins: Sequence[int], shape: tuple[int, ...], placement: NamedSharding) -> jax.Array:
-    """An array on the mesh, of which this process has everything it needs in `part`, which starts at `begins`."""
+    """An array on the mesh; `part`, which starts at index `begins`, contains what this process's devices hold of it."""
 
     def inside(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None

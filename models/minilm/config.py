@@ -1,6 +1,6 @@
 """Shapes and options of a BERT-type sentence encoder, read from a sentence-transformers directory.
 
-What the encoder cannot do is refused here, by the name of file and key.
+Unsupported options are rejected here; the message names file and key.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class BertConfig:
     """Static, hashable description of the encoder.
 
     Attributes:
-      max_seq_length: longest input in tokens, [CLS] and [SEP] included; longer ones are cut.
+      max_seq_length: longest input in tokens, including [CLS] and [SEP]; longer ones are truncated.
       pooling: `mean` over the tokens of the attention mask, or the [CLS] token.
-      lower_case: whether texts are lowercased before the tokenizer sees them.
+      lower_case: whether texts are lowercased before tokenization.
     """
 
     vocab_size: int
@@ -52,7 +52,7 @@ class BertConfig:
         config.json, and config_sentence_transformers.json.
 
         Raises:
-          ValueError: a file or key is missing, or asks for something other than BERT with mean or [CLS] pooling.
+          ValueError: a file or key is missing, or the model is not BERT with mean or [CLS] pooling.
         """
         raw = _read_json(directory / "config.json")
         for key, wanted in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):

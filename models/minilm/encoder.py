@@ -1,4 +1,4 @@
-"""Texts in, sentence vectors out: tokenizer, padding to buckets and the jitted encoder."""
+"""Encodes texts as sentence vectors: tokenizer, padding to buckets and the jitted encoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH_BUCKETS = (1, 4, 16)
 
 
 class SentenceEncoder:
-    """A loaded sentence-transformers model of BERT type, on the default device. Safe to call from several threads."""
+    """A loaded sentence-transformers model of BERT type, on the default device. Thread-safe."""
 
     def __init__(self, directory: str | Path) -> None:
         """Loads config, weights and tokenizer.
@@ -35,9 +35,9 @@ class SentenceEncoder:
         self._params = load_params(directory / "model.safetensors", config)
         try:
             self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        except Exception as error:  # the Rust side raises a bare Exception for a missing and for a malformed file
+        except Exception as error:  # the Rust library raises a bare Exception for a missing or malformed file
             raise ValueError(f"{directory / 'tokenizer.json'}: wanted a tokenizer, got: {error}") from None
-        # The file's own limit (128 for all-MiniLM-L6-v2) is not the model's: sentence_bert_config.json rules.
+        # tokenizer.json has a limit of its own (128 for all-MiniLM-L6-v2); that of sentence_bert_config.json applies.
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(config.max_seq_length)
         self._lengths = (*(n for n in LENGTH_BUCKETS if n < config.max_seq_length), config.max_seq_length)
@@ -54,10 +54,10 @@ class SentenceEncoder:
         return len(self._lengths) * len(BATCH_BUCKETS)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """One L2-normalised vector for each text: float32 [len(texts), dim], in the order given.
+        """One L2-normalised vector per text: float32 [len(texts), dim], in the given order.
 
-        Texts over `max_seq_length` tokens are cut. Texts of similar length share a batch; the neighbours and the
-        padding change a vector by no more than float32 rounding.
+        Texts over `max_seq_length` tokens are truncated. Texts of similar length share a batch; other texts and padding
+        change a vector by no more than float32 rounding.
         """
         if isinstance(texts, str):
             raise ValueError("texts: wanted a sequence of strings, got one string")

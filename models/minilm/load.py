@@ -18,7 +18,7 @@ def load_params(path: Path, config: BertConfig) -> EncoderParams:
     """The weights in `path` as float32.
 
     Raises:
-      ValueError: no such file, not a safetensors file, or a tensor is missing or has another shape than `config` says.
+      ValueError: the file is missing or not safetensors, or a tensor is missing or its shape does not match `config`.
     """
     try:
         with safe_open(path, framework="flax") as tensors:

@@ -1,6 +1,6 @@
 """BERT encoder and sentence pooling as pure functions over a parameter tree.
 
-Axes: B texts, N tokens, D model, Q heads, H head dim, F feed-forward, L layers (stacked, walked with `lax.scan`).
+Axes: B texts, N tokens, D model, Q heads, H head dim, F feed-forward, L layers (stacked, iterated with `lax.scan`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _layer_norm(x: Float[Array, "B N D"], norm: Norm, eps: float) -> Float[Array
 def hidden_states(
     params: EncoderParams, ids: Int[Array, "B N"], mask: Bool[Array, "B N"], config: BertConfig
 ) -> Float[Array, "B N D"]:
-    """The last layer's output; rows where `mask` is False are meaningless and influence no other row."""
+    """The last layer's output; rows where `mask` is False are meaningless and do not affect other rows."""
     batch, length = ids.shape
     x = params.tokens[ids] + (params.positions[:length] + params.segment[None])[None]
     x = _layer_norm(x, params.norm, config.layer_norm_eps)
@@ -100,10 +100,10 @@ def hidden_states(
 def sentence_embeddings(
     params: EncoderParams, ids: Int[Array, "B N"], mask: Bool[Array, "B N"], config: BertConfig
 ) -> Float[Array, "B D"]:
-    """L2-normalised sentence vectors, as sentence-transformers' Transformer, Pooling and Normalize give them.
+    """L2-normalised sentence vectors, as computed by sentence-transformers' Transformer, Pooling and Normalize.
 
-    Products are computed in full float32 on every device (a GPU would use TF32, a TPU bfloat16), so that one index
-    serves them all. A row without any token gives a finite vector.
+    Products are computed in full float32 on every device (GPUs default to TF32, TPUs to bfloat16), so that all devices
+    can use the same index. A row without any token gives a finite vector.
     """
     with jax.default_matmul_precision("highest"):
         x = hidden_states(params, ids, mask, config)

@@ -1,4 +1,4 @@
-"""Public attention function: picks an implementation, never falls back silently."""
+"""Public attention function: selects an implementation and never falls back silently."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ KERNELS = {"triton": (triton_attention, TRITON), "mosaic_tpu": (mosaic_tpu_atten
 
 
 def check_implementation(name: str | None, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
-    """Checks that `attention` can be called with such heads, segments and rotated keys; computes nothing.
+    """Checks that `attention` supports these heads, with segments and keys to rotate; computes nothing.
 
     Raises:
-      NotImplementedError: no such implementation, none for this platform or chip, or not for such heads.
-      ImportError: it belongs to another library that is not installed.
+      NotImplementedError: the implementation does not exist, does not support this platform, chip or these heads, or
+        its library is not installed.
     """
     array, rows = jax.ShapeDtypeStruct, 16
     kv = array((rows, num_kv_heads, head_dim), dtype)
@@ -71,35 +71,35 @@ def attention(
 ) -> AttentionOutput:
     """Masked partial prefill (CacheCraft sec. 3.4.3): queries are any subset of the context's tokens.
 
-    Query n sees slot s iff `k_pos[s] <= q_pos[n]` and, where request ids are given, `k_request[s] == q_request[n]`.
+    Query n sees slot s iff `k_pos[s] <= q_pos[n]` and, if request ids are given, `k_request[s] == q_request[n]`.
     Causality is by position, not by index. Query heads are grouped: head `q` reads kv head `q // (Q / K)`.
 
     Args:
       q, k: rotated queries and keys; with `k_frequencies` or `k_rotation`, keys before RoPE.
-      q_pos: positions, in any order; repeat the last one for padding rows. Where they ascend, and requests stand in the
-        same order in queries and slots, blocks that no query of a block may see are skipped.
-      k_pos: positions of the context slots, in any order; INT32_MAX marks an unused slot, whose key and value may hold
-        anything, NaN included. A slot that is only behind every query must hold finite values.
-      scale: factor on the dot products, usually H ** -0.5; required on purpose.
+      q_pos: positions, in any order; repeat the last one for padding rows. If they ascend, and requests are in the same
+        order in queries and slots, key blocks that no query of a block sees are skipped.
+      k_pos: positions of the context slots, in any order; INT32_MAX marks an unused slot, whose key and value may be
+        anything, including NaN. A used slot must have finite values even if no query sees it.
+      scale: factor on the dot products, usually H ** -0.5; deliberately without a default.
       k_segment: segment (chunk) of each slot in [0, num_segments); other values belong to no segment.
-      num_segments: static; 0 leaves the mass out.
-      q_request, k_request: request ids of a packed batch; both or none.
-      k_frequencies: inverse RoPE frequencies [H / 2]: the call rotates the keys to `k_pos`, in float32, rounded to
-        their dtype as `apply_rope` does.
-      k_rotation: in its place, `ccjax.kernels.rope.rotation_rows` of `k_pos`, for callers that have many layers to
-        share it; any finite rows for unused slots.
+      num_segments: static; 0 to omit the mass.
+      q_request, k_request: request ids of a packed batch; both or neither.
+      k_frequencies: inverse RoPE frequencies [H / 2]: the call rotates the keys to `k_pos` in float32 and rounds them
+        to their dtype, as `apply_rope` does.
+      k_rotation: instead of these, `ccjax.kernels.rope.rotation_rows` of `k_pos`, for callers that share it between
+        layers; any finite rows for unused slots.
       implementation: None for the platform's own: "xla" on CPU, "triton" on NVIDIA GPUs, "mosaic_tpu" on TPUs. Or by
-        name: "reference", "xla", "triton", "mosaic_tpu"; "triton:h100" to compile for a chip that is not at hand;
-        "triton_interpret", "mosaic_tpu_interpret" to run a kernel's very operations without its chip, slowly. With the
-        extra `tokamax`, "tokamax" for what that library does best on the platform, or one of its kernels:
+        name: "reference", "xla", "triton", "mosaic_tpu"; "triton:h100" to compile for a chip that is not present;
+        "triton_interpret", "mosaic_tpu_interpret" to run a kernel's operations slowly, without its chip. With the extra
+        `tokamax`, "tokamax" for that library's best kernel on the platform, or one of its kernels:
         "tokamax_mosaic_gpu", "tokamax_triton", "tokamax_xla".
 
     Returns:
       AttentionOutput; rows that see no slot are 0 with lse = -inf.
 
     Raises:
-      ValueError: arguments that do not fit together.
-      NotImplementedError: no such implementation, or it cannot do this: no other one takes its place.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the implementation does not exist or does not support this call; there is no fallback.
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"q: wanted a multiple of {k.shape[1]} kv heads, got {q.shape[1]} query heads")

@@ -13,8 +13,8 @@ class TritonBlocks:
       queries: query tokens of one head; fewer if a call has fewer.
       keys: slots per step.
       num_warps, num_stages: warps of a program, and stages of the software pipeline.
-      max_segments: columns of the mass that fit into registers; more segments take further passes.
-      float32_queries: query tokens of one head for four-byte elements.
+      max_segments: columns of the mass that fit into registers; more segments need further passes.
+      float32_queries: as `queries`, for four-byte elements.
       rotates: whether keys may be rotated inside the kernel; if not, they are rotated before it.
     """
 
@@ -32,7 +32,7 @@ class MosaicBlocks:
     """Block sizes of one step of the TPU kernel.
 
     Attributes:
-      rows: query tokens times the heads that share one kv head; all of them multiply the same keys.
+      rows: query tokens times the heads that share one kv head; all of them use the same keys.
       keys: slots per step; a multiple of 128 lanes.
     """
 

@@ -1,7 +1,7 @@
 """Which key blocks a query block has to visit, and which of them need no mask.
 
-Bounds come from the smallest and largest position (and request id) of each block, so they hold for slots in any order;
-they are tight where positions ascend, as in a merged prompt.
+Bounds are computed from the smallest and largest position (and request id) of each block, so they hold for slots in any
+order; they are tight if positions ascend, as in a merged prompt.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from jax import Array
 from jaxtyping import Float, Int, Shaped
 
 UNUSED = jnp.iinfo(jnp.int32).max
-"""Position of a slot that holds nothing."""
+"""Position of an unused slot."""
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Score of an invisible slot: low enough to vanish, finite so that differences of two stay defined."""
+"""Score of an invisible slot: low enough to vanish, but finite, so that the difference of two is defined."""
 LOG2_E = 1.4426950408889634
 
 
@@ -23,8 +23,8 @@ class BlockBounds(NamedTuple):
     """Ranges of key blocks per query block, all int32.
 
     Attributes:
-      first, last: only key blocks in [first, last) hold a slot that some query of the block may see.
-      full_first, full_last: blocks in [full_first, full_last), inside the former range, are seen by every query whole.
+      first, last: only key blocks in [first, last) have a slot that a query of the block may see.
+      full_first, full_last: every query sees all slots of the blocks in [full_first, full_last), a part of that range.
     """
 
     first: Int[Array, "blocks"]
@@ -34,7 +34,7 @@ class BlockBounds(NamedTuple):
 
 
 def padded(x: Shaped[Array, "N *rest"], multiple: int, fill: int | None = 0) -> Shaped[Array, "M *rest"]:
-    """`x` continued to a multiple of rows with `fill`, or with copies of its last row where that is None."""
+    """`x` padded to a multiple of rows with `fill`, or with copies of its last row if that is None."""
     extra = -x.shape[0] % multiple
     if not extra:
         return x
@@ -43,12 +43,12 @@ def padded(x: Shaped[Array, "N *rest"], multiple: int, fill: int | None = 0) -> 
 
 
 def power_of_two(size: int, at_least: int) -> int:
-    """The smallest power of two that is no less than either."""
+    """The smallest power of two that is at least `size`, and at least `at_least`, a power of two."""
     return max(at_least, 1 << max(size - 1, 0).bit_length())
 
 
 def used_values(v: Float[Array, "S K H"], k_pos: Int[Array, "S"]) -> Float[Array, "S K H"]:
-    """Values with zeros in the unused slots: a weight of 0 would not silence a NaN there."""
+    """Values with zeros in the unused slots: a weight of 0 would not remove a NaN there."""
     return jnp.where((k_pos != UNUSED)[:, None, None], v, jnp.zeros((), v.dtype))
 
 
@@ -61,7 +61,7 @@ def block_bounds(
     q_block: int,
     k_block: int,
 ) -> BlockBounds:
-    """The bounds for blocks of `q_block` queries and `k_block` slots, which divide N and S."""
+    """The bounds for blocks of `q_block` queries and `k_block` slots; these must divide N and S."""
     q, k = q_pos.reshape(-1, q_block), k_pos.reshape(-1, k_block)
     reachable = k.min(-1)[None, :] <= q.max(-1)[:, None]
     full = k.max(-1)[None, :] <= q.min(-1)[:, None]

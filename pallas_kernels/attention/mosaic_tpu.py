@@ -1,15 +1,15 @@
 """Partial-prefill attention for TPUs in Pallas-Mosaic.
 
-The grid is (kv head, query block, key block), key blocks innermost; the running softmax rests in scratch memory between
+The grid is (kv head, query block, key block), key blocks innermost; scratch memory keeps the running softmax between
 the steps of one query block. All query heads of one kv head are rows of the same products.
   - The bounds of each query block are prefetched scalars. A step outside them does nothing, and its block index repeats
     its neighbour's, so nothing is loaded for it either.
-  - Blocks that every query sees whole take a branch without a mask.
-  - The sum of a row's weights and its parts on each segment are one more product per step, onehot(segment) @ P^T with a
-    row of ones: the weights are the operand that the matrix units hold, so the one-hots stream through in few rows.
-  - The rows are computed in two halves, the second's scores before the first's softmax: the matrix units have work
-    while the vector units have theirs.
-  - A fused rotation turns a key block once for all query heads of its kv head.
+  - Blocks in which every query sees all slots take a branch without a mask.
+  - The sum of a row's weights and their sums per segment are one more product per step, onehot(segment) @ P^T with a
+    row of ones: the matrix units hold the weights as stationary operand and stream the few rows of one-hots.
+  - The rows are computed in two halves, the second half's scores before the first half's softmax, so that matrix units
+    and vector units work at the same time.
+  - A fused rotation rotates a key block once for all query heads of its kv head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ccjax.kernels.rope.mosaic_tpu import turned, turns
 _LANES = 128
 _SUBLANES = 8
 _LEAST_QUERIES = 16
-"""Rows of one tile of bfloat16."""
+"""Rows of one bfloat16 tile."""
 _A_BT = (((1,), (1,)), ((), ()))
 _A_B = (((1,), (0,)), ((), ()))
 
@@ -59,8 +59,8 @@ class _AttentionTpuInputs(NamedTuple):
 
 
 class _AttentionTpuScratch(NamedTuple):
-    """Running softmax of R = G * B rows: weighted values [R, H], top score [R, 128], the same in all lanes, and sums of
-    weights [C, R]: of each segment, and in the last row of all slots."""
+    """Running softmax of R = G * B rows: weighted values [R, H], top score [R, 128], equal in all lanes, and sums of
+    weights [C, R], per segment and in the last row over all slots."""
 
     values: Any
     top: Any
@@ -73,7 +73,7 @@ def _kernel(
     group, block, head_dim = inputs.q.shape
     keys = inputs.k.shape[0]
     rows = group * block
-    # Without this request float32 products would be rounded to bfloat16.
+    # Otherwise float32 products would be rounded to bfloat16.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     i, j = pl.program_id(1), pl.program_id(2)
@@ -103,7 +103,7 @@ def _kernel(
             visible = inputs.k_pos[...] <= inputs.q_pos[...]
             if inputs.q_request is not None:
                 visible &= inputs.k_request[...] == inputs.q_request[...]
-        # In base 2, whose exponential is cheaper.
+        # Base 2, because its exponential is cheaper.
         all_scores = [product(queries[half], step_keys, _A_BT) * (scale * LOG2_E) for half in halves]
         for half, scores in zip(halves, all_scores, strict=True):
             if is_masked:
@@ -135,14 +135,15 @@ def _kernel(
 
 
 def _halves(group: int, block: int) -> list[slice]:
-    """Two runs of rows, as even as whole heads and whole lanes (of a row per query) allow; one if they allow none."""
+    """Splits the rows in two parts, as equal as possible at multiples of whole heads and of the lanes; one part if
+    that is impossible."""
     rows, unit = group * block, math.lcm(block, _LANES)
     middle = rows // 2 // unit * unit
     return [slice(0, middle), slice(middle, rows)] if middle else [slice(0, rows)]
 
 
 def _as_row(column: Array) -> Array:
-    """[R, 1 or 128], the same in all lanes, as [1, R]."""
+    """[R, 1 or 128], equal in all lanes, as [1, R]."""
     return jnp.broadcast_to(column, (column.shape[0], _LANES)).T[:1]
 
 
@@ -165,23 +166,23 @@ def mosaic_tpu_attention(
     """See `ccjax.kernels.attention.attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `ccjax.kernels.attention.blocks`.
+      blocks: sizes for the chip, from `ccjax.kernels.attention.blocks`.
       interpret: run the kernel as XLA operations, on any platform; `pltpu.InterpretParams` simulates the memories too.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    # Powers of two, for groups of 3, 5 or 7 heads too: a block has to be whole tiles.
+    # Powers of two, also for groups of 3, 5 or 7 heads: a block must consist of whole tiles.
     query_block = max(power_of_two(blocks.rows // group + 1, 1) // 2, _LEAST_QUERIES)
     query_block = min(query_block, power_of_two(num_queries, _LEAST_QUERIES))
-    # The sizes are for two bytes; wider elements take shorter steps, for the same VMEM.
+    # The sizes are for two-byte elements; wider ones take shorter steps, for the same VMEM.
     key_block = min(max(_LANES, blocks.keys * 2 // k.dtype.itemsize), power_of_two(k.shape[0], _LANES))
     columns = -(-(num_segments + 1) // _SUBLANES) * _SUBLANES
 
     v = used_values(v, k_pos)
     k, v = (padded(x, key_block).transpose(1, 0, 2) for x in (k, v))
     k_pos = padded(k_pos, key_block, UNUSED)
-    # Copies of the last row keep a block's smallest position where it is, and so its unmasked branch.
+    # Copies of the last row do not lower a block's smallest position, so it keeps its unmasked branch.
     q, q_pos = padded(q, query_block), padded(q_pos, query_block, None)
     num_rows, num_slots = q.shape[0], k.shape[1]
     q = q.reshape(num_rows, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)

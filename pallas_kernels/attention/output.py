@@ -13,7 +13,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
       out: [N, Q, H], dtype of the queries.
-      mass: [N, Q, C] float32, softmax mass of each query head on each segment; None where not asked for.
+      mass: [N, Q, C] float32, softmax mass of each query head on each segment; None if not requested.
       lse: [N, Q] float32, natural log of the sum of exponentiated scores.
     """
 
@@ -23,7 +23,7 @@ class AttentionOutput(NamedTuple):
 
 
 class OutputParts(NamedTuple):
-    """The same three while a kernel is set up and run: their block specs, shapes or refs; `mass` may be None."""
+    """The same fields for a kernel: block specs, shapes or refs; `mass` may be None."""
 
     out: Any
     mass: Any

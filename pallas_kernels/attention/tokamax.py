@@ -1,11 +1,11 @@
-"""Attention through tokamax, Google's kernel library: chosen by name only.
+"""Attention with tokamax, Google's kernel library; used only if selected by name.
 
 tokamax masks by slot index, with a range [k_start, k_end) for each query; `attention` masks by position and request,
-over slots in any order. So the slots are sorted by (request, position) first: then what a query sees is one range. That
+over slots in any order. So the slots are first sorted by (request, position), after which a query sees one range. That
 costs a sort of S integers and one more pass over keys and values per call, which the mass needs for the values anyway:
-it is extra columns of them, V' = [V | onehot(segment)]. The log of the sum comes from the softmax residuals.
+it is computed as extra columns, V' = [V | onehot(segment)]. The log of the sum comes from the softmax residuals.
 
-The operation with ranges, residuals and wider values is private to tokamax: the extra `tokamax` pins exact versions.
+The operation with ranges, residuals and wider values is private to tokamax, so the extra `tokamax` pins exact versions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ OPERATIONS = {
     "triton": ("pallas_triton", "PallasTritonFlashAttention"),
     "mosaic_gpu": ("pallas_mosaic_gpu", "PallasMosaicGpuFlashAttention"),
 }
-"""Kernel -> module and class within tokamax. Its chunked XLA form has no residuals, its TPU kernel no ranges."""
+"""Kernel -> module and class in tokamax. Its chunked XLA form has no residuals, and its TPU kernel has no ranges."""
 _MOSAIC_QUERIES, _TRITON_QUERIES = 128, 64
-"""Queries are padded to a program's. The Mosaic kernel reduces ranges over two warpgroups' and fails on a rest."""
+"""Queries are padded to multiples of these. The Mosaic kernel reduces ranges over the queries of two warpgroups and
+fails on a remainder."""
 _COLUMNS = 256
-"""Widest product of a warpgroup, and so columns of V' in one launch; more take further launches."""
+"""Columns of V' in one launch: the widest product of a warpgroup. More columns take further launches."""
 
 
 def tokamax_attention(
@@ -52,12 +53,12 @@ def tokamax_attention(
     """See `ccjax.kernels.attention.attention`. The mass is rounded to the dtype of the queries.
 
     Args:
-      kernel: of `OPERATIONS`; None for what tokamax does best here: "mosaic_gpu" from compute capability 9.0 on,
-        "triton" on older GPUs, "xla" on CPU. "xla" holds all scores at once.
+      kernel: key of `OPERATIONS`; None for tokamax's best one: "mosaic_gpu" from compute capability 9.0 on, "triton" on
+        older GPUs, "xla" on CPU. "xla" holds all scores in memory at once.
 
     Raises:
-      NotImplementedError: tokamax is not installed, has no such kernel for this platform, or the kernel cannot do this,
-        such as "mosaic_gpu" in float32. No other kernel takes its place.
+      NotImplementedError: tokamax is not installed, has no such kernel for this platform, or the kernel does not
+        support the call, such as "mosaic_gpu" in float32. There is no fallback.
     """
     kernel = kernel or _best_kernel()
     operation, mask_type = _load(kernel)
@@ -92,7 +93,7 @@ def tokamax_attention(
     ]
     out = jnp.concatenate([values for values, _ in passes], -1)[: sees.shape[0]]
     top, total = (residual.T[: sees.shape[0]] for residual in passes[0][1])
-    # tokamax spreads the softmax of a row that sees nothing over what it has masked.
+    # For a row that sees no slot, tokamax distributes the softmax over the masked slots.
     out = jnp.where(sees[..., None], out, jnp.zeros((), out.dtype))
     lse = jnp.where(sees, top + jnp.log(total), -jnp.inf)
     mass = out[..., head_dim:].astype(jnp.float32) if num_segments else None
@@ -100,7 +101,7 @@ def tokamax_attention(
 
 
 def _count_to(positions: Array, q_pos: Array, first: Array, last: Array) -> Array:
-    """For each query the end of the slots it sees: `positions` ascend within its [first, last). Binary search."""
+    """The end of the slots that each query sees, by binary search: `positions` ascend within its [first, last)."""
 
     def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -114,13 +115,13 @@ def _count_to(positions: Array, q_pos: Array, first: Array, last: Array) -> Arra
 def _call(operation: Any, kernel: str, q: Array, k: Array, v: Array, mask: Any, scale: float) -> Any:
     """Output [N, Q, columns of v] and residuals (top, sum), [Q, N] each."""
     columns = v.shape[2]
-    if kernel == "triton":  # it loads whole powers of two, past the end of an array that has fewer columns
+    if kernel == "triton":  # it loads a power of two of columns, past the end of an array that has fewer
         v = jnp.pad(v, [(0, 0), (0, 0), (0, power_of_two(columns, 16) - columns)])
     if kernel == "xla":
-        v = v.astype(jnp.float32)  # as its weights are; the product of two dtypes fails where promotion is forbidden
-    # Without the request float32 products are rounded to TF32 on a GPU.
+        v = v.astype(jnp.float32)  # the dtype of its weights; a product of two dtypes fails if promotion is forbidden
+    # Otherwise a GPU would round float32 products to TF32.
     precision = tuple(lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT for x in (q, v))
-    # tokamax relies on both promotions, which the caller may have forbidden.
+    # tokamax needs both promotions, which the caller may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
             out, residuals = operation(
@@ -158,7 +159,7 @@ def _load(kernel: str) -> tuple[Any, Any]:
         raise NotImplementedError(
             f"tokamax's {kernel!r} kernel: wanted its pinned version (pip install -e .[tokamax]), got: {error}"
         ) from error
-    # Otherwise tokamax 0.0.12 parses the program's own arguments, and fails on those it does not know.
+    # Otherwise tokamax 0.0.12 parses the program's own arguments and fails on unknown ones.
     if not flags.is_parsed():
         flags.mark_as_parsed()
     return operation(), mask_type

@@ -1,10 +1,10 @@
 """Partial-prefill attention for NVIDIA GPUs in Pallas-Triton.
 
-One program owns a block of queries of one head and walks over key blocks with a running softmax in registers:
-  - blocks beyond the last position of its queries, or of other requests alone, are never loaded;
-  - blocks that every query sees whole run in a loop without a mask;
-  - the segment mass is one more product per step, P @ onehot(segment), which shares the softmax.
-Triton can neither slice nor join values, so a fused rotation keeps the halves of a head apart and adds two products.
+One program computes a block of queries of one head; it iterates over key blocks with a running softmax in registers:
+  - blocks beyond the last position of its queries, or with only other requests, are never loaded;
+  - blocks in which every query sees all slots run in a loop without a mask;
+  - the segment mass is one more product per step, P @ onehot(segment), with the same softmax.
+Triton can neither slice nor join values, so a fused rotation keeps the halves of a head separate and adds two products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ccjax.kernels.attention.output import AttentionOutput, OutputParts
 from ccjax.kernels.rope import rotate
 
 _LEAST = 16
-"""Triton multiplies no matrices that are smaller than this in any dimension."""
+"""Smallest size of each dimension in a Triton matrix product."""
 _A_BT = (((1,), (1,)), ((), ()))
 _A_B = (((1,), (0,)), ((), ()))
 
@@ -65,7 +65,7 @@ class _Carry(NamedTuple):
 def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: float, keys: int, columns: int) -> None:
     block, head_dim = inputs.q.shape
     half = head_dim // 2
-    # Without this request float32 products would be rounded to TF32.
+    # Otherwise float32 products would be rounded to TF32.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     q_pos = inputs.q_pos[...]
@@ -85,7 +85,7 @@ def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: floa
 
     def step(j: Array, carry: _Carry, *, is_masked: bool) -> _Carry:
         slots = pl.ds(j * keys, keys)
-        # In base 2, whose exponential is cheaper.
+        # Base 2, because its exponential is cheaper.
         scores = scores_of(slots) * (scale * LOG2_E)
         v = inputs.v[slots, :]
         if is_masked:
@@ -148,11 +148,11 @@ def triton_attention(
     """See `ccjax.kernels.attention.attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `ccjax.kernels.attention.blocks`.
+      blocks: sizes for the chip, from `ccjax.kernels.attention.blocks`.
       interpret: run the kernel as XLA operations, on any platform.
 
     Raises:
-      NotImplementedError: a head dimension that is no power of two from 16 to 256.
+      NotImplementedError: the head dimension is not a power of two from 16 to 256.
     """
     num_queries, num_slots, head_dim = q.shape[0], k.shape[0], q.shape[2]
     if head_dim not in (16, 32, 64, 128, 256):
@@ -165,12 +165,12 @@ def triton_attention(
         most_queries, most_keys = most_queries // 2, max(_LEAST, most_keys // 2)
     query_block = min(most_queries, power_of_two(num_queries, _LEAST))
     key_block = min(most_keys, power_of_two(num_slots, _LEAST))
-    # Half a head of 16 is too small for a product, and Triton compiles one that counts it twice.
+    # Half a head of 16 is too small for a product; Triton compiles one anyway, and it counts the half twice.
     if k_rotation is not None and not (blocks.rotates and 2 * _LEAST <= head_dim <= 128):
         k, k_rotation = rotate(k, k_rotation), None
     k, v = padded(k, key_block), padded(v, key_block)
     k_pos = padded(k_pos, key_block, UNUSED)
-    # Copies of the last row keep a block's smallest position where it is, and so its unmasked loop.
+    # Copies of the last row do not lower a block's smallest position, so it keeps its unmasked loop.
     q, q_pos = padded(q, query_block), padded(q_pos, query_block, None)
     if q_request is not None and k_request is not None:
         q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
@@ -203,7 +203,7 @@ def _call(
     blocks: TritonBlocks,
     interpret: bool,
 ) -> Any:
-    """One launch over all heads and query blocks; `lse` comes as [Q, N], which the programs write in rows."""
+    """One launch over all heads and query blocks; `lse` is [Q, N], so that programs write contiguous rows."""
     num_queries, num_heads, head_dim = inputs.q.shape
     num_slots, num_kv_heads, _ = inputs.k.shape
     group = num_heads // num_kv_heads
@@ -250,7 +250,7 @@ def _call(
                 shape((num_heads, num_queries), jnp.float32),
             )
         ],
-        # Fewer rows than 64 do not feed eight warps.
+        # Fewer than 64 rows are not enough work for eight warps.
         compiler_params=plt.CompilerParams(
             num_warps=blocks.num_warps if query_block >= 64 else 4,
             num_stages=blocks.num_stages if inputs.k.dtype.itemsize <= 2 else 1,

@@ -1,11 +1,11 @@
 """Blocked attention for XLA: the CPU path, and the fallback of other platforms.
 
-A block of queries walks over blocks of keys with a running softmax, so that scores stay in the processor's cache; key
-blocks beyond a query block's last position are never touched. The segment mass rides along as extra columns of the
+For each block of queries, a loop runs over blocks of keys with a running softmax, so that scores stay in the CPU cache;
+key blocks beyond a query block's last position are skipped. The segment mass is computed as extra columns of the
 values: V' = [V | onehot(segment)], so P @ V' gives output and mass in one product. Queries, one-hots and outputs are
-put in order block by block, where they are needed; rotated keys and used values alone are made for all slots at once.
-Measured on two AMD EPYC cores (AVX-512), 2,048 queries and keys, 16 / 4 heads of 64, float32: 45 ms against 480 ms for
-all scores at once; the mass adds about 12 %.
+laid out block by block, when they are needed; only rotated keys and used values are made for all slots at once.
+Measured on two AMD EPYC cores (AVX-512), 2,048 queries and keys, 16 / 4 heads of 64, float32: 45 ms, compared with
+480 ms for all scores at once; the mass adds about 12 %.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from ccjax.kernels.rope import rotate
 
 _FEW_QUERIES, _MANY_QUERIES = 384, 2048
 _FEW_BLOCK, _BLOCK, _MANY_BLOCK = (64, 512), (128, 256), (256, 256)
-"""Queries and keys of a block: for fewer queries than the first number, for others, and for no fewer than the second.
-XLA runs smaller products on one core. By each of the three, on two AMD EPYC cores with AVX-512, 16 / 4 heads of 64:
+"""Queries and keys of a block: for fewer than `_FEW_QUERIES` queries, for others, and for at least `_MANY_QUERIES`.
+XLA runs smaller products on one core. Times of the three sizes on two AMD EPYC cores with AVX-512, 16 / 4 heads of 64:
 21 / 26 / 40 ms for 320 queries over 2,048 slots, 58 / 46 / 47 for 1,024, 110 / 88 / 84 for 2,048, and 363 / 316 / 283
-for 4,096 over as many. With AVX2 the second took 95 to 130 ms for 2,048 queries where the first took 129 to 148."""
+for 4,096 over 4,096. With AVX2, 2,048 queries took 95 to 130 ms with the second size and 129 to 148 with the first."""
 _MOST_SCORES = 1 << 20
-"""The largest block's, all heads: with 32 heads of 128, 2,048 queries took 331 ms by 256 and 314 by 128."""
+"""Most scores in a block of the largest size, all heads: with 32 heads of 128, 2,048 queries took 331 ms in blocks of
+256 queries and 314 ms in blocks of 128."""
 _OVER_LAST = (((2,), (2,)), ((0,), (0,)))
 _OVER_SLOTS = (((2,), (1,)), ((0,), (0,)))
 
@@ -64,7 +65,7 @@ def blocked_attention(
     v = used_values(v, k_pos)
     q_pos, k_pos = padded(q_pos, q_block, -1), padded(k_pos, k_block, UNUSED)
     q, k, v = padded(q, q_block), padded(k, k_block), padded(v, k_block)
-    # In the layout of the caller's pages, so that a step finds its slots of a head contiguous.
+    # Heads first, as in the caller's pages, so that a step reads contiguous slots of a head.
     k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
     if k_segment is not None:
         k_segment = padded(k_segment, k_block, -1)
@@ -72,13 +73,13 @@ def blocked_attention(
         q_request, k_request = padded(q_request, q_block, None), padded(k_request, k_block, None)
     bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=q_block, k_block=k_block)
 
-    # Without this request a GPU would round float32 products to TF32.
+    # Otherwise a GPU would round float32 products to TF32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def attend(i: Array, results: AttentionOutput) -> AttentionOutput:
         queries_of = functools.partial(lax.dynamic_slice_in_dim, start_index=i * q_block, slice_size=q_block)
-        # Each block of queries is replaced by its output.
+        # `results.out` starts as the queries; each block is replaced by its output.
         queries = queries_of(results.out).reshape(q_block, num_kv_heads, group, head_dim)
         queries = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * q_block, head_dim)
 
@@ -89,7 +90,7 @@ def blocked_attention(
             if q_request is not None and k_request is not None:
                 visible &= keys_of(k_request)[None, :] == queries_of(q_request)[:, None]
             scores = product(queries, keys_of(k, axis=1), _OVER_LAST).reshape(num_kv_heads, group, q_block, k_block)
-            # In base 2, whose exponential is cheaper.
+            # Base 2, because its exponential is cheaper.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED).reshape(
                 num_kv_heads, -1, k_block
             )

@@ -1,4 +1,4 @@
-"""Public decode attention: picks an implementation, never falls back silently."""
+"""Public decode attention: selects an implementation and never falls back silently."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, 
 def check_implementation(
     name: str | None, *, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str
 ) -> None:
-    """Checks that `decode_attention` can be called with such heads and pages, keys rotated; computes nothing.
+    """Checks that `decode_attention` supports these heads and pages, with keys to rotate; computes nothing.
 
     Raises:
-      NotImplementedError: no such implementation, none for this platform or chip, or not for such heads or pages.
+      NotImplementedError: the implementation does not exist, or does not support this platform, chip, heads or pages.
     """
     array = jax.ShapeDtypeStruct
     pool = array((num_kv_heads, 1, page_size, head_dim), dtype)
@@ -62,30 +62,30 @@ def decode_attention(
 ) -> DecodeOutput:
     """Attention of one new token per request over the pages of its context, including its own key and value.
 
-    A page of the pool may be in several tables: requests share the pages of a chunk that they use unchanged, whatever
-    its position in each of them. A chunk seldom fills its last page, so every entry says how many of its page's slots
-    are in use; library kernels for paged attention have one length per request and cannot express that.
+    A page of the pool may be in several tables: requests share the pages of a chunk that they use unchanged, at any
+    position. A chunk seldom fills its last page, so every entry has its own number of used slots; library kernels for
+    paged attention have one length per request and cannot express that.
 
     Args:
       q: rotated queries; query head `q` reads kv head `q // (Q / K)`.
       k_pages, v_pages: the pool of one layer: P pages of T tokens; rotated keys, or with `k_frequencies` keys before
-        RoPE. Unused slots may contain anything, NaN included.
+        RoPE. Unused slots may contain anything, including NaN.
       page_table: pages of each request, in any order.
-      page_length: slots in use of each entry, from the page's first; 0 for an unused entry, whose page may be any
-        number.
-      scale: factor on the dot products, usually H ** -0.5; required on purpose.
+      page_length: number of used slots of each entry, from the page's first slot; 0 for an unused entry, whose page may
+        be any number.
+      scale: factor on the dot products, usually H ** -0.5; deliberately without a default.
       page_start: position of each entry's first slot; given if and only if `k_frequencies` is.
-      k_frequencies: inverse RoPE frequencies [H / 2]: keys are rotated as they are read, in float32, rounded to their
-        dtype as `apply_rope` does.
+      k_frequencies: inverse RoPE frequencies [H / 2]: keys are rotated in float32 when read, and rounded to their dtype
+        as in `apply_rope`.
       page_rotation: `ccjax.kernels.decode.page_rotation` of these two, to be shared by many layers; computed if None.
-      implementation: as of `ccjax.kernels.attention.attention`.
+      implementation: as in `ccjax.kernels.attention.attention`, without tokamax.
 
     Returns:
       DecodeOutput; a request without any slot gets 0 with lse = -inf.
 
     Raises:
-      ValueError: arguments that do not fit together.
-      NotImplementedError: no such implementation, or it cannot do this: no other one takes its place.
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the implementation does not exist or does not support this call; there is no fallback.
     """
     if q.shape[1] % k_pages.shape[0]:
         raise ValueError(f"q: wanted a multiple of {k_pages.shape[0]} kv heads, got {q.shape[1]} query heads")

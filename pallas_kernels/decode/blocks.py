@@ -26,7 +26,7 @@ class MosaicDecodeBlocks:
     """Block sizes of one step of the TPU kernel.
 
     Attributes:
-      slots: slots per step, in whole pages; all kv heads of them are loaded at once.
+      slots: slots per step, in whole pages; loaded for all kv heads at once.
     """
 
     slots: int

@@ -1,9 +1,9 @@
 """Paged decode attention for TPUs in Pallas-Mosaic.
 
-The grid is one step per request; inside, a loop walks over the request's own pages, a few at a time with all their kv
-heads. Pages are copied from HBM by hand into one of two buffers: while one part is computed, the next one is on its
-way, be it of this request or of the next. (As 2 x 16 operands of a pipelined grid, pages took 3,774 bundles per 256
-slots on v5e, mostly bookkeeping, against 1,789 now.)
+The grid has one step per request; inside it, a loop processes the request's pages, a few at a time with all their kv
+heads. Pages are copied from HBM explicitly into one of two buffers: while one part is computed, the next part, of this
+or the next request, is loaded. (As 2 x 16 operands of a pipelined grid, pages took 3,774 bundles per 256 slots on v5e,
+mostly bookkeeping, compared with 1,789 now.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ccjax.kernels.rope.mosaic_tpu import sums_of_turns, turned
 
 _LANES, _SUBLANES = 128, 8
 _MOST_ENTRIES = 1 << 17
-"""Of one call's tables: they lie in SMEM, which has a megabyte, and twice as many do not compile."""
+"""Most entries in the tables of one call: they are in SMEM, which has a megabyte; twice as many do not compile."""
 _A_BT = (((1,), (1,)), ((), ()))
 _HEADS_A_BT = (((2,), (2,)), ((0,), (0,)))
 _HEADS_A_B = (((2,), (1,)), ((0,), (0,)))
@@ -37,9 +37,9 @@ class _Plan(NamedTuple):
     """Prefetched scalars.
 
     Attributes:
-      steps: [B], parts of each request, at least 1.
-      earlier: [B], parts of all requests before it: says which of the two buffers a part has.
-      table: [B, M], pages, all of them valid.
+      steps: [B], number of parts of each request, at least 1.
+      earlier: [B], number of parts of all earlier requests; determines the buffer of a part.
+      table: [B, M], pages, all valid.
     """
 
     steps: Any
@@ -67,7 +67,7 @@ class _DecodeTpuInputs(NamedTuple):
 
 
 class _DecodeTpuScratch(NamedTuple):
-    """Two buffers of E entries, S slots each, and a semaphore for each of them: k, v [2, K, S, H]; starts [2, E, H]."""
+    """Two buffers of E entries (S slots), with a semaphore for each buffer: k, v [2, K, S, H]; starts [2, E, H]."""
 
     arrived: Any
     k: Any
@@ -86,7 +86,7 @@ def _kernel(
 ) -> None:
     num_kv_heads, group, head_dim = inputs.q.shape
     page_size = inputs.k.shape[2]
-    # Without the request float32 products would be rounded to bfloat16.
+    # Otherwise float32 products would be rounded to bfloat16.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     request = pl.program_id(0)
@@ -103,7 +103,7 @@ def _kernel(
             pltpu.make_async_copy(inputs.starts.at[whose, j], scratch.starts.at[buffer], arrived).start()
 
     def wait_for(buffer: Array) -> None:
-        """Semaphores count bytes, so one wait per array does for all of its pages."""
+        """Waits for a part. Semaphores count bytes, so one wait per array covers all of its pages."""
         for loaded in (scratch.k, scratch.v, scratch.starts):
             if loaded is not None:
                 pltpu.make_async_copy(loaded.at[buffer], loaded.at[buffer], scratch.arrived.at[buffer]).wait()
@@ -112,7 +112,7 @@ def _kernel(
         if inputs.starts is None:
             return product(inputs.q[...], scratch.k[buffer], _HEADS_A_BT)
         cos, sin = sums_of_turns(scratch.starts[buffer, :entries], inputs.within[...])
-        # One head at a time: rotated keys of all of them would not fit the registers.
+        # One head at a time: the rotated keys of all heads would not fit into registers.
         scores = [
             product(inputs.q[head], turned(scratch.k[buffer, head], cos, sin), _A_BT) for head in range(num_kv_heads)
         ]
@@ -129,7 +129,7 @@ def _kernel(
 
         wait_for(buffer)
         used = inputs.used[pl.ds(j, 1)] != 0
-        # In base 2, whose exponential is the cheaper one.
+        # Base 2, because its exponential is cheaper.
         scores = scores_of(buffer) * (scale * LOG2_E)
         scores = jnp.where(used[None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
@@ -175,15 +175,15 @@ def mosaic_tpu_decode(
     """See `ccjax.kernels.decode.decode_attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `ccjax.kernels.decode.blocks`.
+      blocks: sizes for the chip, from `ccjax.kernels.decode.blocks`.
       interpret: run the kernel as XLA operations, on any platform; `pltpu.InterpretParams` simulates the memories too.
 
     Raises:
-      NotImplementedError: pages that are not a multiple of 8 tokens, or do not divide a step.
+      NotImplementedError: the page size is not a multiple of 8 tokens, or does not divide a step.
     """
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
-    # The sizes are for two bytes; wider elements take shorter steps, for the same VMEM.
+    # The sizes are for two-byte elements; wider ones take shorter steps, for the same VMEM.
     slots = blocks.slots * 2 // k_pages.dtype.itemsize
     if page_size % 8 or slots % page_size:
         raise NotImplementedError(
@@ -205,7 +205,7 @@ def mosaic_tpu_decode(
     entries = slots // page_size
     widths = ((0, 0), (0, -page_table.shape[1] % entries))
     page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
-    # A request without any token takes one step, all of it masked, so that every request has a part to load.
+    # A request without any token takes one fully masked step, so that every request has a part to load.
     steps = jnp.maximum((num_entries(page_length) + entries - 1) // entries, 1)
     plan = _Plan(steps, jnp.cumsum(steps) - steps, valid_pages(page_table, page_length))
     inputs = _DecodeTpuInputs(
@@ -249,7 +249,7 @@ def mosaic_tpu_decode(
                 jax.ShapeDtypeStruct((*inputs.q.shape[:3], _LANES), jnp.float32),
             )
         ],
-        # Requests follow each other on one core: each loads the first part of the next.
+        # Requests run in order on one core, because each loads the first part of the next one.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_decode",
@@ -267,7 +267,7 @@ def _in_parts(
     page_length: Int[Array, "B M"],
     rotation: PageRotation | None,
 ) -> DecodeOutput:
-    """One call after another, of no more requests than that each."""
+    """Splits the batch into calls of at most `most_requests` requests."""
     parts = []
     for start in range(0, len(q), most_requests):
         some = slice(start, start + most_requests)
@@ -288,8 +288,8 @@ def _in_parts(
 def _used_slots(lengths: Int[Array, "B parts E"], page_size: int) -> Int[Array, "B parts S"]:
     """1 for slots that hold a token.
 
-    Lengths reach their slots by a product. With an axis for the slots of a page, 16 of 128 lanes would be in use, which
-    cost v5e as much as all norms of a layer.
+    Lengths are expanded to slots by a product. An axis for the slots of a page would use only 16 of 128 lanes, which
+    took as long on v5e as all norms of a layer.
     """
     slot = jnp.arange(lengths.shape[2] * page_size, dtype=jnp.int32)
     is_of = slot[None] // page_size == jnp.arange(lengths.shape[2], dtype=jnp.int32)[:, None]

@@ -21,7 +21,7 @@ class DecodeOutput(NamedTuple):
 
 
 class DecodeParts(NamedTuple):
-    """The same two while a kernel is set up and run: their block specs, shapes or refs."""
+    """The same fields for a kernel: block specs, shapes or refs."""
 
     out: Any
     lse: Any

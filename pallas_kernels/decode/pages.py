@@ -1,4 +1,4 @@
-"""Slot-by-slot views of the page tables of a call."""
+"""Entries, slots and positions of the page tables of a call."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ccjax.kernels.rope import rotation_rows
 
 
 def valid_pages(page_table: Int[Array, "B M"], page_length: Int[Array, "B M"]) -> Int[Array, "B M"]:
-    """The table with unused entries pointing at page 0: they may be read, and are masked."""
+    """The table with unused entries set to page 0, which can be read and is masked."""
     return jnp.where(page_length > 0, page_table, 0)
 
 
 def num_entries(page_length: Int[Array, "B M"]) -> Int[Array, "B"]:
-    """Number of entries of each request up to its last one in use."""
+    """Number of entries of each request up to the last used one."""
     index = jnp.arange(1, page_length.shape[1] + 1, dtype=jnp.int32)[None, :]
     return jnp.where(page_length > 0, index, 0).max(1)
 
@@ -30,20 +30,20 @@ def used_slots(page_length: Int[Array, "B M"], page_size: int) -> Bool[Array, "B
 
 
 def slot_positions(page_start: Int[Array, "*B M"], page_size: int) -> Int[Array, "*B M_T"]:
-    """Position of every slot, whether it is in use or not."""
+    """Position of every slot, used or not."""
     within = jnp.arange(page_size, dtype=jnp.int32)
     positions = page_start[..., None] + jnp.expand_dims(within, range(page_start.ndim))
     return positions.reshape(*page_start.shape[:-1], -1)
 
 
 class PageRotation(NamedTuple):
-    """What keys before RoPE are rotated by.
+    """The rotation of keys stored before RoPE.
 
     Attributes:
       start: [B, M] int32, position of each entry's first slot.
       frequencies: [H / 2] float32, inverse frequencies.
-      rows: [B, M, H] float32, `page_rotation` of these two. A slot's angle is its page's and that of the slot within a
-        page (`page_rows`), so these four cosines and sines give its own: few have to be computed and read.
+      rows: [B, M, H] float32, `page_rotation` of these two. A slot's angle is the sum of its page's angle and of the
+        slot's angle within a page (`page_rows`), so few cosines and sines have to be computed and read.
     """
 
     start: Int[Array, "B M"]

@@ -1,6 +1,6 @@
 """The definition of paged decode attention in plain jnp, float32, all pages gathered.
 
-score[b, q, s] = scale * q[b, q] . k[s, q // (Q/K)] over the slots s that the pages of request b hold
+score[b, q, s] = scale * q[b, q] . k[s, q // (Q/K)] over the used slots s of the pages of request b
 p = softmax over s;  out = p @ v
 """
 

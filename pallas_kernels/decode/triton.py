@@ -1,8 +1,8 @@
 """Paged decode attention for NVIDIA GPUs in Pallas-Triton.
 
-One program owns one kv head of one request, and one of several equal parts of its pages: a batch too small to fill the
-GPU is split along the context. It gathers a few pages per step and keeps a running softmax for the head's query group;
-the parts are joined afterwards by their log-sums.
+One program computes one kv head of one request, for one of several equal parts of its pages: a batch too small to fill
+the GPU is split along the context. A program gathers a few pages per step and keeps a running softmax for the head's
+query group; afterwards the parts are combined by their log-sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ccjax.kernels.decode.output import DecodeOutput, DecodeParts
 from ccjax.kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
 
 _LEAST = 16
-"""Triton multiplies no matrices that are smaller than this in any dimension."""
+"""Smallest size of each dimension in a Triton matrix product."""
 _A_BT = (((1,), (1,)), ((), ()))
 _A_B = (((1,), (0,)), ((), ()))
 
@@ -32,8 +32,8 @@ class _DecodeTritonInputs(NamedTuple):
     """Inputs of a program; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
-      count: [], entries of the request's table up to its last one in use.
-      table, length: [M], pages of the request and the slots in use of each.
+      count: [], entries of the request's table up to the last used one.
+      table, length: [M], pages of the request and the number of used slots of each.
       q: [G, H], the query heads of the kv head, padded.
       k, v: [P, T, H], the whole pool of the kv head.
       starts: [M, H] float32, `PageRotation.rows` of the request.
@@ -54,21 +54,21 @@ def _kernel(inputs: _DecodeTritonInputs, outputs: DecodeParts, *, scale: float, 
     rows, head_dim = inputs.q.shape
     page_size, half = inputs.k.shape[1], head_dim // 2
     slots = entries * page_size
-    # Without the request float32 products would be rounded to TF32.
+    # Otherwise float32 products would be rounded to TF32.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def scores_of(pages: Array, j: Array) -> Array:
         if inputs.starts is None:
             return product(inputs.q[...], inputs.k[pages].reshape(slots, head_dim), _A_BT)
-        # Broadcast and not gathered by slot, which spilled registers.
+        # Broadcast instead of gathered by slot, which spilled registers.
         cos, sin = (inputs.starts[pl.ds(j * entries, entries), pl.ds(part, half)][:, None] for part in (0, half))
         within_cos, within_sin = (inputs.within[:, pl.ds(part, half)][None] for part in (0, half))
         cos, sin = (
             table.reshape(slots, half)
             for table in (cos * within_cos - sin * within_sin, sin * within_cos + cos * within_sin)
         )
-        # Triton can neither slice nor join values, so the halves of a head stay apart.
+        # Triton can neither slice nor join values, so the halves of a head stay separate.
         first, second = (
             inputs.k[pages, :, part].reshape(slots, half).astype(jnp.float32)
             for part in (pl.ds(0, half), pl.ds(half, half))
@@ -87,11 +87,11 @@ def _kernel(inputs: _DecodeTritonInputs, outputs: DecodeParts, *, scale: float, 
         pages = inputs.table[here]
         used = jnp.arange(page_size, dtype=jnp.int32)[None, :] < inputs.length[here][:, None]
         used = used.reshape(slots)
-        # In base 2, whose exponential is the cheaper one.
+        # Base 2, because its exponential is cheaper.
         scores = jnp.where(used[None, :], scores_of(pages, j) * (scale * LOG2_E), MASKED)
         new_top = jnp.maximum(top, scores.max(1))
-        # While it has seen no token, top = MASKED and masked scores count as 1; the decay of the first one, or the
-        # weight of a part without any, then makes 0 of that.
+        # Before the first token, top = MASKED and masked scores count as 1. The decay at the first token multiplies
+        # them by 0; a part without any token gets weight 0.
         weights = jnp.exp2(scores - new_top[:, None])
         decay = jnp.exp2(top - new_top)
         v = inputs.v[pages].reshape(slots, head_dim)
@@ -129,11 +129,11 @@ def triton_decode(
     """See `ccjax.kernels.decode.decode_attention`.
 
     Args:
-      blocks: sizes for the chip at hand, from `ccjax.kernels.decode.blocks`.
+      blocks: sizes for the chip, from `ccjax.kernels.decode.blocks`.
       interpret: run the kernel as XLA operations, on any platform.
 
     Raises:
-      NotImplementedError: a head dimension or page size that is no power of two, or out of range.
+      NotImplementedError: the head dimension or page size is not a power of two, or out of range.
     """
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, num_pages, page_size, _ = k_pages.shape
@@ -143,8 +143,8 @@ def triton_decode(
         raise NotImplementedError(f"triton: wanted pages of 8, 16, 32, 64 or 128 tokens, got {page_size}")
     group = num_heads // num_kv_heads
     rows = power_of_two(group, _LEAST)
-    # The sizes are for two bytes. Float32 takes short steps without a pipeline: its products run outside the tensor
-    # cores, and what the pipeline holds for them spilled.
+    # The sizes are for two-byte elements. Float32 takes short steps without a pipeline: its products run outside the
+    # tensor cores, and with a pipeline their operands spilled registers.
     is_wide = k_pages.dtype.itemsize > 2
     entries = max(_LEAST if is_wide else blocks.slots, page_size) // page_size
     widths = ((0, 0), (0, -page_table.shape[1] % entries))
@@ -204,7 +204,7 @@ def triton_decode(
 
 
 def _joined(parts: DecodeParts) -> tuple[Array, Array]:
-    """Output and log-sum of whole requests, from those of their parts along axis 0."""
+    """Combines output and log-sum of the parts along axis 0 to those of whole requests."""
     lse = jax.nn.logsumexp(parts.lse, axis=0, keepdims=True)
     weights = jnp.exp(parts.lse - jnp.where(jnp.isfinite(lse), lse, 0.0))
     return (parts.out * weights[..., None]).sum(0), lse[0]

@@ -1,9 +1,9 @@
 """Paged decode attention for XLA: the CPU path.
 
-Each request walks over its own pages, a block of them at a time, with a running softmax; pages behind its last one are
-never read.
-Measured on two Intel Xeon cores, 8 requests of 900 tokens, 16 / 4 heads of 64, float32, a layer: 13.5 ms with keys
-rotated as a whole by angles computed on the way, 4.2 to 4.9 ms by halves with sums of pages' and slots' angles (5.2 ms
+For each request, a loop runs over its own pages, a block of them at a time, with a running softmax; later entries of
+the table are never read.
+Measured on two Intel Xeon cores, 8 requests of 900 tokens, 16 / 4 heads of 64, float32, per layer: 13.5 ms with keys
+rotated as a whole by angles computed in the loop, 4.2 to 4.9 ms by halves with sums of page and slot angles (5.2 ms
 with angles from a table), 3.4 ms for rotated keys.
 """
 
@@ -36,7 +36,7 @@ def blocked_decode(
     """See `ccjax.kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
-    # Two steps at least: XLA takes the only read of a loop out of it, and then copies the whole donated pool first.
+    # At least two steps: XLA hoists the read out of a loop with a single step, and then copies the whole donated pool.
     entries = max(1, min(SLOTS // page_size, page_table.shape[1] // 2))
     widths = ((0, 0), (0, -page_table.shape[1] % entries))
     page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
@@ -48,7 +48,7 @@ def blocked_decode(
     group, half = num_heads // num_kv_heads, head_dim // 2
     q = q.reshape(num_requests, num_kv_heads, group, head_dim)
 
-    # Without the request a GPU would round float32 products to TF32.
+    # Otherwise a GPU would round float32 products to TF32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     score = functools.partial(einsum, "kgh,ksh->kgs")
@@ -57,7 +57,7 @@ def blocked_decode(
         """Cosine and sine of every slot, [1, S, half] each."""
         (first_cos, first_sin), (cos, sin) = ((x[..., :half], x[..., half:]) for x in (starts[:, None], within[None]))
         sums = first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin
-        # Without a barrier XLA would compute these anew for each head and half.
+        # Without a barrier XLA would recompute these for each head and half.
         cos, sin = lax.optimization_barrier(sums)
         return cos.reshape(1, -1, half), sin.reshape(1, -1, half)
 
@@ -79,15 +79,15 @@ def blocked_decode(
             else:
                 cos, sin = rotations(here(starts, entries), within)
                 first, second = k[..., :half].astype(jnp.float32), k[..., half:].astype(jnp.float32)
-                # The halves are not joined: XLA would go through the joined keys element by element (2 times slower).
+                # The halves stay separate: XLA would process joined keys element by element, which is 2 times slower.
                 scores = score(queries[..., :half], (first * cos - second * sin).astype(k.dtype))
                 scores += score(queries[..., half:], (first * sin + second * cos).astype(k.dtype))
             v = jnp.where(visible[None, :, None], gathered(v_pages), jnp.zeros((), v_pages.dtype))
-            # In base 2, whose exponential is the cheaper one.
+            # Base 2, because its exponential is cheaper.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
-            # While it has seen no token, top = MASKED and masked scores count as 1; the decay of the first one, which
-            # comes at the latest in the last step, makes 0 of that.
+            # Before the first token, top = MASKED and masked scores count as 1. The decay at the first token, which is
+            # in the last step at the latest, multiplies them by 0.
             weights = jnp.exp2(scores - new_top[..., None])
             decay = jnp.exp2(top - new_top)
             product = einsum("kgs,ksh->kgh", weights.astype(v.dtype), v)

@@ -1,4 +1,4 @@
-"""Attention problems with hard corners and their float64 solution, written from the definition."""
+"""Attention problems with edge cases, and their float64 solution, written from the definition."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from scripts.gpucheck.rotation import rotate
 
 UNUSED = np.iinfo(np.int32).max
 TOLERANCE = {"float32": 3e-6, "bfloat16": 3e-2}
-"""Largest absolute error of output, mass and lse; measured 1.1e-6 and 1.1e-2 at worst."""
+"""Largest absolute error of output, mass and lse; measured at most 1.1e-6 and 1.1e-2."""
 IMPLEMENTATIONS = ["reference", "xla", "triton_interpret", "mosaic_tpu_interpret"]
 KERNELS = ["triton_interpret", "mosaic_tpu_interpret"]
 
@@ -20,7 +20,7 @@ def oracle(q, k, v, *, visible, scale, onehot):
     """softmax(scale q k^T) over visible slots, head by head, float64; zeros for rows that see nothing."""
     num_queries, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
-    used = visible.any(0)  # others hold NaN
+    used = visible.any(0)  # other slots contain NaN
     visible, onehot = visible[:, used], onehot[used]
     out = np.zeros((num_queries, num_heads, head_dim))
     mass = np.zeros((num_queries, num_heads, onehot.shape[1]))
@@ -39,9 +39,9 @@ def oracle(q, k, v, *, visible, scale, onehot):
 
 
 class Case:
-    """Signed normal inputs, scattered query positions, unused slots at the end that hold NaN.
+    """Signed normal inputs, scattered query positions, unused slots with NaN at the end.
 
-    With `theta`, the keys are RoPE-free and the call is to rotate them.
+    With `theta`, the keys are before RoPE and the call rotates them.
     """
 
     num_segments = 7
@@ -106,7 +106,7 @@ class Case:
 
 
 def packed(**shape):
-    """Three requests of 60 tokens, 20 of them computed, in one call; no block border is a request's border."""
+    """Three requests of 60 tokens, 20 of them computed, in one call; block and request boundaries never coincide."""
     case = Case(queries=60, slots=180, used=180, **shape)
     case.k_request = np.repeat([4, 0, 7], 60).astype(np.int32)
     case.k_pos = np.tile(np.arange(60), 3).astype(np.int32)
@@ -124,6 +124,6 @@ def worst(result, expected):
     """Largest absolute difference over out, mass and lse; NaN counts as infinite."""
     pairs = zip(result, expected, strict=True)
     both = [(np.asarray(got, np.float64), want) for got, want in pairs]
-    with np.errstate(invalid="ignore"):  # -inf minus -inf, where both agree
+    with np.errstate(invalid="ignore"):  # -inf minus -inf, if both are -inf
         differences = [np.abs(np.where(got == want, 0.0, got - want)) for got, want in both]
     return max(np.where(np.isnan(difference), np.inf, difference).max() for difference in differences)

@@ -1,4 +1,4 @@
-"""Decode problems with hard corners and their float64 solution, written from the definition."""
+"""Decode problems with edge cases, and their float64 solution, written from the definition."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ jitted = jax.jit(decode_attention, static_argnames=("scale", "implementation"))
 
 
 class Case:
-    """Requests that share the pages of chunks whose last page is part full; everything that none holds is NaN.
+    """Requests that share the pages of chunks whose last page is partly full; all unused slots are NaN.
 
     Request 0 has two chunks and its own tokens, request 1 the same chunks in the other order, request 2 one short chunk
     and request 3 nothing.
@@ -50,7 +50,7 @@ class Case:
                     self.table[request, entry], self.length[request, entry] = page, used
                     self.start[request, entry] = position
                     position, entry = position + used, entry + 1
-        # Entries that hold nothing may stand between others.
+        # Unused entries may be between others.
         self.table[2, 3], self.length[2, 3], self.start[2, 3] = self.table[2, 0], self.length[2, 0], self.start[2, 0]
         self.length[2, 0] = 0
         self.k_frequencies = None if theta is None else frequencies(head_dim, theta)
@@ -69,7 +69,7 @@ class Case:
         return jitted(*inputs, **arguments, implementation=implementation)
 
     def expected(self):
-        """Each request's slots laid out in a row, through the oracle of the prefill."""
+        """The result of the prefill oracle for each request's slots in a row."""
         out, lse = np.zeros(self.q.shape), np.full(self.q.shape[:2], -np.inf)
         for request in range(len(self.q)):
             k, v = [], []

@@ -9,14 +9,14 @@ from ccjax.store.spec import StoreIdentity
 
 
 def open_index(url: str, namespace: str, identity: StoreIdentity | None = None) -> SharedIndex:
-    """Opens the part of an index that belongs to one namespace of a store. Contacts no server yet; an unreachable one
-    shows at the first call.
+    """Opens the part of an index that belongs to one namespace of a store. Does not contact the server yet; the first
+    call fails if it is unreachable.
 
     Args:
       url: `sqlite:///absolute/path.db` for processes of one host (not on a network file system), created if missing;
-        `redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]` for several hosts, `rediss://` for the same over TLS, with
-        `?ssl_ca_certs=`, `ssl_certfile=` and `ssl_keyfile=` naming files. Redis 6.2 or later, no Redis cluster.
-      identity: owner of the namespace; its keys, if any, seal leases and orders. Records carry their own seals.
+        `redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]` for several hosts, `rediss://` for the same over TLS, with the file
+        options `?ssl_ca_certs=`, `ssl_certfile=` and `ssl_keyfile=`. Redis 6.2 or later, not a Redis cluster.
+      identity: owner of the namespace; its keys, if any, seal leases and orders. Records have their own seals.
 
     Raises:
       ValueError: an unknown URL, or the package it needs is missing; the message shows no password.

@@ -1,7 +1,7 @@
 """Interface of the shared index, through which the processes on one store notify each other.
 
-The commit records in the store are authoritative; an index may be lost, late or empty at any time. That costs only
-time: variants are found by the next listing, work is done twice, orders are placed again.
+The commit records in the store are authoritative; an index may be lost, late or empty at any time. That only costs
+time: variants are found by the next listing, work is done twice, and orders are placed again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Protocol
 from ccjax.store.leases import Lease
 
 CHANGES_KEPT = 2048
-"""Changes of variants that an index keeps at least: a hundred times what a process polling every 50 ms needs."""
+"""Number of changes that an index keeps at least: a hundred times what a process that polls every 50 ms needs."""
 
 CHANGES_AT_ONCE = 64
-"""Most changes returned by one call, and the most that one call should send: 2 MiB if all carry records of the largest
-size that is sent, which must arrive within half a second."""
+"""Most changes that one call returns or should send: 2 MiB if all have records of the largest size sent, which must
+arrive within half a second."""
 
 MOST_ORDERS = 4096
 """Further orders replace the oldest."""
@@ -28,15 +28,15 @@ ADDED, REMOVED, MORE = "added", "removed", "more"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreChanges:
-    """What happened to the variants of a store since a cursor.
+    """Changes of the variants of a store since a cursor.
 
     Attributes:
-      cursor: to pass to the next call.
+      cursor: cursor for the next call.
       added: variant id -> the bytes of its last commit record, None if it has to be read from the store.
-      removed: variant id -> the data object that is gone, None if the store has to be checked. A variant may be in
-        both, because its deletion may be announced after another process announced that it rewrote the variant.
-      is_complete: False if changes since that cursor are missing, because the index was lost, trimmed or not notified:
-        the store has to be listed.
+      removed: variant id -> its deleted data object, None if the store has to be checked. A variant may be in both,
+        because its deletion may be announced after another process announced that it rewrote the variant.
+      is_complete: False if changes since that cursor are missing, because the index was lost, trimmed or not notified;
+        the store has to be listed then.
     """
 
     cursor: str
@@ -47,12 +47,12 @@ class StoreChanges:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """Work that a process requests from any other.
+    """Work that a process requests from any other process.
 
     Attributes:
-      key: identifies the work; placed twice, it is done once.
-      value: what to do, as written by the process that placed it.
-      attempt: how often it was taken, this time included: at least 1.
+      key: identifies the work, so that an order placed twice is carried out once.
+      value: description of the work, as written by the process that placed the order.
+      attempt: how often the order was taken, including this time.
     """
 
     key: str
@@ -61,8 +61,7 @@ class Order:
 
 
 class LeaseTable(Protocol):
-    """Time-limited leases by which one of many processes declares that it computes something. Thread-safe; may raise
-    OSError."""
+    """Time-limited leases, with which a process declares that it computes something. Thread-safe; may raise OSError."""
 
     def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
         """Acquires leases on the first of `keys`, up to the first one held by another process."""
@@ -86,11 +85,11 @@ class OrderBoard(Protocol):
     lost."""
 
     def place(self, key: str, value: bytes, seconds: float) -> bool:
-        """Places an order that expires after `seconds`; False if it was placed already (its expiry does not change)."""
+        """Places an order that expires after `seconds`; False if it already exists (its expiry does not change)."""
         ...
 
     def take(self, seconds: float) -> Order | None:
-        """Takes the oldest untaken order for `seconds`, after which others may take it; None if there is none."""
+        """Takes the oldest free order; after `seconds`, other processes may take it. None if there is none."""
         ...
 
     def finish(self, key: str) -> None:
@@ -98,7 +97,7 @@ class OrderBoard(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Number of orders that are neither finished nor expired, taken or not."""
+        """Number of orders, taken or not, that are neither finished nor expired."""
         ...
 
 
@@ -107,7 +106,7 @@ class SharedIndex(Protocol):
 
     Attributes:
       leases, orders: the tables of this namespace.
-      num_forged: entries found so far that were not sealed, if the store has keys.
+      num_forged: entries without a valid seal found so far, if the store has keys.
     """
 
     leases: LeaseTable
@@ -120,13 +119,13 @@ class SharedIndex(Protocol):
         self, added: Mapping[str, bytes | None], removed: Mapping[str, str | None], *, is_complete: bool = True
     ) -> None:
         """Announces commits of this process (with the record bytes, None if too long to send) and deletions (with the
-        data objects, None if unknown). With `is_complete` off, more happened than that, and receivers must list the
+        data objects, None if unknown). With `is_complete` False there are further changes, and receivers must list the
         store."""
         ...
 
     def changes(self, cursor: str | None) -> StoreChanges:
-        """The changes of others since `cursor`, or the first part of them; an empty result means that there are no
-        more. With None, returns no changes and the current cursor."""
+        """The changes of other processes since `cursor`, or the first part of them; an empty result means that there
+        are no more. With None, returns no changes and the current cursor."""
         ...
 
     def close(self) -> None:
@@ -137,7 +136,7 @@ class SharedIndex(Protocol):
 def changes_to_send(
     added: Mapping[str, bytes | None], removed: Mapping[str, str | None], is_complete: bool
 ) -> list[tuple[str, str, bytes]]:
-    """Kind, variant and record or object of each change, as an index stores them; no bytes where there are none."""
+    """Kind, variant, and record or object of each change, as an index stores them; empty bytes for None."""
     found = [(REMOVED, variant_id, (object_id or "").encode()) for variant_id, object_id in removed.items()]
     found += [(ADDED, variant_id, record or b"") for variant_id, record in added.items()]
     return found if is_complete else [*found, (MORE, "", b"")]
@@ -158,5 +157,5 @@ def changes_read(cursor: str, found: Iterable[tuple[str, str, bytes]], is_comple
 
 
 def record_removal(removed: dict[str, str | None], variant_id: str, object_id: str | None) -> None:
-    """Adds to `StoreChanges.removed`; with two removed objects of one variant, the store has to be asked."""
+    """Adds to `StoreChanges.removed`; for two removed objects of one variant, the store has to be checked."""
     removed[variant_id] = object_id if removed.get(variant_id, object_id) == object_id else None

@@ -1,4 +1,4 @@
-"""A SQLite file shared by several processes of a host. It may be lost or damaged at any time and is then recreated."""
+"""A SQLite file shared by several processes of a host. A lost or damaged file is recreated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ccjax.store.errors import IndexUnavailableError
 from ccjax.store.index.outage import ANSWER_S, Outage
 
 APPLICATION_ID = 0x63636A78
-"""Marks our files, so that another program's database is not mistaken for a damaged one of ours."""
+"""Marks our files, so that another program's database is not treated as a damaged file of ours."""
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PARTS = ("", "-wal", "-shm")
@@ -27,13 +27,13 @@ T = TypeVar("T")
 class Database:
     """Connection to the file. Thread-safe.
 
-    A file that was deleted or set aside under an open connection is noticed at the next call by its inode. Whichever
-    process finds a damaged file moves it to `PATH.damaged` (only the last one is kept, for inspection) and creates an
-    empty one; a lock file ensures that only one process does so and that no other opens it meanwhile.
+    Each call compares inodes, to detect that the file was deleted or moved under an open connection. The process that
+    finds a damaged file moves it to `PATH.damaged` (only the last one is kept, for inspection) and creates an empty
+    one; a lock file ensures that only one process does so and that no other opens the file meanwhile.
 
     Args:
-      schema: statements that create what is missing; run whenever the file is opened.
-      version: of the schema.
+      schema: statements that create missing tables and rows; run whenever the file is opened.
+      version: version of the schema.
     """
 
     def __init__(self, path: Path, schema: Sequence[str], version: int) -> None:
@@ -53,7 +53,7 @@ class Database:
         """
         self._outage.check()
         with self._lock:
-            self._outage.check()  # the lock may have been released meanwhile
+            self._outage.check()  # an outage may have begun while waiting for the lock
             try:
                 try:
                     return self._transact(work, writes)
@@ -136,7 +136,7 @@ class Database:
                 except sqlite3.DatabaseError as error:
                     if not _is_damage(error):
                         raise
-            # The latest writes are in a separate file, which must not be taken for those of the next database.
+            # The latest writes are in a separate file, which the next database must not read.
             for part in _PARTS:
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(f"{self.path}{part}", f"{self.path}.damaged{part}")
@@ -156,7 +156,7 @@ class Database:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Keeps other processes from opening or moving the file meanwhile. Raises TimeoutError."""
+        """Prevents other processes from opening or moving the file. Raises TimeoutError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:

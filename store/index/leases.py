@@ -1,7 +1,7 @@
 """Leases of a shared index, sealed if the store has keys, with the leases of the store's root as fallback.
 
-While some processes reach the index and others do not, the two kinds of leases do not exclude each other, as with
-processes that have no index at all. Work may then be done twice, which leases always allow.
+While only some processes reach the index, the two kinds of leases do not exclude each other, as with processes that
+have no index. Work may then be done twice, which leases always allow.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ccjax.store.leases import Lease
 from ccjax.store.spec import StoreIdentity
 
 LATE_S = 60.0
-"""Grace period of a sealed lease after its expiry by the holder's clock: the index's own time decides, and clocks
-differ. A lease that is still present later was replayed."""
+"""Grace period of a sealed lease after its expiry by the holder's clock: the index expires leases by its own clock,
+which may differ. A lease that is present later than that was replayed."""
 
 _MOST_FORGED = 8
-"""Most entries without our seal that one call clears."""
+"""Most entries without a valid seal that one call clears."""
 
 
 class LeaseRows(Protocol):
@@ -47,11 +47,11 @@ class LeaseRows(Protocol):
 
 
 class IndexLeases:
-    """A `LeaseTable` on `LeaseRows`. May raise OSError.
+    """A `LeaseTable` based on `LeaseRows`. May raise OSError.
 
     Args:
       identity: owner; if it has keys, a lease is sealed together with its key and its expiry, and unsealed entries are
-        no leases.
+        ignored.
       clock: seconds on this host, for the expiry of a sealed lease.
 
     Attributes:
@@ -99,13 +99,13 @@ class IndexLeases:
             _, until_s = json.loads(self._identity.unseal("index lease", key, bytes.fromhex(value)))
             if self._clock() < until_s + LATE_S:
                 return True
-        except (ValueError, TypeError):  # SealError is a ValueError; SQLite stores other types, too
+        except (ValueError, TypeError):  # SealError is a ValueError; SQLite may store other types
             pass
         self.num_forged += 1
         return False
 
     def _drop_forged(self, key: str) -> bool:
-        """Clears a key that is held without one of our seals; False if the lease is ours."""
+        """Clears a key whose entry has no valid seal; False if the lease is genuine."""
         value = self._rows.values_of([key]).get(key)
         if value is None:  # it just expired
             return True
@@ -119,8 +119,8 @@ class PreferredLeases:
     """A `LeaseTable` that falls back to another one. May raise what `fallback` raises.
 
     Args:
-      preferred: of an index, whose leases have epoch 0.
-      fallback: of a root, whose leases have positive epochs.
+      preferred: leases of an index, which have epoch 0.
+      fallback: leases of a root, which have positive epochs.
     """
 
     def __init__(self, preferred: LeaseTable, fallback: LeaseTable) -> None:
@@ -143,7 +143,7 @@ class PreferredLeases:
         if lease.epoch:
             self._fallback.release(lease)
             return
-        with contextlib.suppress(OSError):  # then it expires
+        with contextlib.suppress(OSError):  # otherwise it expires
             self._preferred.release(lease)
 
     def sweep(self) -> None:

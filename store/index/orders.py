@@ -11,15 +11,15 @@ from ccjax.store.spec import StoreIdentity
 _log = logging.getLogger(__name__)
 
 _MOST_FORGED = 64
-"""Most orders without our seal that one call removes."""
+"""Most orders without a valid seal that one call removes."""
 
 
 class SealedOrders:
-    """Wraps an `OrderBoard` for an identity with keys. Orders not sealed with one of them are removed and not carried
+    """Wraps an `OrderBoard` for an identity with keys. Orders without a seal by one of them are removed, not carried
     out.
 
     Attributes:
-      num_forged: such orders found so far.
+      num_forged: number of such orders found so far.
     """
 
     def __init__(self, board: OrderBoard, identity: StoreIdentity) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ccjax.store.errors import IndexUnavailableError
 
 ANSWER_S = 0.5
-"""Timeout of a connection attempt and of a reply: the delay of the call that meets an outage."""
+"""Timeout of a connection attempt and of a reply: the delay of the call that detects an outage."""
 
 PROBE_INTERVAL_S = 0.5
 """Pause between two background probes of an index that did not answer."""
@@ -19,8 +19,8 @@ class Outage:
     """Outage state of one index. Thread-safe.
 
     Args:
-      name: of the index in messages; contains no password.
-      probe: raises while the index does not answer; called on a thread of its own.
+      name: name of the index in messages; contains no password.
+      probe: raises while the index does not answer; called on a separate thread.
     """
 
     def __init__(self, name: str, probe: Callable[[], object]) -> None:
@@ -35,7 +35,7 @@ class Outage:
         """Call before each use of the index; starts a background probe during an outage if one is due.
 
         Raises:
-          IndexUnavailableError: it did not answer recently.
+          IndexUnavailableError: the index did not answer recently.
         """
         with self._lock:
             if self._reason is None:

@@ -54,7 +54,7 @@ class Server:
             **settings,
             socket_timeout=ANSWER_S,
             socket_connect_timeout=ANSWER_S,
-            retry=Retry(NoBackoff(), 0),  # by default a call is repeated for seconds
+            retry=Retry(NoBackoff(), 0),  # the default retries for seconds
             protocol=2,
         )
         name = f"index redis://{settings['host']}:{settings['port']}/{settings['db']}"
@@ -92,9 +92,9 @@ class Server:
 class RedisIndex:
     """One namespace of an index in Redis, a `store.index.api.SharedIndex`.
 
-    Changes are a stream, trimmed to about the newest `CHANGES_KEPT`. A cursor is the generation of the stream, drawn
-    anew whenever there is no stream, and the id of an entry. Each entry names its predecessor, so that trimming,
-    flushing, and a restart from an older snapshot are detected.
+    Changes are a stream, trimmed to about the newest `CHANGES_KEPT`. A cursor consists of the generation of the stream,
+    which is new whenever the stream is created, and the id of an entry. Each entry names its predecessor, so that
+    trimming, flushing, and a restart from an older snapshot are detected.
     """
 
     def __init__(self, server: Server, namespace: str, identity: StoreIdentity | None = None) -> None:
@@ -194,8 +194,8 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _settings(url: str) -> dict[str, Any]:
-    """The arguments of `redis.Redis` that a URL specifies. Raises ValueError without quoting any part of the URL: a
-    password with a character that should have been percent-encoded may be anywhere in it."""
+    """The arguments of `redis.Redis` in a URL. Raises ValueError, without quoting any part of the URL: if a password
+    was not percent-encoded, parts of it may be anywhere."""
     try:
         parts = urllib.parse.urlsplit(url)
         port, database = parts.port, parts.path.removeprefix("/")

@@ -1,12 +1,12 @@
 """Lua scripts that Redis runs atomically for a shared index.
 
-Keys of one namespace share a hash tag. Keys that are not written for `KEEP_MS` expire; times are those of Redis.
+Keys of one namespace share a hash tag. Keys that are not written for `KEEP_MS` expire; times are by Redis's clock.
 """
 
 from __future__ import annotations
 
 KEEP_MS = 24 * 3600 * 1000
-"""Keys of an unused namespace are gone after this time."""
+"""Keys of an unused namespace expire after this time."""
 
 ACQUIRE = """
 -- KEYS: leases in order; ARGV: milliseconds, then the value of each. How many were free, up to the first that was not.

@@ -39,7 +39,7 @@ _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS orders (number INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, "
     "key TEXT NOT NULL, value BLOB NOT NULL, expires_s REAL NOT NULL, free_s REAL NOT NULL, attempt INTEGER NOT NULL, "
     "UNIQUE (namespace, key))",
-    # With its number and that of the last deleted change, a cursor shows whether something is missing.
+    # Generation and number of the last deleted change show whether changes since a cursor are missing.
     "INSERT OR IGNORE INTO facts VALUES ('generation', lower(hex(randomblob(16)))), ('forgotten', '0')",
 )
 
@@ -48,7 +48,7 @@ class SqliteIndex:
     """One namespace of an index in a SQLite file, a `store.index.api.SharedIndex`.
 
     Args:
-      clock: seconds, the same for all processes.
+      clock: time in seconds, shared by all processes.
     """
 
     def __init__(
@@ -213,13 +213,13 @@ class SqliteOrders:
         return self._database.run(lambda connection: connection.execute(statement, place).fetchone()[0], writes=False)
 
     def _purge(self, connection: sqlite3.Connection) -> float:
-        """Deletes expired orders; returns the time used for that."""
+        """Deletes expired orders; returns the current time."""
         now_s = self._clock()
         connection.execute("DELETE FROM orders WHERE expires_s <= ?", (now_s,))
         return now_s
 
 
 def _newest(connection: sqlite3.Connection) -> int:
-    """The number of the last change, whether or not it still exists."""
+    """The number of the last change, which may be deleted already."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
     return 0 if row is None else row[0]

@@ -1,4 +1,4 @@
-"""Fixtures that several engine tests share."""
+"""Fixtures shared by engine tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.engine import few_shapes as sizes
 
 @pytest.fixture(scope="module", autouse=True)
 def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Engines pad to few sizes; with `--all`, and in modules that have a fixture of this name, to those they list."""
+    """Engines pad to few sizes; with `--all`, or in modules that override this fixture, to all listed sizes."""
     if request.config.getoption("--all"):
         yield
         return
@@ -21,7 +21,7 @@ def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class _Pending:
-    """Hidden states of a layer that tell when they are waited for."""
+    """Hidden states of a layer that record when the host waits for them."""
 
     def __init__(self, pack: Pack, events: list[str]) -> None:
         self._array, self._layer, self._events = pack._x, pack.layer - 1, events
@@ -34,8 +34,7 @@ class _Pending:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the host does during prefills, in order: "run0" when layer 0 is handed to the device, "wait0" when the host
-    waits for it."""
+    """The host's actions during prefills, in order: "run0" when it launches layer 0, "wait0" when it waits for it."""
     seen: list[str] = []
     run_layer = Pack.run_layer
 

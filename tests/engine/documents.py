@@ -1,4 +1,4 @@
-"""Documents, a model that has their words, and what tests ask an engine about them."""
+"""Documents, a model whose vocabulary has their words, and helpers that query an engine about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANNA, BOB, CARLA, DINO = (Document(text, name, version="1") for name, text in TE
 
 
 def write_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer of these texts."""
+    """A tiny model with a tokenizer for these texts."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny_model(directory, list(TEXTS.values()))
     return directory
@@ -33,7 +33,7 @@ def write_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def engines(model: Path):
-    """Yields `start(**settings)`, an engine; all are closed in the end."""
+    """Yields `start(**settings)`, which returns an engine; all are closed at the end."""
     with contextlib.ExitStack() as stack:
         settings = {"max_model_len": 512}
         yield lambda **more: stack.enter_context(Engine.from_pretrained(model, **{**settings, **more}))
@@ -50,7 +50,7 @@ def ids_of(engine: Engine, document: Document) -> tuple[int, ...]:
 
 
 def set_clock(engine: Engine, now: list[float]) -> None:
-    """Lets `now[0]` be the time."""
+    """Makes `now[0]` the engine's time."""
     engine.documents._documents.registry.clock = lambda: now[0]
     engine.documents._documents._next_tend = 0.0
 
@@ -60,7 +60,7 @@ def key_of(engine: Engine, document: Document):
 
 
 def rows_of(engine: Engine, variant_ids) -> list[bytes]:
-    """Rows of KV of variants, as bytes: of the last layer, because those of the first do not depend on the prefix."""
+    """KV rows of variants, as bytes: of the last layer, because those of the first do not depend on the prefix."""
     rows = []
     for variant_id in variant_ids:
         ticket = engine._store.prepare_load([variant_id])
@@ -75,17 +75,17 @@ def files(tmp_path: Path) -> dict[Path, bytes]:
 
 
 def where(tmp_path: Path, needles) -> list[Path]:
-    """Files of the store that contain one of these."""
+    """Files of the store that contain one of the needles."""
     return [path for path, data in files(tmp_path).items() if any(needle in data for needle in needles)]
 
 
 def as_json(ids) -> bytes:
-    """Token ids as a record would have them."""
+    """Token ids in the format of a record."""
     return json.dumps(list(ids), separators=(",", ":")).encode()[1:-1]
 
 
 def seen_by(engine: Engine, document: Document) -> list:
-    """Variants that were computed while looking at a document."""
+    """Variants whose computation attended to a document."""
     key = key_of(engine, document)
     return [meta for meta in engine._variants if key in engine._variants.origin(meta).seen]
 

@@ -1,4 +1,4 @@
-"""Fewer sizes than `ccjax.runner.buckets` lists: each compiles all steps anew, which is most of what tests wait for."""
+"""Fewer sizes than in `ccjax.runner.buckets`: each size compiles all steps again, which takes most of the test time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 
 _MODULES = (batch_sizes, compiled_sizes, device_model, heavy_hitters, pool)
 _PAGES = (1024, 8192)
-"""Pages that a pool's arrays have; those past its budget are given to nobody."""
+"""Pages in a pool's arrays; those past its budget are never allocated."""
 
 
 def _one_of(*sizes: int) -> Callable[[int], int]:
-    """The first of these that is large enough, or the next power of two."""
+    """A function that returns the first of these sizes that is large enough, or the next power of two."""
     return lambda number: next((size for size in sizes if number <= size), 1 << (number - 1).bit_length())
 
 
@@ -36,7 +36,7 @@ SIZES = {
 
 @contextlib.contextmanager
 def few_shapes() -> Iterator[None]:
-    """Engines in this process pad to these sizes, whatever their pools have room for."""
+    """Engines in this process pad to these sizes, regardless of the sizes of their pools."""
     with pytest.MonkeyPatch.context() as patch:
         for module in _MODULES:
             for name, size in SIZES.items():
@@ -50,7 +50,7 @@ def few_shapes() -> Iterator[None]:
 
 @functools.cache
 def _checked(attention: str | None, config: LlamaConfig, dtype: str, best: tuple[tuple[str, str], ...]) -> None:
-    """`check_kernels`, which traces them, once for each model."""
+    """`check_kernels`, which traces the kernels, only once per model."""
     kernels.check_kernels(attention, config, dtype)
 
 

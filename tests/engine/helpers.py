@@ -30,7 +30,7 @@ from tests.oracles import head_size, random_llama, rope_frequencies, rotate
 
 TOLERANCE = 3e-5
 """Largest difference of float32 logits (up to 5) to the float64 oracle, over prompts of up to 1,100 tokens; measured
-2.2e-5 at worst. Mutants in these tests exceed it a hundredfold."""
+2.2e-5 at most. Mutants in these tests exceed it a hundredfold."""
 
 
 def params_from_hf(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Params:
@@ -46,7 +46,7 @@ def params_from_hf(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Pa
 
 
 class TinyModel:
-    """A random model in both worlds: weights for the oracle, a LoadedModel for the engine."""
+    """A random model in two forms: weights for the oracle, and a LoadedModel for the engine."""
 
     def __init__(self, seed: int = 0, **changes: Any) -> None:
         self.weights, self.raw = random_llama(seed, **{"max_position_embeddings": 4096, **changes})
@@ -66,7 +66,7 @@ class TinyModel:
 
 
 class After:
-    """`is_cancelled` that is False so many times."""
+    """An `is_cancelled` that returns False the given number of times."""
 
     def __init__(self, num_asked: int) -> None:
         self.left = num_asked
@@ -84,12 +84,12 @@ def draw_segments(
 
 
 def permuted(segments: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:
-    """The same system and question around the passages in another order."""
+    """The same segments with the passages in another order."""
     return [segments[0], *(segments[1 + index] for index in order), segments[-1]]
 
 
 class Memory:
-    """A ticket all of whose variants are in memory, as `read_layers` gives them."""
+    """A ticket whose variants are all in memory, in the format of `read_layers`."""
 
     missing = frozenset()
     tiers = collections.defaultdict(lambda: "host")
@@ -109,7 +109,7 @@ class Memory:
 
 
 def loader(model: DeviceModel, plan: PrefillPlan, ticket: Any, **settings: Any) -> LayerLoader:
-    """A loader of a plan's variants for `run_plan`; nothing is waited for longer than a chunk's 5 s."""
+    """A loader of a plan's variants for `run_plan`; it waits at most 5 s for a chunk."""
     patience = Patience(None)
     patience.expect({segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id})
     settings = {"patience": patience, "num_layers": model.config.num_layers, **settings}
@@ -124,7 +124,7 @@ def run_plan(
     contexts: Contexts | None = None,
     collect: bool = False,
 ) -> PrefillOutcome:
-    """A plan carried out in one pack, over pages of its own; with the logits of all rows that left the last layer."""
+    """A plan executed in one pack, with its own pages; has the logits of all rows after the last layer."""
     spec = kv_spec_of(model.config, str(model.dtype))
     pool = DevicePool(spec, spec.num_bytes(64 * PAGE_TOKENS), model.mesh, model.sizes)
     pages = RequestPages(pool, plan, {})
@@ -143,7 +143,7 @@ def run_plan(
 def run_reusing(
     model: DeviceModel, token_ids: np.ndarray, plan: PrefillPlan, read_layers: ReadLayers, *, collect: bool = False
 ) -> PrefillOutcome:
-    """`run_plan` over variants in memory."""
+    """`run_plan` with variants in memory."""
     with loader(model, plan, Memory(read_layers)) as contexts:
         return run_plan(model, token_ids, plan, contexts=contexts, collect=collect)
 
@@ -161,9 +161,9 @@ def selective_oracle(
 
     Args:
       cached: per layer, keys before RoPE and values [n, K, H] of the whole prompt; only rows not computed are read.
-      computed: per layer, ascending prompt offsets that are computed there; each a subset of the layer before.
-      contexts: takes each layer's keys before RoPE and values [n, K, H] after the computed rows were written.
-      choose: from layer, rows and how far their keys and values are from the cached ones, the rows that are computed.
+      computed: per layer, ascending prompt offsets computed in it; each a subset of the previous layer's.
+      contexts: collects each layer's keys before RoPE and values [n, K, H] after the computed rows were written.
+      choose: maps layer, rows and the deviation of their keys and values from the cached ones to the rows to compute.
 
     Returns:
       Logits [V] of the last token, and per layer the attention weights [rows, Q, n].

@@ -1,7 +1,7 @@
-"""One of the processes that hold a model together: `python -m tests.engine.hosts_worker ADDRESS PROCESS FILE`.
+"""One process of a model that is split over several: `python -m tests.engine.hosts_worker ADDRESS PROCESS FILE`.
 
-The JSON file has the model's directory, the engine's settings and what is asked: [segments, reuse] each, then `crowd`
-at once. Process 0 prints one JSON line with what it got; the others one with what they read of the weights.
+The JSON file has the model's directory, the engine's settings and the requests: [segments, reuse] each, then `crowd` at
+once. Process 0 prints one JSON line with the results; the others print one about the weights that they read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.engine.few_shapes import few_shapes
 
 
 def main(address: str, process: str, file: str) -> None:
-    """Runs the one command there is."""
+    """Runs the worker."""
     wanted = json.loads(Path(file).read_text())
     group = lockstep.join(address, 2, int(process), 120)
     read, num_read = leaves.read_part, 0
@@ -65,8 +65,8 @@ def main(address: str, process: str, file: str) -> None:
 
 
 def compute_apart(engine: Engine, seed: int) -> None:
-    """Steps that wait for no other thread's, as those of the background compiler beside the batch: devices must take
-    them in one order all the same, or their sums get mixed up."""
+    """Runs steps that do not wait for other threads' steps, like those of the background compiler beside the batch: all
+    devices must still run all steps in the same order, or their sums get mixed up."""
     for _ in range(20):
         received_mass(engine._model, np.zeros((16, 128)[seed % 2], np.int32))
 

@@ -1,9 +1,9 @@
 """A second process for the tests of shared computation: `python -m tests.engine.sharing_worker URL START_FILE SECONDS
 [INDEX_URL]`.
 
-Warms up on prompts of its own, prints "ready", waits for the file, answers one prompt and prints one JSON line. With
-SECONDS > 0 it prints "computing" in the middle of that answer and stays there so long. What it claims, it claims for an
-hour, and it waits as long for others.
+Warms up on its own prompts, prints "ready", waits for the file, answers one prompt and prints one JSON line. With
+SECONDS > 0 it prints "computing" in the middle of that answer and pauses there for that long. Its claims last an hour,
+and it waits equally long for other processes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
 
 
 def main(url: str, start_file: str, seconds: str, index_url: str | None = None) -> None:
-    """Runs the one command there is."""
+    """Runs the worker."""
     with few_shapes(), TinyModel().engine(store=url, store_index=index_url, share_computation=True) as engine:
-        for seed in range(2):  # the second one measures; the system prompt must be another one, too
+        for seed in range(2):  # the second one measures; the system prompt must differ as well
             own = draw_segments(np.random.default_rng([time.time_ns(), seed]), LENGTHS)
             engine.generate_from_tokens(own, max_new_tokens=4)
             engine.generate_from_tokens(own, max_new_tokens=4)
         engine.cache.flush()
-        # Who computes is not timed out, and who waits does not give up, however slow the machine is.
+        # Neither claims nor waits time out, however slow the machine is.
         sharing.claim_s = sharing.longest_shared_wait_s = lambda *_: 3600.0
         if float(seconds):
             run_layer = Pack.run_layer

@@ -1,6 +1,6 @@
-"""A process for the tests of clocks that disagree: `python -m tests.engine.skewed_worker MODEL_DIR STORE INDEX`.
+"""A process for the tests of clock skew: `python -m tests.engine.skewed_worker MODEL_DIR STORE INDEX`.
 
-Prints one JSON line once it is warm, then one for each JSON line that it reads.
+Prints one JSON line when it is warm, then one for each JSON line that it reads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 if __name__ == "__main__":
-    # libfaketime 0.9.10 fails the sleep until a time that Python asks for; waits with a timeout it leaves alone.
+    # libfaketime 0.9.10 breaks Python's sleep until an absolute time, but not waits with a timeout.
     time.sleep = lambda seconds: threading.Event().wait(seconds) and None  # type: ignore[assignment]
 
 import ccjax.cache.load_plan  # noqa: E402
@@ -25,7 +25,7 @@ from tests.engine.few_shapes import few_shapes  # noqa: E402
 _RUN_LAYER, _LOOK = Pack.run_layer, SharedPrefill.look
 PATIENCE_S = 3600.0
 CLAIM_S = 300.0
-"""Longer than any answer here takes on a busy machine; shorter than clocks are apart."""
+"""Longer than any answer takes here on a busy machine, and shorter than the clock skew."""
 
 TEXTS = (
     "The garden of {} has an old well and four pear trees.",
@@ -34,7 +34,7 @@ TEXTS = (
 
 
 class Worker:
-    """Does what it is told, on one engine."""
+    """Runs commands on one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -45,11 +45,11 @@ class Worker:
     def ask(
         self, documents: list[dict[str, str]], is_held: bool = False, tells: bool = False, claim_s: float = CLAIM_S
     ) -> dict[str, Any]:
-        """What a short answer took.
+        """Generates a short answer and returns what it reused.
 
         Args:
-          is_held: says "computing" in the middle of it and stays there until the next line comes.
-          tells: says "waiting" once it waits for another process.
+          is_held: print "computing" in the middle of the answer and pause until the next input line.
+          tells: print "waiting" when it waits for another process.
         """
         Pack.run_layer = _held if is_held else _RUN_LAYER  # type: ignore[method-assign]
         SharedPrefill.look = _told if tells else _LOOK  # type: ignore[method-assign]
@@ -68,14 +68,14 @@ class Worker:
         return {"variants": self._engine.documents.erase(name).variants}
 
     def look(self) -> dict[str, Any]:
-        """Takes in what others did, and does what is done now and then; document -> until when it is pinned."""
+        """Applies changes of other processes and runs periodic work; document -> time until which it is pinned."""
         self._engine.cache.refresh()
         with self._engine._exclusive():
             self._engine.documents._documents.tend()
         return {one.document_id: one.pinned_until for one in self._engine.documents.list()}
 
     def pin_notes(self) -> dict[str, Any]:
-        """Names of the pins that are noted."""
+        """Names of the pin notes."""
         with self._engine._exclusive():
             return {
                 "names": sorted(
@@ -105,14 +105,14 @@ def _say(value: dict[str, Any]) -> None:
 
 
 def main(model: str, store: str, index: str) -> None:
-    # Nobody loses patience: what ends a wait is the holder, or the end of its lease.
+    # Waits do not time out: they end when the holder finishes or its lease expires.
     ccjax.cache.shared.prefill.longest_shared_wait_s = lambda *_: PATIENCE_S
-    # Nor is anything computed because a busy machine reads more slowly than this model computes.
+    # Loads are never given up because a busy machine reads more slowly than this model computes.
     ccjax.cache.load_plan.loads_to_give_up = lambda *_: frozenset()
     settings = {"store": store, "share_computation": True, "max_model_len": 512, "strategy": "cachecraft"}
     with few_shapes(), Engine.from_pretrained(model, store_index=index, **settings) as engine:
         worker = Worker(engine)
-        for number in range(2):  # the second one measures what a token takes; as long as those to come
+        for number in range(2):  # the second one measures the time per token; as long as later ones
             name = f"warming {number} of {time.monotonic_ns()}"
             own = [{"text": text.format(name)} for text in TEXTS]
             worker.ask(own)

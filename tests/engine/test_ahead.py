@@ -1,4 +1,4 @@
-"""Requests that wait in line, and an engine that computes what they will need (Shared RAG-DCache sec. III-B)."""
+"""Queued requests, and a generator engine that computes the chunks they will need (Shared RAG-DCache sec. III-B)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_QUESTION_TOKENS = len(SEGMENTS[-1])
 
 @pytest.fixture
 def engines(tmp_path):
-    """A replica and a generator on one store, with nothing but that in common."""
+    """A replica and a generator that share only a store."""
     shared = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
     with (
         MODEL.engine(**shared, order_after_s=0.0, share_computation=True) as replica,
@@ -46,7 +46,7 @@ def request(segments, reuse="bounded"):
 
 @contextlib.contextmanager
 def in_line(engine, *requests):
-    """The futures of requests that wait until the block is left."""
+    """The futures of requests that stay queued until the block ends."""
     with ThreadPoolExecutor() as pool:
         with engine._exclusive():
             futures = [pool.submit(engine.run, one) for one in requests]
@@ -55,7 +55,7 @@ def in_line(engine, *requests):
 
 
 def work_off(generator):
-    """What came of every order on the board."""
+    """The outcome of every order on the board."""
     results = []
     while (done := generator.orders.compute()) is not None:
         results.append([one.status for one in done])
@@ -108,7 +108,7 @@ def test_nothing_is_ordered_twice_or_that_is_there(engines):
     replica.run(request(SEGMENTS))
     replica.cache.flush()
     with in_line(replica, request(SEGMENTS, "exact"), request(permuted(SEGMENTS, (0, 1)), "exact")):
-        assert replica.orders.place() == 0  # all of the first is there, and so is the second, a shorter path
+        assert replica.orders.place() == 0  # the first is stored completely, and so is the second, a shorter path
     with in_line(replica, request(permuted(SEGMENTS, (2, 1)), "exact")):
         assert replica.orders.place() == 1
         assert replica.orders.place() == 0

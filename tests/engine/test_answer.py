@@ -1,4 +1,4 @@
-"""An answer under construction: what ends it, and what does not."""
+"""An answer in progress: what ends it and what does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: each is what it is alone, the prompt is computed once, and its pages are shared."""
+"""Several answers to one prompt: each equals the answer alone, the prompt is computed once, its pages are shared."""
 
 import collections
 import dataclasses
@@ -34,7 +34,7 @@ def ask(segments, n=1, reuse="off", tokens=8, **sampling):
 
 
 def alone(engine, request):
-    """Each answer of a request asked for by itself, with the seed that it has among the others."""
+    """Each answer of a request generated separately, with the seed that it has among the others."""
     seed, answers = request.sampling.seed or 0, []
     for index in range(request.sampling.n):
         sampling = dataclasses.replace(request.sampling, n=1, seed=seed_of(seed, index))
@@ -43,7 +43,7 @@ def alone(engine, request):
 
 
 class Counting(Client):
-    """A client that keeps all errors; there should be one."""
+    """A client that keeps all errors; at most one is expected."""
 
     def __init__(self, engine, request):
         self.errors = []
@@ -56,7 +56,7 @@ class Counting(Client):
 
 
 def check_all(client, wanted):
-    """The response has the answers wanted, and so had the stream."""
+    """Checks that the response and the stream have the expected answers."""
     assert client.done.wait(120), "no answer"
     assert client.error is None, client.error
     response = client.deltas[-1].response
@@ -81,7 +81,7 @@ def check_all(client, wanted):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """How many tokens ran through the layers of packs, in all."""
+    """The numbers of tokens that ran through the layers of packs."""
     counts = []
     logits = loop_module.Pack.logits
 
@@ -140,7 +140,8 @@ def test_the_prompt_is_computed_once_also_when_the_answers_take_turns(question, 
 
 
 def test_a_prompt_that_waits_for_its_next_reader_is_kept_where_it_fits(computed):
-    """One seat, pages for the prompt and one answer: between two turns nobody reads it, and nobody else needs it."""
+    """One slot, pages for the prompt and one answer: between two answers the prompt has no reader, and nothing else
+    needs its pages."""
     segments = draw_segments(np.random.default_rng(9), [150, 60], question=20)
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=1) as engine:
         request = ask(segments, n=4, tokens=20, seed=3, temperature=1.0)
@@ -161,7 +162,7 @@ class Prompt:
 
 
 class Cache:
-    """A pool and a cache of chunks in it, for `AvailablePages`: pages are counted, and of 10 bytes each."""
+    """A pool with a cache of chunks, for `AvailablePages`: counts pages, of 10 bytes each."""
 
     page_bytes, memory_tiers = 10, ("device",)
 
@@ -177,7 +178,7 @@ class Cache:
 
 
 def pages_with(free, evictable, prompts):
-    """Prompts are (pages, whether an admitted answer reads it)."""
+    """`prompts`: (pages, whether an admitted answer reads it) each."""
     cache = Cache(free, evictable)
     pages = AvailablePages(cache, cache, cache)
     for count, is_read in prompts:
@@ -239,7 +240,7 @@ def test_an_answer_that_ends_early_gives_its_pages_back_at_once():
         used = []
 
         def look():
-            """At the end of an answer: on the thread of the engine, between two of its steps."""
+            """Called at the end of an answer, on the engine's thread, between two steps."""
             if client.deltas[-1].finish_reason is None:
                 return
             ended = {delta.index for delta in client.deltas if delta.finish_reason is not None}
@@ -257,7 +258,7 @@ def test_an_answer_that_ends_early_gives_its_pages_back_at_once():
 
         client.on_delta = look
         check_all(client, wanted)
-        # Answers that end in the same step are told of one after the other, but gave their pages back together.
+        # Answers that end in the same step are reported one after the other, but release their pages together.
         assert used[-1] == (0, 0) and all(in_use <= pages for in_use, pages in used)
         assert sum(in_use == pages for in_use, pages in used) >= 5
 
@@ -283,7 +284,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
 
         monkeypatch.setattr(engine._loop._sequences, "_preempt", noted)
         held = engine._pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 4)
-        with engine._loop.paused():  # all want pages at the same time
+        with engine._loop.paused():  # all request pages at the same time
             clients = [Client(engine, request) for request in requests]
         for client, answers in zip(clients, wanted, strict=True):
             check_all(client, answers)
@@ -295,7 +296,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
 
 
 def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monkeypatch, computed):
-    """While all answers wait, the pages of their prompt are needed. There are two seats, so two of them compute it."""
+    """While all answers wait, the pages of their prompt are needed. With two slots, two of them compute it."""
     segments = draw_segments(np.random.default_rng(5), [300], question=20)
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=2) as engine:
         engine._prefill.read_only = True
@@ -313,7 +314,7 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
         decode = engine._loop._decode
 
         def starve():
-            """In the middle of the answers: all that is free is taken, and both of those that run are preempted."""
+            """Called in the middle of the answers: allocates all free pages, so both running answers are preempted."""
             if not starved and len(client.deltas) > 20:
                 scheduler, sequences = engine._loop._scheduler._scheduler, engine._loop._sequences
                 for sequence in [one for one in sequences.all() if one.is_decoding]:
@@ -322,7 +323,7 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
                 held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
                 sequences.reclaim(1)
                 starved.append(engine._pool.num_free)
-                for sequence in sequences.all():  # they wait with all of the prompt to compute
+                for sequence in sequences.all():  # they wait, with the whole prompt to compute
                     assert scheduler._get(sequence.request_id).work.prefill_tokens == sum(map(len, segments))
                 del held
             return decode()
@@ -376,7 +377,7 @@ def test_a_step_that_fails_ends_all_answers_with_one_error(monkeypatch, caplog):
 
 
 def test_cached_chunks_that_answers_read_stay_until_the_last_of_them_ends():
-    """On the device they lie in the pages of the cache, which others want meanwhile."""
+    """On the device the chunks are in pages of the cache, which other requests need meanwhile."""
     random = np.random.default_rng(8)
     segments = draw_segments(random, [60, 40], question=12)
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=4) as engine:
@@ -409,7 +410,7 @@ def test_cached_chunks_stay_pinned_when_the_answer_that_asked_for_them_ends():
             delta = client.deltas[-1]
             if delta.finish_reason is not None:
                 ended.append(delta.index)
-            elif 0 in ended:  # so others go on
+            elif 0 in ended:  # so other answers continue
                 pinned.append(bool(engine._store._pins))
 
         client.on_delta = look
@@ -425,7 +426,7 @@ def test_other_numbers_of_answers_are_refused(n):
 
 
 def test_a_prompt_that_no_sibling_could_read_is_refused_before_it_is_computed(computed):
-    """One answer takes the whole pool; the second would need a page of its own for the prompt's last token."""
+    """One answer takes the whole pool; the second would need another page for the prompt's last token."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE) as engine:
         segments = [[1] * 2 for _ in range(LEAST - 1)] + [[1] * 15]
         assert engine.run(ask(segments, tokens=2)).token_ids

@@ -1,4 +1,4 @@
-"""What only comparisons use: keys left at their old positions, and what tokens draw; against the float64 oracle."""
+"""Features for comparisons only, against the float64 oracle: keys at their old positions, and received mass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def flat(segments):
 
 
 def cached(layers, *, moved: bool):
-    """KV of the shuffled prompt as it was computed in the first order; NaN for the question. Keys that do not move are
-    turned back by as much as the oracle will turn them too far."""
+    """KV of the shuffled prompt as computed in the first order; NaN for the question. Keys that do not move are rotated
+    back by the angle that the oracle adds by rotating them to their new positions."""
     starts = np.cumsum([0, *map(len, SEGMENTS)])
     new_starts = np.cumsum([0, *map(len, SHUFFLED)])
     old = [0, *(1 + index for index in ORDER)]
@@ -84,7 +84,7 @@ def test_h2o_recomputes_what_drew_most_mass():
         plan = engine._prefill.plan(prompt, "bounded", engine._prefill.usable(prompt))
         report = engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse
     assert report.recomputed_tokens == 8 + 6 + 4
-    # The capture saw the whole prompt, question included: mass that every token draws, mean over heads and layers.
+    # The capture includes the question: mass that every token receives, mean over heads and layers.
     _, layers = llama_forward(MODEL.weights, MODEL.raw, flat(SEGMENTS))
     attention = np.stack([layer.attention for layer in layers])
     drew, start = attention.sum(2).mean((0, 1)), 0

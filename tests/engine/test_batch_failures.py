@@ -1,5 +1,5 @@
-"""A device that fails a step, runs out of memory, or loses what it held: who is tried again, who fails, what is left
-behind, and who comes next."""
+"""A device that fails a step, runs out of memory or loses its contents: which requests are retried, which fail, and
+that nothing is leaked."""
 
 import collections
 import dataclasses
@@ -28,7 +28,7 @@ PAGE = SPEC.num_bytes(PAGE_TOKENS)
 SEGMENTS = draw_segments(np.random.default_rng(1), [40, 30])
 OTHERS = [draw_segments(np.random.default_rng(seed), [50, 20]) for seed in range(2, 5)]
 LONG = draw_segments(np.random.default_rng(5), [150, 150])
-"""Of another length than all others, by which a step can tell it."""
+"""Has another length than all others, so that a step can recognise it."""
 
 
 def build(**changes):
@@ -52,7 +52,7 @@ def out_of_memory(*_, **__):
 
 
 class FailsOnce:
-    """A step that fails the first time it is called once `is_armed` is set, with what `failure` raises."""
+    """A step that fails at its first call after `is_armed` is set, with the exception of `failure`."""
 
     def __init__(self, step, failure=out_of_memory):
         self.step, self.failure, self.is_armed, self.num_failed = step, failure, threading.Event(), 0
@@ -72,14 +72,14 @@ def decoding(engine, tokens=60, segments=SEGMENTS, reuse="off", **sampling):
 
 
 def lose(pool):
-    """What was in the pool's memory is gone, as after a reset of the device."""
+    """Deletes the pool's memory, as a reset of the device does."""
     for pages in pool._layers:
         for array in pages:
             array.delete()
 
 
 def check_pages(engine):
-    """Besides cached chunks nobody holds a page, and each of those holds its own."""
+    """Checks that only cached chunks hold pages, each its own."""
     settled(engine)
     summaries = [engine._store.get_summary(key) for key in engine._store.ids(DEVICE)]
     used = sum(num_pages(one.num_tokens) for one in summaries)
@@ -88,7 +88,7 @@ def check_pages(engine):
 
 @pytest.fixture
 def jobs(monkeypatch):
-    """All prefills that begin from now on."""
+    """Collects all prefills that begin from now on."""
     begun = []
 
     class Noted(sequence_module.PrefillJob):
@@ -121,7 +121,7 @@ def test_a_prefill_without_memory_fails_alone(strict, monkeypatch, caplog):
     assert step.num_failed == 1 and not failed.deltas
     settled(engine)
     assert engine.batch_counts.free_pages == free
-    assert "1073741824" in caplog.text  # what the device said is for the log
+    assert "1073741824" in caplog.text  # the device's message goes to the log
 
 
 def test_a_decode_step_without_memory_fails_those_that_were_in_it(strict, monkeypatch):
@@ -161,7 +161,7 @@ def test_pages_that_a_failed_step_took_along_are_replaced_and_nobody_reads_them(
             client.response()
     settled(engine)
     assert not engine._pool.is_lost()
-    assert engine.batch_counts.free_pages == engine.batch_counts.num_pages  # what was cached there is gone
+    assert engine.batch_counts.free_pages == engine.batch_counts.num_pages  # the cached chunks are gone
     got = engine.run(ask(SEGMENTS, "exact"))
     check(got, wanted)
     assert {document.tier for document in got.reuse.per_document} <= {"host", None}
@@ -174,7 +174,7 @@ def test_the_number_of_retries_is_checked(value):
         EngineConfig(max_retries=value)
 
 
-# -- tried again -------------------------------------------------------------------------------------------------------
+# -- with retries ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("module", "name"), [(pack_module, "paged_layer_step"), (decode_module, "paged_decode_step")])
@@ -211,7 +211,7 @@ def test_who_was_in_a_failed_step_is_tried_again_and_answers_as_ever(engine, mon
 @pytest.mark.parametrize("takes_pages", [False, True])
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 def test_a_request_that_makes_every_step_fail_ends_alone(engine, monkeypatch, where, takes_pages):
-    """It shares packs and steps with the others, which all get their answers; it gets what the step raised."""
+    """It shares packs and steps with others, which all get their answers; its own error is that of the step."""
     wanted = [engine.run(ask(segments, "exact", tokens=20)) for segments in OTHERS]
     before, num_failed = engine.batch_counts.retries, 0
 
@@ -251,12 +251,12 @@ def test_a_request_that_makes_every_step_fail_ends_alone(engine, monkeypatch, wh
     retries = engine.batch_counts.retries - before
     assert engine.config.max_retries <= retries <= engine.config.max_retries + len(OTHERS)
     assert num_failed == engine.config.max_retries + 1
-    assert len(poison.deltas) == (0 if where == "prefill" else num_failed)  # a token with each prefill, none twice
+    assert len(poison.deltas) == (0 if where == "prefill" else num_failed)  # each prefill gives one token, none twice
     check_pages(engine)
 
 
 def test_who_has_no_retry_left_meets_nobody_elses_failure(monkeypatch):
-    """Two requests that fail every decode step, one after the other, beside answers that go on all the while."""
+    """Two requests that fail every decode step, one after the other, while other answers continue."""
     with build(max_retries=1) as engine:
         wanted = [engine.run(ask(segments, "off", tokens=40)) for segments in OTHERS[:2]]
         step, met = decode_module.DecodeBatch.step, []
@@ -301,7 +301,7 @@ def test_whoever_cannot_be_told_is_nobody_elses_concern(engine):
 
 
 class LosesPool:
-    """Deletes the pool's arrays before the `number`-th call from when it is armed, which then fails over them."""
+    """Deletes the pool's arrays before the `number`-th call after it is armed, so that this call fails."""
 
     def __init__(self, engine, call, number):
         self.engine, self.call, self.left, self.is_armed = engine, call, number, False
@@ -324,7 +324,7 @@ class LosesPool:
     ],
 )
 def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, number, policy):
-    """With answers under way, a prefill under way and requests in line."""
+    """With running answers, a running prefill and queued requests."""
     settings = {} if policy == "default" else {"eviction_policy": policy, "strategy": "prefix"}
     documents = [permuted(OTHERS[0], order) for order in ([0, 1], [1, 0])]
     asked = [*documents, SEGMENTS, *documents, SEGMENTS, *documents]
@@ -354,7 +354,7 @@ def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, 
         assert step.left <= 0 < engine.batch_counts.retries - before
         again = collections.Counter(job.token_ids[: job.plan.num_tokens].tobytes() for job in jobs)
         assert max(again.values()) > 1
-        for job in jobs:  # of what had a copy in host memory nothing was computed: the question and the answer so far
+        for job in jobs:  # only question and answer so far where chunks have a copy in host memory
             answered = len(job.token_ids) - job.plan.num_tokens
             assert len(job.offsets) == answered + (9 if job.plan.num_tokens < 300 else job.plan.num_tokens)
         assert engine.cache.usage()[DEVICE].writes > promoted
@@ -378,7 +378,7 @@ def test_what_only_the_device_had_is_computed_again(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["pgdsf", "lru", "cost"])
 def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(monkeypatch, policy):
-    """RAGCache sec. 6: the hot upper nodes of the device have a replica."""
+    """RAGCache sec. 6: the hot upper nodes on the device have a replica in host memory."""
     policy = EngineConfig().eviction_policy if policy == "cost" else policy
     with build(eviction_policy=policy) as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
@@ -389,7 +389,7 @@ def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(m
         check(engine.run(ask(SEGMENTS, "exact")), wanted)
         settled(engine)
         assert set(engine._store.ids(HOST)) == set(engine._store.ids(DEVICE))
-        assert engine.cache.usage()[DEVICE].bytes_read == read  # copies are no uses
+        assert engine.cache.usage()[DEVICE].bytes_read == read  # copies do not count as uses
         lose(engine._pool)
         got = engine.run(ask(SEGMENTS, "exact"))
         check(got, wanted)
@@ -413,7 +413,7 @@ def test_a_copy_that_comes_too_late_leaves_no_pin_behind(caplog):
 
 
 def test_what_host_memory_has_better_use_for_is_not_copied_there(monkeypatch):
-    """Nor is what it has no room for at all."""
+    """Nor are chunks for which host memory has no space at all."""
     with build(host_cache_bytes=20 * SPEC.num_bytes(1)) as engine:
         for _ in range(3):
             assert engine.run(ask(SEGMENTS, "exact")).reuse.exact
@@ -455,7 +455,7 @@ def test_pinned_documents_are_no_reason_to_keep_lost_pages(engine, monkeypatch):
 
 
 def test_requests_wait_for_whoever_still_reads_what_is_lost(engine, monkeypatch):
-    """A snapshot, say; that they wait costs them no further retry."""
+    """For example for a snapshot; waiting does not use up another retry."""
     wanted = engine.run(ask(SEGMENTS, "exact"))
     engine.run(ask(SEGMENTS, "exact"))
     before = engine.batch_counts.retries

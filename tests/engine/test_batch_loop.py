@@ -1,4 +1,4 @@
-"""Many requests at once through the engine: each gets what it gets alone, whatever happens to the others."""
+"""Many concurrent requests: each gets the same answer as alone, whatever happens to the others."""
 
 import collections
 import dataclasses
@@ -59,7 +59,7 @@ class Client:
 
 
 class Turns:
-    """Decode steps that wait for their turn."""
+    """Decode steps that wait until the test allows them."""
 
     def __init__(self, engine):
         self.num_given = self.num_queued = 0
@@ -80,7 +80,7 @@ class Turns:
         return self._step(*args)
 
     def until(self, condition):
-        """One step after the other until that holds."""
+        """Allows one step after the other until `condition` holds."""
 
         def look():
             if condition():
@@ -94,7 +94,7 @@ class Turns:
 
 
 def settled(engine):
-    """Waits until nothing runs; what is left then was leaked."""
+    """Waits until nothing runs; pages still in use then are leaked."""
     with engine._exclusive():
         pass
     wait_until(lambda: not len(engine._loop._sequences), timeout_s=120)
@@ -106,7 +106,7 @@ def settled(engine):
 def filled(engine, asked, count=3):
     for segments in asked[:count]:
         engine.run(ask(segments))
-    engine._prefill.read_only = True  # so that what is reused does not depend on who came first
+    engine._prefill.read_only = True  # so that reuse does not depend on the order of arrival
 
 
 def check(got, wanted):
@@ -178,7 +178,7 @@ def test_compiling_is_not_taken_for_computing():
 
 
 def test_contexts_of_a_pack_stay_within_what_is_compiled_ahead():
-    """Prompts that compute little each: without a limit one pack would take them all."""
+    """Prompts with few computed tokens each: without a limit one pack would contain all of them."""
     random = np.random.default_rng(5)
     shared = draw_segments(random, [40, 50])[:-1]
     with MODEL.engine(max_model_len=128, max_num_batched_tokens=256) as engine:
@@ -193,7 +193,7 @@ def test_contexts_of_a_pack_stay_within_what_is_compiled_ahead():
 
 
 def answer_and_prefill(engine, random, lengths, tokens, on_delta=lambda: None):
-    """An answer of so many tokens, and a request that comes when the third of them is there."""
+    """An answer of `tokens` tokens, and a request that arrives at the third of them."""
     others, seen = [], itertools.count(1)
 
     def look() -> None:
@@ -211,7 +211,7 @@ def test_a_decode_step_is_not_charged_for_the_layers_in_front_of_it():
     now_s, waits, steps_s = [time.perf_counter()], [], []
 
     def clock() -> float:
-        """Each look at it takes a millisecond."""
+        """Advances a millisecond with each call."""
         now_s[0] += 0.001
         return now_s[0]
 
@@ -231,7 +231,7 @@ def test_a_decode_step_is_not_charged_for_the_layers_in_front_of_it():
         first, second = answer_and_prefill(engine, random, [30], tokens=20)
         second.response()
         first.response()
-    # Each step moves the mean by a tenth of the difference: by 0.2 s if it were charged for two more seconds.
+    # Each step moves the mean by a tenth of the difference: by 0.2 s if it included two more seconds.
     moved = [after - before for before, after in zip(steps_s, steps_s[1:], strict=False)]
     assert waits and moved and max(moved) < 0.1
 
@@ -267,7 +267,7 @@ def test_when_pages_run_out_requests_are_preempted_and_answer_all_the_same():
         wanted = [engine.run(ask(one, "off", tokens=80)) for one in asked]
         assert not preempted
         held = engine._pool.allocate([(least - 44) * PAGE_TOKENS])  # four prompts need 4 x 10, each answer 5 more
-        with engine._loop.paused():  # all want pages at the same time
+        with engine._loop.paused():  # all request pages at the same time
             clients = [Client(engine, ask(one, "off", tokens=80)) for one in asked]
         for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
@@ -289,7 +289,7 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
         there, gone = [], []
         wanted_stage = "line"
         while len(gone) < 1000:
-            there = [one for one in there if not one[0].done.is_set()]  # some have their answer first
+            there = [one for one in there if not one[0].done.is_set()]  # some get their answer earlier
             while len(there) < 24:
                 number, begun = len(there) + len(gone), threading.Event()
                 fields = {"priority": number % 3, "flow": str(number % 5), "timeout_s": 3600.0}
@@ -353,7 +353,7 @@ def test_other_threads_get_in_between_while_answers_run():
         for _ in range(5):
             engine.cache.refresh()
             assert len(engine.prefill_logits([1, 2, 3])) == 3
-            assert not engine.cache.repair_one()  # somebody is there
+            assert not engine.cache.repair_one()  # the engine is in use
         for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
 

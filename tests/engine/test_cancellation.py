@@ -1,4 +1,4 @@
-"""A request that is given up stops between two layers of its prefill, leaves nothing behind and frees the engine."""
+"""A cancelled request stops between two layers of its prefill, leaks nothing and frees the engine."""
 
 import threading
 
@@ -54,7 +54,7 @@ def test_a_cancelled_reuse_leaves_variants_credit_and_pins_as_they_were():
 
 
 def test_the_next_request_runs_when_another_thread_cancels(monkeypatch):
-    """Nothing is left that it held: the second request, of another thread, is answered."""
+    """The cancelled request releases everything: the second request, of another thread, is answered."""
     reached, given_up = threading.Event(), threading.Event()
     request = Request(segments=[[1, 2], [3, 4, 5]], sampling=SamplingParams(max_new_tokens=2))
 

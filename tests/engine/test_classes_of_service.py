@@ -1,4 +1,4 @@
-"""Who goes first, who is refused and who comes too late: priorities, flows and deadlines through the engine."""
+"""Priorities, flows and deadlines in the engine: which requests run first, are refused, or miss their deadline."""
 
 import contextlib
 import dataclasses
@@ -39,13 +39,13 @@ def shared_engine():
     with MODEL.engine(
         max_model_len=512, max_num_seqs=1, max_queue=MAX_QUEUE, flow_share=2.0, device_cache_bytes=NUM_PAGES * PAGE
     ) as engine:
-        engine.run(request(tokens=400))  # compiled once and for all
+        engine.run(request(tokens=400))  # compiles for all tests
         yield engine
 
 
 @pytest.fixture
 def engine(shared_engine):
-    """An engine with one seat; what a test leaves behind is found here."""
+    """An engine with one slot; also checks that a test leaves nothing behind."""
     before = shared_engine.batch_counts
     yield shared_engine
     settled(shared_engine)
@@ -57,7 +57,7 @@ def engine(shared_engine):
 
 @contextlib.contextmanager
 def decoding(engine, **fields):
-    """While it lasts, a request holds the only seat, and goes on when its `Turns` are given."""
+    """Inside the block, a request holds the only slot; its decode steps need the `Turns`."""
     with Turns(engine) as turns:
         client = Client(engine, request(tokens=400, **fields))
         wait_until(lambda: client.deltas, timeout_s=120)
@@ -68,7 +68,7 @@ def decoding(engine, **fields):
 
 
 def started(engine, requests):
-    """The order in which requests start that are all in line before the first one does."""
+    """The order in which requests start if all are queued before the first one starts."""
     order, clients = [], []
     with engine._exclusive():
         for number, one in enumerate(requests):
@@ -158,7 +158,7 @@ def test_every_method_of_the_scheduler_holds_the_lock():
     scheduler = LockedScheduler(SchedulerSettings(num_pages=8), Lock())
     scheduler._scheduler = Recorder()
     for name in public:
-        member = inspect.getattr_static(LockedScheduler, name)  # it has them all
+        member = inspect.getattr_static(LockedScheduler, name)  # it has all members
         if isinstance(member, property):
             getattr(scheduler, name)
         else:
@@ -175,7 +175,7 @@ def test_the_more_important_start_first_and_equals_as_they_came(engine):
 def test_who_asks_a_lot_does_not_keep_others_waiting(engine):
     flood = [request(flow="flood") for _ in range(8)]
     order = started(engine, [*flood, request(flow="a"), request(flow="b")])
-    assert max(order.index(8), order.index(9)) <= 3  # a round of three flows, the flood's first one ahead
+    assert max(order.index(8), order.index(9)) <= 3  # one round of three flows, the flood's first request ahead
     assert [number for number in order if number < 8] == list(range(8))
 
 
@@ -224,7 +224,7 @@ def test_a_deadline_in_line_comes_while_others_run_and_while_the_loop_stands(eng
 
 
 class Clock:
-    """What deadlines are held against."""
+    """The clock of deadlines."""
 
     def __init__(self, monkeypatch):
         self.ahead_s = 0.0
@@ -273,7 +273,7 @@ def test_a_full_line_refuses_at_once_also_while_the_loop_stands(engine):
         with pytest.raises(OverloadError, match=r"flow 'flood'.*flow_share"):
             for _ in range(MAX_QUEUE):
                 taken.append(Client(engine, request(flow="flood")))
-        assert len(taken) == 2 * MAX_QUEUE // 3  # as flow_share 2 leaves half as many places as one flow has
+        assert len(taken) == 2 * MAX_QUEUE // 3  # flow_share 2: a flow may take twice as many places as are left free
         engine.check_queue_limit("other")
         with pytest.raises(OverloadError):
             engine.check_queue_limit("flood")
@@ -300,7 +300,7 @@ def test_how_long_to_wait_is_estimated_from_what_was_measured(engine):
         waiting = [Client(engine, request(flow=str(number))) for number in range(MAX_QUEUE)]
         with pytest.raises(OverloadError) as caught:
             engine.check_queue_limit("x")
-        # A place is free once the answer that runs ends, of the usual length or of its own where that is longer.
+        # A place is free once the running answer ends, at the usual length or at its own if that is longer.
         assert 0.0 < caught.value.retry_after_s <= 400 * loop._decode_step_s * 2
         costs = loop._costs()
         assert costs.answer_tokens is not None and 1 < costs.answer_tokens < 400

@@ -1,4 +1,4 @@
-"""Processes on one store whose clocks disagree by an hour: work may be done twice, nothing is lost or wrong."""
+"""Processes on one store whose clocks differ by an hour: work may be done twice, but nothing is lost or wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_QUESTION_TOKENS = len(SEGMENTS[-1])
 
 @contextlib.contextmanager
 def clock_ahead(seconds: float):
-    """Engines that are made meanwhile have a clock of their own; below 0 it is behind."""
+    """Engines created inside the block have a clock that is `seconds` ahead, or behind if negative."""
     with pytest.MonkeyPatch.context() as patch:
         for kind in (Leases, SqliteIndex):
             defaults = kind.__init__.__defaults__
@@ -36,20 +36,20 @@ def clock_ahead(seconds: float):
 
 @pytest.fixture(params=["root", "index"])
 def shared(request, tmp_path):
-    """Settings of engines on one store, with leases in its root or in an index."""
+    """Settings for engines on one store, with leases in its root or in an index."""
     settings = {"store": f"file://{tmp_path}/store", "share_computation": True}
     return settings if request.param == "root" else settings | {"store_index": f"sqlite://{tmp_path}/index.db"}
 
 
 @pytest.fixture
 def waits(monkeypatch) -> None:
-    """What waiting is measured with: each look takes a hundredth of a second."""
+    """Replaces the clock that measures waits: each reading takes a hundredth of a second."""
     clock = itertools.count(0.0, 0.01)
     monkeypatch.setattr(sharing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
 
 def warm(engine) -> None:
-    """Compiles, and measures what a token takes."""
+    """Compiles, and measures the time per token."""
     for seed in (1, 2):
         engine.generate_from_tokens(draw_segments(np.random.default_rng(seed), LENGTHS), max_new_tokens=2)
 
@@ -100,6 +100,6 @@ def test_claims_of_the_dead_are_not_waited_for_however_late_they_seem_to_end(sha
         with MODEL.engine(store=f"{shared['store']}-of-another") as other:
             other.generate_from_tokens(SEGMENTS, max_new_tokens=1)
             variants = [record.variant_id for record in other._store.records()]
-        assert len(dead._store.claims.claim(variants, 300.0)) == len(variants) == 4  # and it never gives them up
+        assert len(dead._store.claims.claim(variants, 300.0)) == len(variants) == 4  # and never releases them
         response = ours.generate_from_tokens(SEGMENTS, max_new_tokens=4)
         assert tuple(response.token_ids) == full_prefill()

@@ -1,7 +1,7 @@
-"""Real processes on one directory and one Redis, whose clocks are ten minutes apart: leases, pins and erasures hold.
+"""Real processes on one directory and one Redis, whose clocks differ by ten minutes: leases, pins and erasures hold.
 
-libfaketime moves the wall clock of a process; the times of files stay those of the file server. It is preloaded, as the
-command `faketime` leaves a process behind when it is killed.
+libfaketime shifts the wall clock of a process, but not the times of files. It is preloaded, because the command
+`faketime` leaves a process behind when it is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs libfaketime: apt-
 
 
 class Process:
-    """A worker; `offset_s` is how far its clock is ahead."""
+    """A worker whose clock is `offset_s` seconds ahead."""
 
     def __init__(self, offset_s: float, *arguments: str) -> None:
         self.offset_s = offset_s
@@ -75,7 +75,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory, common_redis: RedisServe
 
 @pytest.fixture(scope="module")
 def processes(arguments: tuple[str, ...]) -> Iterator[dict[str, Process]]:
-    """One whose clock is right, one ahead, one behind."""
+    """Three workers: one with the right clock, one ahead, one behind."""
     offsets = {"right": 0.0, "ahead": SKEW_S, "behind": -SKEW_S}
     found = {name: Process(offset_s, *arguments) for name, offset_s in offsets.items()}
     try:
@@ -88,14 +88,14 @@ def processes(arguments: tuple[str, ...]) -> Iterator[dict[str, Process]]:
 
 
 def passages(name: str) -> list[dict[str, str]]:
-    """Two documents; the first one's id is the name."""
+    """Two documents; the id of the first one is `name`."""
     ids = (name, f"{name}-2")
     return [{"id": one, "text": text.format(name)} for one, text in zip(ids, TEXTS, strict=True)]
 
 
 @pytest.fixture(params=SKEWED)
 def pair(request: pytest.FixtureRequest, processes: dict[str, Process]) -> tuple[str, Process, Process]:
-    """A name of its own, the process whose clock is wrong, and the one whose clock is right."""
+    """A unique name, the process with the wrong clock, and the one with the right clock."""
     return f"{request.node.originalname} {request.param}", processes[request.param], processes["right"]
 
 
@@ -150,16 +150,16 @@ def test_pins_are_seen_and_stay_noted(ordered: tuple[str, Process, Process]) -> 
     assert second.tell("look")[name] == until
     short = first.tell("pin", name=f"{name}-2", ttl_s=120.0)["until"]
     notes = first.tell("pin_notes")["names"]
-    second.tell("look")  # by its clock it may have run out long ago, or last for long
+    second.tell("look")  # by its clock the pin may have expired long ago, or last long
     assert set(notes) <= set(second.tell("pin_notes")["names"])
     found = first.tell("look")
-    assert found[name] == until and found[f"{name}-2"] == short  # of who pinned, it holds
+    assert found[name] == until and found[f"{name}-2"] == short  # they apply the clock of the pinning process
 
 
 def test_an_erasure_holds_and_what_is_computed_after_it_stays(ordered: tuple[str, Process, Process]) -> None:
     name, first, second = ordered
     first.tell("ask", documents=passages(name))
-    assert min(second.tell("ask", documents=passages(name))["passages"]) > 0  # in memory of both
+    assert min(second.tell("ask", documents=passages(name))["passages"]) > 0  # in memory of both processes
     assert first.tell("erase", name=name)["variants"] > 0
     assert name not in second.tell("look")
     anew = second.tell("ask", documents=passages(name))
@@ -174,13 +174,13 @@ def test_an_erasure_holds_and_what_is_computed_after_it_stays(ordered: tuple[str
 def test_the_lease_of_a_dead_process_ends(
     processes: dict[str, Process], arguments: tuple[str, ...], skewed: str
 ) -> None:
-    """Neither is waited for until it seems to end, by another clock."""
+    """Waits end at the real end of a lease, not at its end by another clock."""
     holder, other = processes[skewed], processes["right"]
     name = f"dead {skewed}"
     holder.begin("ask", documents=passages(name), is_held=True, claim_s=5.0)
     assert holder.answer() == {"computing": True}
     holder.kill()
     found = other.tell("ask", documents=passages(name))
-    processes[skewed] = Process(holder.offset_s, *arguments)  # for tests that come later
+    processes[skewed] = Process(holder.offset_s, *arguments)  # for later tests
     processes[skewed].answer()
     assert found["waited_s"] < SKEW_S / 2 and sum(found["passages"]) == 0

@@ -1,4 +1,4 @@
-"""Calibrations beside a model: what a request then recomputes and what the report says; damaged and foreign files."""
+"""Calibration files beside a model: what requests recompute and report; damaged files and files of other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a use is worth to eviction: by what was recomputed, whatever eq. 12 says."""
+"""The value of a use for eviction: it depends on the tokens recomputed, not on eq. 12."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEGMENTS = draw_segments(np.random.default_rng(1), [40, 60])
 
 @pytest.mark.parametrize(
     ("strategy", "share"),
-    # CacheBlend runs all tokens through the first of three layers, and 19 and 11 % of them through the others.
+    # CacheBlend computes all tokens in the first of three layers, and 19 and 11 % of them in the others.
     [("cachecraft", 0.15), ("auto", 0.15), ("cacheblend", (1 + 0.19 + 0.11) / 3)],
 )
 def test_f_r_grows_by_what_was_recomputed_and_not_by_the_cfo(strategy, share):
@@ -31,7 +31,7 @@ def test_f_r_grows_by_what_was_recomputed_and_not_by_the_cfo(strategy, share):
 
 
 def test_eviction_is_told_so_and_a_repaired_variant_is_worth_something():
-    """The policy of the host tier: a tenth of a second saved of computing must not look like nothing."""
+    """For the host tier's policy, saving a tenth of a second of computation must count."""
     with MODEL.engine(strategy="auto") as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         engine.generate_from_tokens(permuted(SEGMENTS, [1, 0]), max_new_tokens=1)

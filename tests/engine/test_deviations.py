@@ -1,4 +1,4 @@
-"""What is learnt by computing a chunk behind a second prefix: each token's deviation, against the float64 oracle."""
+"""Deviation of each token when a chunk is computed after a second prefix, against the float64 oracle."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_chunk_computed_behind_a_second_prefix_knows_how_its_tokens_deviate(en
     for length, (before, after) in {40: (1, 2), 30: (2, 3), 20: (3, 1)}.items():
         own, other = oracle_kv(shuffled, after), oracle_kv(segments, before)
         wanted = oracle_deviations(own, other)
-        np.testing.assert_allclose(by_length[length], wanted, rtol=6e-3)  # three digits are kept
+        np.testing.assert_allclose(by_length[length], wanted, rtol=6e-3)  # three digits are stored
         assert np.abs(oracle_deviations(other, own) / wanted - 1).max() > 6e-3  # the mutant: relative to the other
 
 
@@ -121,7 +121,7 @@ def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_
             prompt = engine._variants.prompt_of(meta)
             alone = dataclasses.replace(prompt, chunks=(prompt.chunks[0], prompt.chunks[-1]))
             own, other = (kv_of(engine, one) for one in (prompt, alone))
-            # The frame was read, not computed: the same numbers up to the rounding of other shapes, and three digits.
+            # The frame was read, not computed: equal up to rounding in other shapes, and three digits.
             np.testing.assert_allclose(meta.token_deviations, context_deviations(own, other), rtol=2e-2, atol=1e-5)
             assert max(meta.token_deviations) > 0.05, "the tolerance is not what passes"
             assert meta.cci > 0.5 and meta.inter_by_prefix[0] == 0.0 < min(meta.inter_by_prefix[1:])
@@ -215,7 +215,7 @@ def test_a_frame_of_ones_own(demo, tmp_path):
         engine.documents.warm(documents(1))
         report = engine.generate("Who sings?", documents(2)[::-1], max_new_tokens=1).reuse
         assert [one.framed for one in report.per_document] == [False, False, True]
-        engine.documents.warm([{"text": "Emil is a baker."}])  # a passage of the frame is not put behind itself
+        engine.documents.warm([{"text": "Emil is a baker."}])  # a passage of the frame is not placed after itself
         assert not any(len(set(meta.prefix_ids)) < len(meta.prefix_ids) for meta in engine._variants)
 
 

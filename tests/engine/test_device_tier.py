@@ -1,4 +1,4 @@
-"""Chunk-caches on the device change where KV comes from, never what is answered."""
+"""Chunk-caches on the device change where KV is read from, but never the answers."""
 
 import dataclasses
 import weakref
@@ -21,7 +21,7 @@ MODEL = TinyModel(seed=11)
 PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
 ALL = 200 * PAGE
 LEAST = 512 // PAGE_TOKENS + 64
-"""Pages that a pool must have for requests of 512 tokens."""
+"""Pages that a pool needs for requests of 512 tokens."""
 
 LENGTHS = (40, 33, 64, 17)
 SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
@@ -33,7 +33,7 @@ def tiers(report):
 
 
 def same_report(got, wanted):
-    """Reports alike but for seconds, the tier that KV came from, and that what stays on the device is not loaded."""
+    """Compares reports, except for seconds, tiers, and loaded bytes, because KV on the device is not loaded."""
 
     def plain(report):
         documents = [dataclasses.replace(document, tier=None) for document in report.per_document]
@@ -48,7 +48,7 @@ def test_a_closed_engine_holds_no_kv_even_while_it_is_held_itself(device_bytes, 
     stored = []
     hold = HostTier._hold
     monkeypatch.setattr(HostTier, "_hold", lambda tier, kv: stored.append(weakref.ref(kv)) or hold(tier, kv))
-    others = jax.live_arrays()  # held, so that none of them goes meanwhile
+    others = jax.live_arrays()  # referenced, so that none is freed meanwhile
     before = sum(array.nbytes for array in others)
     with MODEL.engine(max_model_len=512, device_cache_bytes=device_bytes) as engine:
         answer(engine, SEGMENTS, "bounded")
@@ -56,7 +56,7 @@ def test_a_closed_engine_holds_no_kv_even_while_it_is_held_itself(device_bytes, 
         assert stored and all(ref() is not None for ref in stored)
     pool_bytes = engine._pool.num_pages * PAGE
     assert held >= before + pool_bytes
-    assert sum(array.nbytes for array in jax.live_arrays()) < before + pool_bytes // 4  # of the params, tables
+    assert sum(array.nbytes for array in jax.live_arrays()) < before + pool_bytes // 4  # of params and tables
     assert all(ref() is None for ref in stored)
     engine.close()
 
@@ -89,7 +89,7 @@ def test_what_is_on_the_device_answers_as_what_is_in_host_memory(settings, reuse
 
 
 def test_one_prompt_from_device_host_and_disk(tmp_path):
-    """One engine whose variants were evicted from some tiers, so that one context has parts of each."""
+    """One engine whose variants are evicted from some tiers, so that one context has parts from each tier."""
     url = f"file://{tmp_path}/store"
     with (
         MODEL.engine(store=url, max_model_len=512, device_cache_bytes=ALL, recompute_ratio=0.2) as engine,
@@ -108,7 +108,7 @@ def test_one_prompt_from_device_host_and_disk(tmp_path):
         assert again[2].reused_tokens == NUM_STORED and again[2].exact
         assert_same(again, answer(other, SEGMENTS, "off"))
         moved = answer(engine, permuted(SEGMENTS, [2, 0, 1, 3]), "bounded")
-        assert set(tiers(moved[2])) == {"device"}  # what was read moved up
+        assert set(tiers(moved[2])) == {"device"}  # variants that were read are promoted
 
 
 def test_what_is_on_the_device_takes_no_time_to_load():
@@ -121,7 +121,7 @@ def test_what_is_on_the_device_takes_no_time_to_load():
 
 
 def test_pages_of_another_variant_are_noticed():
-    """The mutant of the tests above."""
+    """Mutant for the tests above."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as engine:
         wanted = answer(engine, SEGMENTS, "bounded")
         for _, shard in engine._pool._shards.values():
@@ -168,7 +168,7 @@ def test_a_lossy_copy_stays_lossy_on_the_device(tmp_path):
         exact = answer(engine, SEGMENTS, "exact")
         assert exact[2].exact and exact[2].computed_tokens == exact[2].prompt_tokens
         assert_same(exact, answer(engine, SEGMENTS, "off"))
-        again = answer(engine, SEGMENTS, "bounded")  # what mode exact computed took the lossy copies' place
+        again = answer(engine, SEGMENTS, "bounded")  # KV computed in mode exact replaced the lossy copies
         assert again[2].exact and set(tiers(again[2])) == {"device"}
 
 
@@ -199,5 +199,5 @@ def test_budgets_that_cannot_be_are_refused(monkeypatch):
     monkeypatch.setattr(budgets, "free_device_bytes", lambda num_shards: num_shards * ALL)
     with pytest.raises(ConfigError, match=f"device_cache_bytes: wanted at most {ALL} .*got {ALL + 1}"):
         MODEL.engine(device_cache_bytes=ALL + 1)
-    own = {"host_cache_bytes": memory_bytes(), "device_cache_bytes": ALL}  # the device has memory of its own
+    own = {"host_cache_bytes": memory_bytes(), "device_cache_bytes": ALL}  # the device has its own memory
     MODEL.engine(max_model_len=512, **own).close()

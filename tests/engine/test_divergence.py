@@ -1,4 +1,4 @@
-"""KL divergence between rows of logits, against scipy's."""
+"""KL divergence between rows of logits, compared with scipy."""
 
 from __future__ import annotations
 

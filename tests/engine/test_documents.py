@@ -78,7 +78,7 @@ def test_what_belongs_to_what_outlives_a_restart_and_reaches_other_processes(sta
     first = start(store=url)
     other = start(store=url)
     ask(first, ANNA, BOB)
-    ask(first, Document(ANNA.text, "copy"))  # only reused, so no record of a variant could tell
+    ask(first, Document(ANNA.text, "copy"))  # only reused, so no variant's record names it
     first.cache.flush()
     other.cache.refresh()
     wanted = summary(first)
@@ -100,7 +100,7 @@ def test_the_notes_of_evicted_documents_go_after_an_hour(start, url, tmp_path):
     now = [0.0]
     set_clock(engine, now)
     ask(engine, ANNA, BOB)
-    engine.cache.flush()  # what is on its way to disk is not evicted
+    engine.cache.flush()  # queued variants are not evicted
     ask(engine, CARLA, DINO)
     assert len(engine.documents.list()) == 4 and sum(item.variants for item in engine.documents.list()) < 4
     now[0] = documents_module.ERASURE_AGE_S - 1
@@ -139,7 +139,7 @@ def test_a_warmed_document_is_reused_anywhere_and_exactly_in_front(start):
 def test_a_repaired_variant_is_no_warmed_document(start):
     engine = start(recompute_ratio=0.15)
     ask(engine, CARLA, ANNA)
-    assert not ask(engine, ANNA).exact  # and what is kept of that stands behind the system prompt, too
+    assert not ask(engine, ANNA).exact  # which is stored after the system prompt as well
     fidelities = [meta.fidelity for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA)]
     assert len(fidelities) == 2
     assert [item.status for item in engine.documents.warm([ANNA])] == ["computed"]
@@ -194,7 +194,7 @@ def test_what_cannot_be_warmed_is_refused_before_anything_is_computed(start, url
 
 
 def rounds(engine: Engine, number: int) -> None:
-    """Requests over other passages, each used twice, so that unpinned unused variants would go."""
+    """Requests with other passages, each used twice, so that unpinned unused variants are evicted."""
     for count in range(number):
         document = Document(f"Passage {count} about the number {count * count} and nothing else at all.", f"n{count}")
         ask(engine, document)
@@ -255,7 +255,7 @@ def test_more_than_its_share_is_not_pinned(start):
         engine.documents.pin(name)
     with pytest.raises(PinLimitError, match="document_id: wanted at most 3 variants pinned .* got 4 with 'dino'"):
         engine.documents.pin("dino")
-    engine.documents.pin("carla", ttl_s=9)  # in place of the earlier one
+    engine.documents.pin("carla", ttl_s=9)  # replaces the earlier pin
     assert engine.documents.counts.pins == 3
     total = sum(meta.num_bytes for meta in engine._variants)
     (anna,) = (meta for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA))
@@ -314,7 +314,7 @@ def test_an_invalidated_document_is_computed_again_and_leaves_every_tier(start, 
     report = ask(engine, ANNA, BOB)
     assert report.per_document[1].reused_tokens == 0 and report.per_document[2].reused_tokens > 0
     engine.cache.flush()
-    assert ask(engine, ANNA).per_document[1].computed_tokens == 0  # and is cached anew
+    assert ask(engine, ANNA).per_document[1].computed_tokens == 0  # and is cached again
     engine.cache.refresh()
     assert summary(engine)["anna", "1"] == (1, 1)
 
@@ -361,13 +361,13 @@ def test_another_engine_stops_using_it_after_its_next_refresh(start, url, tmp_pa
     ask(first, ANNA, BOB)
     first.cache.flush()
     other.cache.refresh()
-    ask(other, ANNA, BOB)  # now in its memory, too
+    ask(other, ANNA, BOB)  # now also in its memory
     first.documents.invalidate("anna")
-    assert ask(other, ANNA).per_document[1].computed_tokens == 0  # as documented: not before it looks
+    assert ask(other, ANNA).per_document[1].computed_tokens == 0  # as documented: not before its refresh
     other.cache.refresh()
     assert summary(other) == {("bob", "1"): (1, 1)} and not other._store.tiers_of("anna")
     assert ask(other, ANNA).per_document[1].reused_tokens == 0
     other.cache.flush()
     first.cache.refresh()
     other.cache.refresh()
-    assert summary(first)["anna", "1"] == summary(other)["anna", "1"] == (1, 1)  # computed after it: stays
+    assert summary(first)["anna", "1"] == summary(other)["anna", "1"] == (1, 1)  # computed later: stays

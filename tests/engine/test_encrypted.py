@@ -1,4 +1,4 @@
-"""Engines on a store that is encrypted: what one computed the other reuses, and nobody reads it beside them."""
+"""Engines on an encrypted store: each reuses what the other computed, and the files reveal nothing."""
 
 import json
 
@@ -31,7 +31,7 @@ def keys(tmp_path):
 
 
 def traces_of(segments, place) -> set[str]:
-    """In which forms the ids of a passage lie below a directory."""
+    """The encodings in which the ids of a passage occur in files below a directory."""
     forms = {
         "bytes": np.asarray(segments[1], "<i4").tobytes()[:64],
         "json": json.dumps(list(segments[1][:8]), separators=(",", ":"))[:-1].encode(),

@@ -1,4 +1,4 @@
-"""The engine as a library user meets it: arguments, errors, reports, variants, restarts, damaged stores."""
+"""The engine as a library: arguments, errors, reports, variants, restarts, damaged stores."""
 
 import subprocess
 import sys
@@ -81,7 +81,7 @@ def test_a_repaired_order_is_kept_and_serves_the_same_order_next_time():
         assert first.reuse.recomputed_tokens > 0 and again.reuse.recomputed_tokens == 0
         assert again.token_ids == first.token_ids and not again.reuse.exact
         exact = engine.generate_from_tokens(shuffled, max_new_tokens=2, reuse="exact")
-        assert exact.reuse.computed_tokens == len(shuffled[-1]) + 70  # approximate variants are no use to `exact`
+        assert exact.reuse.computed_tokens == len(shuffled[-1]) + 70  # `exact` does not use approximate variants
 
 
 def test_variants_stay_within_their_number_and_bytes():
@@ -134,7 +134,7 @@ def test_bad_settings_are_named(settings, named):
 
 
 def test_a_chip_without_kernels_is_refused_and_serves_with_another_implementation(monkeypatch):
-    """Prefill, decode and warm-up: a card that no block sizes are known for, as this CPU is for Triton."""
+    """In prefill, decode and warm-up: a chip without known block sizes, as this CPU is for Triton."""
     monkeypatch.setitem(dispatch.BEST, "cpu", "triton")
     with pytest.raises(ConfigError, match=r"attention: .*'triton': wanted a chip of .*, got 'cpu'"):
         MODEL.engine()
@@ -185,7 +185,7 @@ def test_too_long_is_an_error_unless_truncated():
         with pytest.raises(ContextLengthError, match="100"):
             engine.generate_from_tokens([[1], [2] * 120], truncate=True)
         roomy = engine.generate_from_tokens(segments, max_new_tokens=None, truncate=True)
-        assert roomy.num_prompt_tokens == 56 and len(roomy.token_ids) == 44  # a quarter of the context, at least
+        assert roomy.num_prompt_tokens == 56 and len(roomy.token_ids) == 44  # at least a quarter of the context
         unbounded = engine.generate_from_tokens(permuted(segments, [0, 1]), max_new_tokens=None)
         assert len(unbounded.token_ids) == 4 and unbounded.finish_reason == "length"
         with pytest.raises(ContextLengthError, match="100"):
@@ -251,7 +251,7 @@ def test_streamed_tokens_are_those_of_the_response():
     assert tuple(token for delta in deltas for token in delta.token_ids) == response.token_ids
     assert len(response.token_ids) == 7 and response.ttft_s <= response.total_s
     assert [len(token.top) for token in response.logprobs] == [2] * 7
-    assert all(token.top[0][0] == token.token_id for token in response.logprobs)  # greedy draws the likeliest
+    assert all(token.top[0][0] == token.token_id for token in response.logprobs)  # greedy: the likeliest token
 
 
 def test_a_closed_engine_says_so():
@@ -272,7 +272,7 @@ with few_shapes():
 
 
 def serve_once(url):
-    """What was reused, whether that was exact, from where, and the tokens of the answer."""
+    """Reused tokens, whether reuse was exact, tiers, and the tokens of the answer."""
     with TinyModel(seed=2).engine(store=url) as engine:
         response = engine.generate_from_tokens(segments_of([40, 30, 50]), max_new_tokens=5)
     tiers = {str(document.tier) for document in response.reuse.per_document}
@@ -317,14 +317,14 @@ def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):
         assert response.token_ids == wanted
         assert response.reuse.failed_loads == 2 and response.reuse.exact
         assert engine.cache.usage()["disk"].corrupt == 2
-    with MODEL.engine(store=url) as engine:  # what was damaged has been written anew
+    with MODEL.engine(store=url) as engine:  # the damaged shards were rewritten
         healed = engine.generate_from_tokens(segments, max_new_tokens=6)
         assert healed.token_ids == wanted and healed.reuse.failed_loads == 0
         assert healed.reuse.computed_tokens == len(segments[-1])
 
 
 def test_a_first_passage_behind_others_is_repaired():
-    """Its old prefix is the system prompt alone, which stands in every prefix and says nothing about the passages."""
+    """Its old prefix is only the system prompt, which is in every prefix and says nothing about the passages."""
     segments = segments_of([40, 30, 50])
     with MODEL.engine() as engine:
         for first in range(3):  # each passage is stored as the first one
@@ -381,9 +381,9 @@ def test_pins_are_released_after_answers_cancellations_and_failures(tmp_path, mo
         next(stream)
         assert engine._store._pins
         stream.close()
-        engine.generate_from_tokens(segments, max_new_tokens=2)  # behind what was closed
+        engine.generate_from_tokens(segments, max_new_tokens=2)  # after the closed stream
         monkeypatch.setattr("ccjax.runner.decode.paged_decode_step", None)
-        with pytest.raises(TypeError):  # each time it is tried again, the prefill draws a token without that step
+        with pytest.raises(TypeError):  # each retry of the prefill samples a token without that step
             engine.generate_from_tokens(segments, max_new_tokens=8)
         assert not engine._store._pins
         everything = [meta.variant_id for meta in engine._variants]

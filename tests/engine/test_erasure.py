@@ -1,4 +1,4 @@
-"""Erasing documents: no trace is left in any tier, whatever other processes, restarts and failing disks do."""
+"""Erasing documents: nothing remains in any tier, in spite of other processes, restarts and failing disks."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def url(tmp_path) -> str:
 
 @pytest.fixture
 def cataloged(monkeypatch, tmp_path):
-    """From the second flush on there is a catalog, which has copies of all records; returns what is in its parts."""
+    """Writes a catalog with copies of all records from the second flush on; returns a function that reads its parts."""
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
     return lambda: b"".join(data for path, data in files(tmp_path).items() if path.parent.name == "catalog")
 
 
 def fill(engine: Engine) -> None:
-    """ANNA in front of others, behind them, and KV of others that was repaired on top of what had seen her."""
+    """ANNA before and after other documents, and repaired KV of others whose computation attended to her."""
     ask(engine, ANNA, BOB, CARLA)
     ask(engine, CARLA, ANNA, BOB)
     ask(engine, DINO, BOB, CARLA)
@@ -84,7 +84,7 @@ def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
     assert derived, "KV behind DINO was taken over from behind ANNA: its record must say so"
     rows = rows_of(engine, [meta.variant_id for meta in tainted])
     needles = [*rows, as_json(ids_of(engine, ANNA)), b"anna"]
-    assert all(where(tmp_path, [needle]) for needle in needles)  # the search finds what is there
+    assert all(where(tmp_path, [needle]) for needle in needles)  # the search finds existing traces
     untouched = {meta.variant_id for meta in engine._variants} - {meta.variant_id for meta in tainted}
     removal = engine.documents.erase("anna")
     assert (removal.chunks, removal.variants) == (1, len(tainted)) and removal.num_bytes["disk"] > 0
@@ -130,7 +130,7 @@ def test_copies_of_what_was_stored_late_go_with_it(start, url, tmp_path, catalog
     ask(other, CARLA, ANNA)
     other.cache.flush()
     assert as_json(ids_of(first, ANNA)) in cataloged()
-    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)  # so few changes alone make no new one
+    monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)  # too few changes for a new catalog
     first.cache.refresh()
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
 
@@ -144,7 +144,7 @@ def test_records_that_were_never_looked_into_are_not_used_once_erased(start, url
     kept = {path: data for path, data in files(tmp_path).items() if {"records", "data"} & set(path.parts)}
     first.documents.erase("anna")
     assert where(tmp_path, needles) == []
-    for path, data in kept.items():  # as if another process had stored it again, without knowing
+    for path, data in kept.items():  # as if another process had stored it again, unaware of the erasure
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
     chunk_ids = [chunk.chunk_id for chunk in late._assemble(request_of(CARLA, ANNA, BOB)).chunks]
@@ -154,11 +154,11 @@ def test_records_that_were_never_looked_into_are_not_used_once_erased(start, url
 
     assert found(late._variants.peek) & tainted
     cached = late.documents._documents
-    cached.registry.apply_changes(*cached.fetch())  # knows of the erasure, and dropped nothing yet
+    cached.registry.apply_changes(*cached.fetch())  # knows of the erasure, but has dropped nothing yet
     before = late._variants.ids()
     assert found(late._variants.peek) and not found(late._variants.peek) & tainted
     assert not {meta.variant_id for meta in late._variants} & tainted
-    assert late._variants.ids() == before and not late._variants._origins  # to look changes nothing
+    assert late._variants.ids() == before and not late._variants._origins  # reading changes nothing
     other.cache.refresh()
     assert tainted.isdisjoint(other._variants.ids()) and where(tmp_path, needles) == []
     assert found(late._variants.of_chunks) and not found(late._variants.of_chunks) & tainted
@@ -195,7 +195,7 @@ def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
     report = engine.cache.restore_snapshot(tmp_path / "snapshot")
     engine.cache.flush()
     assert (report.num_erased, report.num_present) == (len(tainted), held - len(tainted))
-    assert engine.cache.usage()["disk"].writes == written  # not for a moment
+    assert engine.cache.usage()["disk"].writes == written  # not written even temporarily
     index = inspect_snapshot(tmp_path / "snapshot")
     engine._variants.restore((variant.record, variant.frequency_reuse) for variant in index.variants)
     assert where(tmp_path, needles) == [] and tainted.isdisjoint(engine._variants.ids())
@@ -205,7 +205,7 @@ def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
     for variant_id in again:
         engine._variants.discard(variant_id)
     assert engine.cache.restore_snapshot(tmp_path / "later").num_erased == 0
-    assert {meta.variant_id for meta in seen_by(engine, ANNA)} == again != set()  # sent once more, after the erasure
+    assert {meta.variant_id for meta in seen_by(engine, ANNA)} == again != set()  # sent again after the erasure
 
 
 def test_an_invalidation_leaves_what_stood_behind_it(start):
@@ -241,13 +241,13 @@ def test_a_write_in_the_queue_is_erased_too(start, url, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TensorStoreTier, "write", slow)
     ask(engine, ANNA, BOB)
-    assert entered.wait(120)  # the system prompt's is under way, the others wait
+    assert entered.wait(120)  # the system prompt is being written, the others wait
     rows = rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)])
     outcomes: list[Any] = []
     erasing = threading.Thread(target=lambda: outcomes.append(engine.documents.erase("anna")))
     erasing.start()
     erasing.join(0.2)
-    assert erasing.is_alive()  # it does not return before the queue is settled
+    assert erasing.is_alive()  # it does not return before the queue is processed
     gate.set()
     erasing.join(120)
     assert outcomes[0].variants == 2 and where(tmp_path, [*rows, as_json(ids_of(engine, ANNA))]) == []
@@ -270,7 +270,7 @@ def test_quarantine_and_parts_of_killed_writes_are_erased_too(start, url, tmp_pa
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, matches) -> list[str]:
-    """Deletions of matching keys fail while the list that is returned is empty."""
+    """Makes deletions of matching keys fail while the returned list is empty."""
     relent: list[str] = []
     delete = FileRoot.delete
 
@@ -355,7 +355,7 @@ def test_erase_in_one_engine_reaches_the_memory_of_another_and_what_it_stores_la
     ask(other, ANNA, BOB)
     rows = rows_of(first, [meta.variant_id for meta in seen_by(first, ANNA)])
     first.documents.erase("anna")
-    ask(other, CARLA, ANNA)  # does not know yet: it uses her, and stores what it computed behind her, and her anew
+    ask(other, CARLA, ANNA)  # unaware of the erasure: uses her, and stores her and what it computed after her
     other.cache.flush()
     assert where(tmp_path, [as_json(ids_of(first, ANNA))])
     first.cache.refresh()
@@ -367,7 +367,7 @@ def test_erase_in_one_engine_reaches_the_memory_of_another_and_what_it_stores_la
     ask(other, ANNA)
     other.cache.flush()
     first.cache.refresh()
-    assert seen_by(first, ANNA) and seen_by(other, ANNA)  # sent once more, after the erasure: a new document
+    assert seen_by(first, ANNA) and seen_by(other, ANNA)  # sent again after the erasure: a new document
 
 
 def test_what_another_engine_stores_while_an_erasure_runs_goes_at_once(start, url, tmp_path, monkeypatch):
@@ -379,7 +379,7 @@ def test_what_another_engine_stores_while_an_erasure_runs_goes_at_once(start, ur
     def erase_before_other_writes(condemned, **options):
         remaining = erase(condemned, **options)
         if not rounds:
-            ask(other, CARLA, ANNA)  # does not know yet
+            ask(other, CARLA, ANNA)  # not aware of it yet
             other.cache.flush()
             first._store.refresh()
             print(
@@ -417,7 +417,7 @@ def test_others_hear_of_an_erasure_when_it_begins_and_when_it_is_over(start, url
 
 
 def test_what_was_computed_anew_after_an_erasure_is_left_alone_by_who_only_heard_of_it_then(start, url, tmp_path):
-    """The third engine hears of the new variants, which have the names of the old ones, before it hears of the erasure,
+    """The third engine learns of the new variants, which have the ids of the old ones, before it learns of the erasure,
     and has the old ones in memory."""
     first, other, third = start(store=url), start(store=url), start(store=url)
     ask(first, ANNA, BOB)
@@ -455,9 +455,9 @@ def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, 
         remaining = erase(condemned, **options)
         if not rounds:
             other.cache.refresh()
-            ask(other, ANNA)  # knows
+            ask(other, ANNA)  # aware of the erasure
             other.cache.flush()
-            ask(late, ANNA, CARLA)  # does not know yet
+            ask(late, ANNA, CARLA)  # not aware of it yet
             late.cache.flush()
             first._store.refresh()
         rounds.append(set(condemned))
@@ -472,7 +472,7 @@ def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, 
 
 
 def test_what_another_process_stored_under_the_same_name_counts_with_where_it_came_from(start, url):
-    """Its KV was repaired on top of what had seen DINO; that of the copy in memory was not."""
+    """Its KV was repaired with KV that had attended to DINO; that of the copy in memory was not."""
     first, other = start(store=url), start(store=url)
     ask(first, DINO)
     ask(first, ANNA)
@@ -502,7 +502,7 @@ def test_after_an_hour_the_erasure_itself_is_forgotten(start, url, tmp_path):
     engine.cache.flush()
     key = key_of(engine, ANNA).encode()
     engine.documents.erase("anna")
-    assert len(where(tmp_path, [key])) == 1  # the note that stops late writers
+    assert len(where(tmp_path, [key])) == 1  # the note that rejects late writers
     now[0] += documents_module.ERASURE_AGE_S + 1
     engine.cache.refresh()
     assert where(tmp_path, [key]) == [] and not engine.documents._documents.registry._erasures
@@ -520,7 +520,7 @@ def test_text_that_two_erased_documents_share_goes_with_the_second_even_while_th
     engine.cache.flush()
     relent = refuse(monkeypatch, lambda key: "/notes/link" in key)
     with pytest.raises(EraseIncompleteError):
-        engine.documents.erase("anna")  # keeps the text, "copy" has it, but cannot delete its own notes
+        engine.documents.erase("anna")  # keeps the text, which "copy" shares, but cannot delete its own notes
     with pytest.raises(EraseIncompleteError):
         engine.documents.erase("copy")
     relent.append("now")

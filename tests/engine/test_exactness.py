@@ -1,5 +1,5 @@
-"""Answers over exact reuse are those of a full prefill, token for token, whatever else goes on: requests reordered in
-line and run together, tiers too small for what is asked, answers begun from passages that a search gave up."""
+"""Answers with exact reuse equal those of a full prefill, token for token, under any load: reordered and batched
+requests, tiers too small for the passages, answers begun from passages that a search later replaced."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ SYSTEM, *PASSAGES, FIRST = draw_segments(np.random.default_rng(31), LENGTHS)
 QUESTIONS = (FIRST, *(draw_segments(np.random.default_rng(seed), [], question=5 + seed)[-1] for seed in (1, 2)))
 LONGEST = 288
 POOL_BYTES = (LONGEST // PAGE_TOKENS + 64) * SPEC.num_bytes(PAGE_TOKENS)
-"""The smallest pool there is, less than as many requests need as may run. One for all: steps are compiled for it."""
+"""The smallest possible pool; the allowed number of running requests needs more. One size for all tests, because
+steps are compiled for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One request.
+    """A request of an example.
 
     Attributes:
       order: its passages.
-      is_drawn: its tokens are drawn from the distribution, not the likeliest.
-      offers: what a search finds before it has found `order`; None where nothing is searched for.
-      waits: how many of the offers are answered to the first token before the search goes on.
-      is_given_up: it is cancelled as soon as it is in line.
+      is_drawn: its tokens are sampled, not greedy.
+      offers: passages that a staged search finds before `order`; None without a search.
+      waits: number of offers whose answer gets its first token before the search continues.
+      is_given_up: it is cancelled as soon as it is queued.
     """
 
     order: tuple[int, ...]
@@ -64,7 +65,7 @@ class Asked:
 ORDERS = st.permutations(range(len(PASSAGES))).flatmap(
     lambda order: st.integers(0, 4).map(lambda count: tuple(order[:count]))
 )
-"""Any passages in any order; and below some lists more often than others, as of a cache."""
+"""Any passages in any order; some lists below are more frequent, as with a cache."""
 POPULAR = st.sampled_from([(0, 1, 2), (0, 1, 2, 3), (1, 0, 2, 3), (2, 1, 0), (4, 5, 0, 1)])
 LISTS = ORDERS | POPULAR
 
@@ -85,18 +86,18 @@ def asked(draw: st.DrawFn) -> Asked:
 
 
 WAVES = st.lists(st.lists(asked(), min_size=3, max_size=9), min_size=2, max_size=4)
-"""Requests that are in line together, and such lines one after the other."""
+"""Waves, one after the other, of requests that are queued together."""
 
 
 def _crowd() -> list[list[Asked]]:
-    """More passages behind more prefixes than any tier holds, in two lines, some asked for again, searched for in vain
-    or in time, and given up; then two lists of the same passages, each as what the other one left is cached."""
+    """More passages after more prefixes than any tier holds, in two waves, some repeated, with correct and wrong
+    speculation, and cancelled; then two lists of the same passages, each while KV of the other one is cached."""
     random = np.random.default_rng(5)
     lines = []
     for _ in range(2):
         line, order = [], (0, 1, 2, 3)
         for number in range(9):
-            if number % 2:  # the same before its last two passages, in another order
+            if number % 2:  # repeats the previous order with its first two passages swapped
                 order = (order[1], order[0], *order[2:])
             else:
                 order = tuple(int(index) for index in random.permutation(len(PASSAGES))[:4])
@@ -109,12 +110,12 @@ def _crowd() -> list[list[Asked]]:
 
 CROWD = _crowd()
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
-"""An example takes seconds: what fails is not made smaller."""
+"""An example takes seconds, so failures are not shrunk."""
 
 
 @functools.cache
 def full_engine() -> Engine:
-    """Answers from a prefill of the whole prompt, one request at a time."""
+    """Answers with a full prefill, one request at a time."""
     return MODEL.engine(max_model_len=LONGEST, strategy="full", device_cache_bytes=POOL_BYTES)
 
 
@@ -125,7 +126,7 @@ def full(one: Asked) -> Response:
 
 @pytest.fixture(scope="module", autouse=True)
 def closed() -> Iterator[None]:
-    """What all tests held against the full prefill is done."""
+    """Closes the full-prefill engine after all tests."""
     yield
     if full_engine.cache_info().currsize:
         full_engine().close()
@@ -134,7 +135,7 @@ def closed() -> Iterator[None]:
 
 
 class Answer:
-    """What one request was answered; `finish` submits the final one where a search came first."""
+    """The answer to one request; `finish` submits the final request after a search."""
 
     def __init__(self, engine: Engine, one: Asked, reuse: str) -> None:
         self.engine, self.one, self.reuse = engine, one, reuse
@@ -157,7 +158,7 @@ class Answer:
         )
 
     def look(self) -> None:
-        """The search, as far as it is not through."""
+        """Advances the search if it is not finished."""
         for number, offer in enumerate(self.one.offers or ()):
             assert self.search is not None
             self.search.offer(found(offer))
@@ -179,7 +180,7 @@ class Answer:
         return bool(self.events) and (isinstance(self.events[-1], Exception) or self.events[-1].response is not None)
 
     def check(self) -> Response | None:
-        """The response, once it is what it should be: None where the request was given up in time."""
+        """Checks the response and returns it; None if the request was cancelled in time."""
         wait_until(lambda: self.is_over, timeout_s=120)
         last = self.events[-1]
         if isinstance(last, CancelledError) and self.one.is_given_up:
@@ -193,12 +194,12 @@ class Answer:
 
 
 def found(order: Sequence[int]) -> tuple[Document, ...]:
-    """What a search gives."""
+    """The documents that a search finds."""
     return tuple(Document(text=f"passage {index}", id=str(index)) for index in order)
 
 
 def test_answers_are_those_of_a_full_prefill():
-    """One test for all: what the random lines must have brought about is looked at in the end."""
+    """One test for all: at the end it checks which situations the random waves have covered."""
     seen: collections.Counter[str] = collections.Counter()
 
     @given(
@@ -246,7 +247,7 @@ def test_answers_are_those_of_a_full_prefill():
 
 
 def run(engine: Engine, wave: Sequence[Asked], reuse: str, seen: collections.Counter[str]) -> None:
-    """All of a line, together."""
+    """Runs all requests of a wave concurrently."""
     answers = [Answer(engine, one, reuse) for one in wave]
     for answer in answers:
         answer.look()
@@ -264,5 +265,5 @@ def run(engine: Engine, wave: Sequence[Asked], reuse: str, seen: collections.Cou
         if answer.search is not None:
             seen["right"] += answer.search.was_right is True
             seen["wrong"] += answer.search.num_started - (answer.search.was_right is True)
-    late = [number for number in started if answers[number].search is None]  # who was not begun before the line was
+    late = [number for number in started if answers[number].search is None]  # not begun before the wave was queued
     seen["reordered"] += late != sorted(late)

@@ -1,5 +1,5 @@
-"""Engines on one store and one shared index: what one stored, evicted or erased the others know when they plan next,
-whatever happens to the index."""
+"""Engines on one store and one shared index: each knows what the others stored, evicted or erased when it makes its
+next plan, whatever happens to the index."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def url(tmp_path) -> str:
 
 @pytest.fixture
 def index_url(request, index_url) -> str:
-    """Namespaces are those of the model, so each test needs an index to itself."""
+    """All tests use the model's namespace, so each needs its own index."""
     if index_url.startswith("redis"):
         request.getfixturevalue("common_redis").run("FLUSHALL")
     return index_url
@@ -47,7 +47,7 @@ def index_url(request, index_url) -> str:
 
 @pytest.fixture
 def start(url):
-    """`start(index, **settings)` is an engine on the store that all of a test's engines share."""
+    """`start(index, **settings)` returns an engine on the store that all engines of a test share."""
     with contextlib.ExitStack() as engines:
         yield lambda index, **settings: engines.enter_context(
             MODEL.engine(**{"store": url, "store_index": index, **settings})
@@ -59,7 +59,7 @@ def answer(engine, segments=SEGMENTS, **options):
 
 
 def only_by_requests(engine) -> None:
-    """From now on nothing but a request takes in what has come."""
+    """From now on, only requests apply received changes."""
     engine._watcher.close()
 
 
@@ -73,7 +73,7 @@ def others(seed: int):
 
 @contextlib.contextmanager
 def constant_load(engine):
-    """Requests follow each other without a pause, two at a time; yields the list of all that failed."""
+    """Runs requests without a pause, two at a time; yields the list of failures."""
     is_over, failed = threading.Event(), []
     seeds = itertools.count(1000)
 
@@ -104,7 +104,7 @@ def test_the_next_request_reuses_what_another_engine_just_stored(start, index_ur
     monkeypatch.setattr(second.cache, "refresh", refuse)
     wanted = answer(first)
     first.cache.flush()
-    wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)  # with no request at all
+    wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)  # without any request
     got = answer(second)
     assert got.token_ids == wanted.token_ids
     assert (got.reuse.computed_tokens, got.reuse.recomputed_tokens) == (NUM_QUESTION_TOKENS, 0)
@@ -130,7 +130,7 @@ def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the
     answer(first)
     first.cache.flush()
     wait_until(lambda: len(second._store.change_feed._added) == NUM_CHUNKS)
-    assert second.cache.num_variants == NUM_CHUNKS and threads == []  # its own
+    assert second.cache.num_variants == NUM_CHUNKS and threads == []  # its own variants
     for name in ("read", "names"):
         monkeypatch.setattr(second._store._disk._root, name, refuse)
     assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
@@ -187,7 +187,7 @@ def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, inde
     assert second._variants.changes.last([meta.chunk_id for meta in first._variants]) > before
 
 
-# -- what another engine took out ------------------------------------------------------------------------------------
+# -- what another engine evicted -------------------------------------------------------------------------------------
 
 
 def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch):
@@ -196,7 +196,7 @@ def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch)
     answer(first)
     first.cache.flush()
     wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
-    answer(second, [*SEGMENTS[:2], SEGMENTS[-1]])  # the system prompt and a passage: in its memory from now on
+    answer(second, [*SEGMENTS[:2], SEGMENTS[-1]])  # the system prompt and a passage, now in its memory
     for meta in tuple(first._variants):
         first._variants.discard(meta.variant_id)
     wait_until(lambda: second.cache.num_variants == 2)
@@ -206,7 +206,7 @@ def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch)
 
 
 def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, monkeypatch):
-    """Else it would not be known which texts a repaired chunk has seen, and no erasure of those would find it."""
+    """Otherwise the texts that a repaired chunk attended to would be unknown, and their erasure would miss it."""
     first, second = start(index_url), start(index_url, max_num_batched_tokens=16, strategy="reuse", host_cache_bytes=1)
     answer(first)
     first.cache.flush()
@@ -218,7 +218,7 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
             gone = {meta.variant_id for meta in tuple(first._variants)}
             for variant_id in gone:
                 first._variants.discard(variant_id)
-            news, followed = second._store.change_feed, second._store._watcher  # where what is pinned stays for now
+            news, followed = second._store.change_feed, second._store._watcher  # keeps pinned variants for now
             wait_until(
                 lambda: gone <= {*tuple(news._removed), *(key for key, _ in tuple(followed._unapplied_removals))}
             )
@@ -233,7 +233,7 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
     report = answer(second, [*permuted(SEGMENTS, (3, 2, 1, 0))[:-1], [5] * 40, SEGMENTS[-1]]).reuse
     assert report.reused_tokens > 0 and report.failed_loads == 0
     assert len(known) == NUM_CHUNKS and all(known)
-    wait_until(lambda: second.cache.num_variants == 1)  # the fifth passage; the others' are gone
+    wait_until(lambda: second.cache.num_variants == 1)  # the fifth passage; the others are gone
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +307,7 @@ def test_two_processes_with_the_same_prompt_compute_it_once(url, tmp_path):
     first, second = sorted(results, key=lambda result: result["reused"])
     assert first["tokens"] == second["tokens"]
     assert first["reused"] == 0 and second["computed"] == NUM_QUESTION_TOKENS and second["recomputed"] == 0
-    assert not list(tmp_path.glob("store/*/leases/*"))  # the root's were not needed
+    assert not list(tmp_path.glob("store/*/leases/*"))  # no leases in the root
 
 
 def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, common_redis, start, tmp_path):
@@ -329,11 +329,11 @@ def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, common_redis, s
     assert report.computed_tokens == sum(map(len, SEGMENTS))
 
 
-# -- an index that is away, lost, or unknown to some -------------------------------------------------------------------
+# -- an index that is unreachable, lost, or used only by some ----------------------------------------------------------
 
 
 def shares(giver, taker, segments) -> bool:
-    """True if what one answers now the other soon reuses, without a refresh."""
+    """True if `taker` soon reuses, without a refresh, what `giver` computes now."""
     expected = answer(giver, segments).token_ids
     giver.cache.flush()
     wait_until(lambda: giver._variants.chunk_ids() <= taker._variants.chunk_ids(), timeout_s=120)
@@ -356,7 +356,7 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
     if way != "flushed":
         for engine in (first, second):
             wait_until(lambda engine=engine: not engine.cache.change_feed_counts.is_up)
-        asked = []  # calls that wait for an index that is away
+        asked = []  # calls that wait for an unreachable index
         begin = Outage.begin
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -372,11 +372,11 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
     elif way == "stopped":
         stopped.__exit__(None, None, None)
     wait_until(lambda: first.cache.change_feed_counts.is_up and second.cache.change_feed_counts.is_up)
-    wait_until(lambda: second.cache.num_variants == first.cache.num_variants)  # what was stored meanwhile, too
+    wait_until(lambda: second.cache.num_variants == first.cache.num_variants)  # including variants stored meanwhile
     assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert shares(first, second, others(2)) and shares(second, first, others(3))
     logged = [one.getMessage() for one in caplog.records if "index" in one.getMessage()]
-    assert len(logged) == (0 if way == "flushed" else 4), logged  # away and back, for each engine
+    assert len(logged) == (0 if way == "flushed" else 4), logged  # outage and recovery, for each engine
 
 
 def test_a_lost_sqlite_file_is_made_anew_and_the_store_listed(start, tmp_path):

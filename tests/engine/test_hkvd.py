@@ -1,4 +1,4 @@
-"""CacheBlend's choice by deviation, layer by layer, against the slow float64 oracle; and what is reported of it."""
+"""CacheBlend's choice by deviation, layer by layer, against the slow float64 oracle; and its report."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from tests.engine.test_selective import MODEL, World, computed_offsets
 
 SPEC = kv_spec_of(MODEL.config, "float32")
 COUNTS = (141, 60, 60, 31, 9)
-"""Of the segments s is reused as it is, d, b, a and c are blended, n and the question are computed."""
+"""Segment s is reused unchanged; d, b, a and c are blended; n and the question are computed."""
 
 
 def blended(world):
@@ -26,7 +26,7 @@ def blended(world):
 
 
 def run(world, plan, *, mutate=lambda kv: kv, cuts=()):
-    """Logits of the last token, and the job: of packs that end at `cuts` of the computed tokens."""
+    """Logits of the last token, and the job; packs end at `cuts` of the computed tokens."""
     pool = DevicePool(SPEC, SPEC.num_bytes(40 * PAGE_TOKENS))
     model = DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket = Memory(lambda variant, first, last: mutate(world.read_layers(variant, first, last)))
@@ -41,7 +41,7 @@ def run(world, plan, *, mutate=lambda kv: kv, cuts=()):
 
 
 def oracle(world, plan, counts=COUNTS):
-    """The same by definition; the rows of each layer too."""
+    """The same by definition, with the rows of each layer."""
     is_candidate = np.zeros(plan.num_tokens, bool)
     for segment in plan.segments:
         is_candidate[segment.start + np.asarray(segment.recompute_offsets, int)] = True
@@ -74,7 +74,7 @@ def test_what_deviates_most_is_computed_and_the_rest_reused():
     assert job.result.repaired_tokens == {index: int((segment_of == index).sum()) for index in (1, 3, 4, 5)}
     assert sum(job.result.repaired_tokens.values()) == COUNTS[1]
     assert job.result.unrepaired == {1, 3, 4, 5}
-    # Mutants: one more token on one layer; keys that are off by a little, which changes who deviates.
+    # Mutants: one more token in one layer; slightly wrong keys, which change the deviations.
     assert np.abs(oracle(world, plan, (141, 60, 60, 32, 9))[0] - wanted).max() > 10 * TOLERANCE
     assert np.abs(run(world, plan, mutate=lambda kv: kv * 1.01)[0] - wanted).max() > 10 * TOLERANCE
 
@@ -92,7 +92,7 @@ def test_a_piece_keeps_its_share():
     world = World(seed=5)
     plan = blended(world)
     _, job = run(world, plan, cuts=(100,))
-    candidates = 33 + 20 + 22  # of the first 100 computed tokens, 25 belong to the chunk that is computed
+    candidates = 33 + 20 + 22  # 25 of the first 100 computed tokens are of the computed chunk
     shares = [-(-count * candidates // 141) + -(-count * (141 - candidates) // 141) for count in COUNTS]
     assert job.result.computed_token_layers == sum(shares) + 5 * (25 + 8)
 

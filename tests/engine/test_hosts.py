@@ -1,4 +1,4 @@
-"""One model over two processes: the identities hold, and answers are those of one device."""
+"""One model over two processes: the identities hold, and answers equal those of one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.test_identities import answer, assert_same
 from tests.oracles import llama_forward
 
 MODEL = TinyModel(num_attention_heads=8, num_key_value_heads=2, head_dim=16, vocab_size=96)
-"""Each kv head is on one process, on both of its devices where it has two, which is sent half of a chunk."""
+"""Each kv head is in one process, on both of its devices if it has two; each process receives half of a chunk."""
 
 _DEVICES = "--xla_force_host_platform_device_count="
 
@@ -52,7 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(tmp_path: Path, directory: Path, num_devices: int, **settings: Any) -> list[dict[str, Any]]:
-    """What each process printed."""
+    """The JSON lines that each process printed."""
     asked = {
         "model": str(directory),
         "settings": {"tensor_parallel_size": 2 * num_devices, "max_model_len": 512, "dtype": "float32", **settings},
@@ -99,11 +99,11 @@ def test_two_processes_compute_what_one_device_does(tmp_path, directory, num_dev
             assert_same((tuple(got["tokens"]), got["logprobs"]), one)
             assert (got["reused"], got["recomputed"]) == (one[2].reused_tokens, one[2].recomputed_tokens)
         plain = answer(single, PERMUTED, "off")
-    # The first time nothing is there, then all but the question; a new order is repaired, or left as it is.
+    # At first nothing is stored, then everything but the question; a new order is repaired, or reused unchanged.
     assert [got["reused"] for got in leader["answers"][:4]] == [0, 0, *2 * [total - question]]
     assert leader["answers"][5]["recomputed"] > 0 and leader["answers"][6]["tokens"] == list(plain[0])
 
-    # Each process has read its half of the weights, and norms and embeddings that are not split.
+    # Each process has read its half of the weights, and the norms and embeddings, which are not split.
     num_bytes = sum(weight.nbytes for weight in MODEL.weights.values())
     for process in (leader, follower):
         assert 0.5 * num_bytes <= process["num_read"] < 0.6 * num_bytes

@@ -1,4 +1,4 @@
-"""Identities that hold on every path: reuse that should change nothing changes nothing."""
+"""Identities on every path: exact reuse changes nothing."""
 
 import itertools
 
@@ -85,7 +85,7 @@ def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(se
 
 
 def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
-    """The mutant of the identities above: without recompute the tolerance is exceeded by far."""
+    """Mutant for the identities above: without recompute the error far exceeds the tolerance."""
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     shuffled = permuted(segments, [2, 1, 0])
     with MODEL.engine(strategy="reuse") as engine:
@@ -113,7 +113,7 @@ def test_an_empty_system_prompt_and_no_passages():
 
 
 def _plan(lengths, actions):
-    """A plan over passages without a system prompt; `actions`: recompute offsets of a reused one, None = compute."""
+    """A plan for passages without a system prompt; `actions`: recompute offsets of a reused one, None to compute it."""
     segments, start = [], 0
     for number, (length, offsets) in enumerate(zip(lengths, actions, strict=True)):
         kind = {"action": "compute"}
@@ -126,7 +126,7 @@ def _plan(lengths, actions):
 
 
 def test_recomputed_rows_leave_nothing_of_the_cached_ones():
-    """All offsets of a reused chunk recomputed: even NaN in its stored KV must not show."""
+    """If all offsets of a reused chunk are recomputed, even NaN in its stored KV has no effect."""
     lengths = [20, 33, 9]
     tokens = np.random.default_rng(5).integers(0, 97, sum(lengths)).astype(np.int32)
     model = DeviceModel(MODEL.loaded.params, MODEL.config)
@@ -143,7 +143,7 @@ def test_recomputed_rows_leave_nothing_of_the_cached_ones():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_recomputing_every_row_of_every_reused_chunk_is_full_prefill(seed):
-    """The merge path itself: k chunks of stored nonsense, each row of each recomputed, beside computed ones."""
+    """Tests merging: k chunks of meaningless stored KV, all rows recomputed, next to computed chunks."""
     random = np.random.default_rng(seed)
     lengths = [int(length) for length in random.integers(1, 60, random.integers(1, 9))] + [9]
     actions = [range(length) if random.random() < 0.7 else None for length in lengths[:-1]] + [None]

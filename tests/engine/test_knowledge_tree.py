@@ -1,4 +1,4 @@
-"""RAGCache's knowledge tree over a real engine: parents stay while a child is cached, and answers stay the same."""
+"""RAGCache's knowledge tree in an engine: parents stay while a child is cached, and answers do not change."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TOKEN = kv_spec_of(MODEL.config, "float32").num_bytes(1)
 
 
 def held(engine) -> dict[str, VariantMeta]:
-    """What memory holds, by id."""
+    """The variants in memory, by id."""
     metas = {meta.variant_id: meta for meta in engine._variants}
     return {key: meta for key, meta in metas.items() if "host" in engine._store.tiers_of(key)}
 
 
 def check_tree(engine) -> None:
-    """Of each chain in memory, all that comes before is there as well."""
+    """Checks that all ancestors of each variant in memory are there as well."""
     metas = held(engine)
     chains = {(*meta.prefix_ids, meta.chunk_id) for meta in metas.values() if meta.fidelity == "exact"}
     assert all(chain[:-1] in chains for chain in chains if len(chain) > 1)

@@ -1,4 +1,5 @@
-"""An 8-bit store below the engine: its copies are approximate in every report, never serve mode `exact`, give way."""
+"""An engine with an 8-bit store: reports call its copies approximate, mode `exact` never uses them, exact KV replaces
+them."""
 
 import numpy as np
 import pytest
@@ -20,13 +21,13 @@ NUM_STORED = sum(map(len, SEGMENTS[:-1]))
 
 @pytest.fixture
 def url(tmp_path):
-    """An int8 store that holds system prompt and passages."""
+    """An int8 store with system prompt and passages."""
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         report = ask(engine)
         assert report.exact and report.computed_tokens == report.prompt_tokens
         again = ask(engine)
-        assert again.exact and again.reused_tokens == NUM_STORED  # the host's copies, as they were computed
+        assert again.exact and again.reused_tokens == NUM_STORED  # the exact copies in host memory
     return url
 
 
@@ -43,7 +44,7 @@ def test_after_a_restart_reuse_is_approximate_and_says_so(url, host_bytes):
     with MODEL.engine(store=url, disk_kv_dtype="int8", host_cache_bytes=host_bytes) as engine:
         assert len(lossy(engine)) == engine.cache.num_variants == 4
         plain = answer(engine, SEGMENTS, "off")
-        for _ in range(2):  # from disk, then from memory where there is some
+        for _ in range(2):  # from disk, then from host memory if there is any
             reused = answer(engine, SEGMENTS, "bounded")
             report = reused[2]
             assert not report.exact and not any(document.exact for document in report.per_document)
@@ -79,7 +80,7 @@ def test_what_mode_exact_computed_takes_the_place_of_the_lossy_copies_once(url, 
         for reuse in ("exact", "bounded"):
             report = ask(engine, reuse=reuse)
             assert report.exact and report.reused_tokens == NUM_STORED and len(stored) == 8
-        assert engine.cache.usage()["disk"].writes == written  # the disk has its copy already
+        assert engine.cache.usage()["disk"].writes == written  # the disk already has its copy
         assert not engine._store._pins
 
 
@@ -114,7 +115,7 @@ def test_a_new_chunk_behind_lossy_copies_is_approximate_until_idle_time(url):
         ask(engine, new)
         assert engine.cache.num_variants == 5 and len(approximate(engine)) == 1
         assert repair_all(engine) == 1 and approximate(engine) == []
-        # system prompt and first passage were computed on the way: exact in memory from now on
+        # system prompt and first passage were computed for it, so they are exact in memory from now on
         plain, reused = answer(engine, new, "off"), answer(engine, new, "bounded")
         assert_same(reused, plain)
         assert reused[2].exact and reused[2].reused_tokens == len(new[0]) + len(new[1]) + 20
@@ -133,7 +134,7 @@ def test_a_repair_from_a_lossy_copy_is_kept_once_and_is_approximate(url):
 
 
 def evict_between_plan_and_load(engine: Engine, monkeypatch) -> list:
-    """The host's copies go after the first plan is made, as other threads may have it; the plans."""
+    """Evicts the copies in host memory after the first plan is made, as other threads may do; returns the plans."""
     plans, plan = [], engine._prefill.plan
 
     def plan_then_evict(*args):
@@ -190,7 +191,7 @@ def test_compression_changes_nothing(tmp_path):
 
 
 def test_the_demo_model_answers_alike_from_int8(tmp_path):
-    """Two questions, the passages from an int8 store after a restart."""
+    """Two questions, with passages from an int8 store after a restart."""
     contexts = [context for kind in KINDS[:2] for context in held_out_contexts(kind, 1)]
     settings = {"store": f"file://{tmp_path}/store", "disk_kv_dtype": "int8", "focus_window": None}
     model = load_model("demo", dtype="float32")
@@ -218,7 +219,7 @@ def test_the_demo_model_answers_alike_from_int8(tmp_path):
         assert near.reuse.reused_tokens > 0 and near.reuse.recomputed_tokens == 0 and not near.reuse.exact
         assert same.reuse.exact
         first = abs(near.logprobs[0].logprob - full.logprobs[0].logprob)
-        assert 0 < first < 0.005  # measured 0.0009 at worst, over 100 questions
+        assert 0 < first < 0.005  # measured at most 0.0009 over 100 questions
 
 
 @pytest.mark.parametrize("wrong", [{"disk_kv_dtype": "int4"}, {"disk_compression": "lz4"}, {"disk_kv_dtype": None}])

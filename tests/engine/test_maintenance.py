@@ -1,4 +1,4 @@
-"""Idle time: approximate variants become exact ones, what other processes did is followed, `f_r` outlives a restart."""
+"""Idle time: approximate variants become exact, changes of other processes are applied, `f_r` survives a restart."""
 
 import json
 import logging
@@ -27,14 +27,14 @@ def approximate(engine):
 
 
 def fill(engine):
-    """The passages in one order, then repaired in another one: three approximate variants."""
+    """Stores the passages in one order, then repairs them in another: three approximate variants."""
     engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
     engine.generate_from_tokens(SHUFFLED, max_new_tokens=1)
     assert len(approximate(engine)) == 3
 
 
 def repair_all(engine) -> int:
-    """Repairs until there is nothing left; how many times."""
+    """Repairs until nothing is left; returns the number of repairs."""
     for count in range(20):
         if not engine.cache.repair_one():
             return count
@@ -42,7 +42,7 @@ def repair_all(engine) -> int:
 
 
 def kv_of(engine, variant_id):
-    """KV [L, 2, T, K, H] as the store has it."""
+    """Stored KV [L, 2, T, K, H] of a variant."""
     ticket = engine._store.prepare_load([variant_id])
     kv = ticket.read_layers(variant_id, 0, MODEL.config.num_layers)
     engine._store.complete_load(ticket)
@@ -77,7 +77,7 @@ def test_a_repaired_variant_is_what_a_full_prefill_behind_its_prefix_gives():
 
 @pytest.mark.parametrize("has_system", [True, False])
 def test_the_metadata_is_that_of_a_request_with_these_passages(has_system):
-    """The system prompt is left out of the ranking; where there is none, the first passage must not be taken for it."""
+    """The ranking ignores the system prompt; without one, it must not ignore the first passage instead."""
     order = [*SEGMENTS[:3], SEGMENTS[3], SEGMENTS[-1]] if has_system else [[], *SEGMENTS[1:]]
     shuffled = permuted(order, [2, 1, 0])
     with MODEL.engine() as engine, MODEL.engine() as fresh:
@@ -98,7 +98,7 @@ def test_the_most_used_comes_first_and_f_r_is_taken_over():
     with MODEL.engine() as engine:
         fill(engine)
         earlier = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._variants}
-        engine.generate_from_tokens(permuted(SHUFFLED, [0]), max_new_tokens=1)  # the first one is used once more
+        engine.generate_from_tokens(permuted(SHUFFLED, [0]), max_new_tokens=1)  # the first one has one more use
         metas = {(meta.chunk_id, meta.prefix_ids): meta for meta in engine._variants}
         first = max(approximate(engine), key=lambda meta: meta.frequency_reuse)
         assert first.frequency_reuse > 0 and len(first.prefix_ids) == 1
@@ -144,7 +144,7 @@ def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers, request
     with MODEL.engine() as engine:
         fill(engine)
         before = set(engine._variants)
-        events = request.getfixturevalue("events")  # from here on
+        events = request.getfixturevalue("events")  # recorded from now on
 
         def num_run():
             return sum(event.startswith("run") for event in events)
@@ -157,7 +157,7 @@ def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers, request
 
 
 def test_it_compiles_nothing_for_a_warmed_up_engine():
-    """Requests would have to wait for that."""
+    """Requests would have to wait for the compilation."""
     with MODEL.engine() as engine:
         engine.warmup(only_first=True)
         fill(engine)
@@ -180,7 +180,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
                 raise MemoryError("no room")
             return run(prompt, *args, **kwargs)
 
-        engine._variants.credit([(doomed.variant_id, 1.0)])  # it is tried first
+        engine._variants.credit([(doomed.variant_id, 1.0)])  # so it is tried first
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
             patch.setattr(background, "run", fail)
             assert engine.cache.repair_one()
@@ -208,7 +208,7 @@ def test_an_engine_in_use_is_left_alone():
         next(stream)
         assert not engine.cache.repair_one()
         stream.close()
-        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)  # behind it
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)  # queued after it
         assert engine.cache.repair_one()
     with pytest.raises(RuntimeError, match="closed"):
         engine.cache.repair_one()
@@ -325,7 +325,7 @@ def test_what_another_engine_took_out_is_forgotten_unless_it_is_in_memory(tmp_pa
         owner.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         owner.cache.flush()
         with MODEL.engine(store=url) as other:
-            other.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)  # into host memory
+            other.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)  # loads it into host memory
             for meta in tuple(owner._variants):
                 owner._variants.discard(meta.variant_id)
             other.cache.refresh()
@@ -357,7 +357,7 @@ def test_an_approximate_variant_that_another_engine_repaired_goes_too(tmp_path):
         fill(first)
         first.cache.flush()
         with MODEL.engine(store=url) as second:
-            second.generate_from_tokens(SHUFFLED, max_new_tokens=1)  # now in its memory, and credited
+            second.generate_from_tokens(SHUFFLED, max_new_tokens=1)  # now in its memory, with a credit
             credits = sorted(meta.frequency_reuse for meta in approximate(second))
             repair_all(first)
             first.cache.flush()
@@ -370,7 +370,7 @@ def test_an_approximate_variant_that_another_engine_repaired_goes_too(tmp_path):
 
 
 def test_a_refresh_does_not_wait_for_the_disk_inside_the_engine(tmp_path, monkeypatch):
-    """While the disk is listed, however long that takes, requests are answered."""
+    """Requests are answered while the disk is listed, however long that takes."""
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as engine:
         listing, there = threading.Event(), threading.Event()
@@ -403,7 +403,7 @@ def test_f_r_outlives_a_restart(tmp_path):
         assert sorted(wanted.values()) == [0.0, 0.0, 7.0, 40.0]
     with MODEL.engine(store=url) as engine:
         assert frequencies(engine) == wanted
-    with MODEL.engine(store=url, max_variants=2) as engine:  # the least used ones go first, not the first by id
+    with MODEL.engine(store=url, max_variants=2) as engine:  # evicts the least used ones first, not the first by id
         engine.generate_from_tokens([[], [5] * 20, [1]], max_new_tokens=1)
         kept = [value for value in frequencies(engine).values() if value]
         assert engine.cache.num_variants == 2 and kept == [40.0]

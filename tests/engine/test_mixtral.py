@@ -57,7 +57,7 @@ def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(se
 
 
 def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
-    """The mutant of the identities above: without recompute the tolerance is exceeded by far."""
+    """Mutant for the identities above: without recompute the error far exceeds the tolerance."""
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     shuffled = permuted(segments, [2, 1, 0])
     with MODEL.engine(strategy="reuse") as engine:
@@ -80,7 +80,7 @@ def test_exact_answers_of_a_running_batch_are_those_of_each_alone():
 
 
 def test_the_identity_of_a_model_without_experts_stays_what_it_was():
-    """Stored chunk-caches are kept under it."""
+    """It is part of the key of stored chunk-caches."""
     wanted = "6699599aca887d4fa6862ab4ad9c6cf40d67acfeea3c21561f21ec6a12fbc109"
     assert read_model_files("demo").fingerprint("float32") == wanted
 

@@ -1,4 +1,4 @@
-"""The engine, from a directory that transformers saved, against transformers' own prefill and greedy generation."""
+"""The engine on a directory saved by transformers, against transformers' own prefill and greedy generation."""
 
 import numpy as np
 import pytest

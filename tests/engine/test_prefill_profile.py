@@ -1,4 +1,4 @@
-"""Profiles of prefills: what is measured, the file beside the model, and that eviction goes by it."""
+"""Profiles of prefills: the measurements, the file beside the model, and their use by eviction."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_costs_are_shares_of_a_profiled_prefill_or_else_of_what_a_token_takes():
 
 
 def test_what_a_chunk_is_worth_depends_on_the_prefill_that_computed_or_reused_it(tmp_path):
-    """PGDSF's value of an entry is what its misses cost per token (RAGCache eq. 4)."""
+    """PGDSF values an entry by the cost of its misses per token (RAGCache eq. 4)."""
     write_profile(tmp_path / PROFILE_FILE, PROFILE)
     with engine(tmp_path, strategy="reuse", focus_window=None) as one:
         one.generate_from_tokens(SEGMENTS, max_new_tokens=1)
@@ -92,7 +92,7 @@ def test_what_a_chunk_is_worth_depends_on_the_prefill_that_computed_or_reused_it
         (system, *chunks), num_question = SEGMENTS[:-1], len(SEGMENTS[-1])
         reused = [len(chunk) for chunk in (system, *chunks)]
         for entry in policy._entries.values():
-            if entry.uses.num_uses > 1:  # it would have been computed together with the question, behind the others
+            if entry.uses.num_uses > 1:  # it would have been computed with the question, after the others
                 tokens = entry.info.num_tokens
                 wanted = GRID.prefill_s(sum(reused) - tokens, num_question + tokens) / (num_question + tokens)
                 assert entry.info.compute_s == pytest.approx(tokens * wanted)

@@ -1,4 +1,4 @@
-"""Weights in 8 bits through the public engine: the identities of exact weights hold, and their KV is never mixed up."""
+"""Weights in 8 bits in the engine: the identities of exact weights hold, and KV of different weights is never mixed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMATS = tuple(WEIGHT_FORMATS)
 
 
 class PackedModel(TinyModel):
-    """The tiny model in 8 bits; the oracle's weights are what the packed ones stand for."""
+    """The tiny model in 8 bits; the oracle uses the dequantised weights."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def model(request) -> PackedModel:
 
 
 def test_full_prefill_is_the_oracle_with_the_rounded_weights(model):
-    """The error is that of float32: nothing is lost but the rounding of the weights."""
+    """The error is that of float32: only the rounding of the weights is lost."""
     segments = draw_segments(np.random.default_rng(0), [40, 90, 3])
     tokens = [token for segment in segments for token in segment]
     with model.engine() as engine:
@@ -113,7 +113,7 @@ def test_kv_of_one_format_is_not_taken_for_anothers(tmp_path):
 
 
 def test_fingerprints_of_plain_weights_are_those_of_earlier_releases():
-    """Stored KV outlasts an upgrade; golden values of the embedded model from release 0.1.0."""
+    """Stored KV survives an upgrade; golden values of the embedded model from release 0.1.0."""
     files = read_model_files(DEMO_MODEL)
     assert files.fingerprint("float32") == GOLDEN["float32"] and files.fingerprint("bfloat16") == GOLDEN["bfloat16"]
 

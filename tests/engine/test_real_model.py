@@ -1,4 +1,4 @@
-"""What only a trained model shows: an attention sink, and KV that is worth more behind other text than alone."""
+"""Effects that need a trained model: an attention sink, and better KV after other text than alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def shallow(model):
-    """Its first layers, in which the sink has formed: a third of the time."""
+    """The model's first layers, which already have the sink; takes a third of the time."""
     params = dataclasses.replace(model.params, layers=model.params.layers[:NUM_SHALLOW])
     return dataclasses.replace(model, config=dataclasses.replace(model.config, num_layers=NUM_SHALLOW), params=params)
 
@@ -62,7 +62,7 @@ def metas(engine):
 
 
 def asked(engine, passages, questions, reuse="bounded") -> list[np.ndarray]:
-    """What each question is answered, behind passages of which the first is exact; nothing is stored."""
+    """The result for each question after passages of which the first is exact; stores nothing."""
     engine._prefill.read_only = True
     sampling = SamplingParams(1, prompt_logits=8)
     return [
@@ -96,13 +96,13 @@ def test_kv_from_behind_the_frame_is_better_and_its_mass_is_none_of_the_instruct
 
 @pytest.mark.slow
 def test_the_instructions_and_the_first_tokens_draw_mass_that_counts_nowhere(model):
-    """With the instructions' mass, CCI of a passage behind them alone was 0.95 and more."""
+    """If it counted the instructions' mass, CCI of a passage directly after them would be 0.95 or more."""
     with Engine(model, EngineConfig(frame="none")) as engine:
         engine.documents.warm(PASSAGES[:1])
         (alone,) = metas(engine)
         assert (alone.cci, alone.inter_by_prefix) == (0.5, (0.0,))
         first, other, new, passage = engine.documents.passage_chunks(PASSAGES)
-        engine.generate("?", PASSAGES[:2] + PASSAGES[3:], max_new_tokens=1)  # behind (instructions, first, other)
+        engine.generate("?", PASSAGES[:2] + PASSAGES[3:], max_new_tokens=1)  # after (instructions, first, other)
         (behind,) = (meta for meta in metas(engine) if meta.chunk_id == passage.chunk_id)
         assert behind.prefix_ids[1:] == (first.chunk_id, other.chunk_id)
         report = engine.generate("?", [*PASSAGES[2:3], *PASSAGES[3:]], max_new_tokens=1).reuse
@@ -123,7 +123,7 @@ def test_without_instructions_the_first_passage_holds_the_sink_which_is_no_mass_
 
 @pytest.mark.slow
 def test_kv_from_behind_other_text_is_better_than_kv_from_behind_the_instructions_alone(model, tmp_path):
-    """So `auto` takes it first; both repaired as it does by default."""
+    """So `auto` prefers it; both are repaired with its default settings."""
 
     stores = {}
     for frame in ("none", "default"):

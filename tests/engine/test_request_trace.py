@@ -1,4 +1,4 @@
-"""What a trace says of plans that drop tokens on the way; tests/server/test_trace.py has the rest."""
+"""Traces of plans that drop tokens between layers; tests/server/test_trace.py has the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_LAYERS = 6
 
 
 def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
-    """The segments of a prompt with two reused chunks, three and two tokens of which are recomputed."""
+    """The segments of a prompt with two reused chunks, with three and two recomputed tokens."""
     ids = [ChunkId("a"), ChunkId("b")]
     plan = PrefillPlan(
         "",

@@ -1,4 +1,4 @@
-"""Requests with another cache salt: nothing of one is found for the other in any tier, nor shows in the time."""
+"""Requests with different cache salts: no tier shares anything between them, and timing reveals nothing."""
 
 import collections
 
@@ -40,7 +40,7 @@ def test_no_hit_across_salts_in_any_tier(model, tmp_path, place):
         for other in ("bob", "", "ann", "anna "):
             assert tiers_hit(engine, other) == [None] * 3
             engine._store.flush()
-        # Nor approximately, behind another prefix, where everything of the same text would be taken.
+        # Nor approximately, after another prefix, where any variant of the same text would be reused.
         assert tiers_hit(engine, "carla", segments=permuted(SEGMENTS, [2, 0, 1]), reuse="fast") == [None] * 3
         assert engine.run(request("bob")).token_ids == plain.token_ids
         engine._store.flush()
@@ -61,7 +61,7 @@ def test_another_process_on_the_store_sees_the_same_walls(model, tmp_path):
 def test_ids_of_chunks():
     ids = (1, 2, 3)
     assert len({chunk_id(ids, tag) for tag in ("", tenant_tag("a"), tenant_tag("b"))}) == 3
-    assert chunk_id(ids, tenant_tag("a"))[:64] != chunk_id(ids)  # not only the tag: routers look at the first digits
+    assert chunk_id(ids, tenant_tag("a"))[:64] != chunk_id(ids)  # not only in the tag: routers use the first digits
     assert tenant_of(chunk_id(ids, tenant_tag("a"))) == tenant_tag("a") and tenant_of(chunk_id(ids)) == ""
     assert "secret" not in chunk_id(ids, tenant_tag("secret"))
 
@@ -75,7 +75,7 @@ def test_orders_keep_whose_they_are():
 
 
 def test_repairs_know_the_tokens_of_salted_chunks(model):
-    """What is approximate is computed anew in idle time, also where ids carry a salt."""
+    """Approximate variants are recomputed in idle time, also if their ids have a salt."""
     with model.engine() as engine:
         engine.run(request("anna", reuse="fast"))
         engine.run(request("anna", segments=permuted(SEGMENTS, [2, 0, 1]), reuse="fast"))
@@ -87,8 +87,8 @@ def test_repairs_know_the_tokens_of_salted_chunks(model):
 
 
 class Work:
-    """What an engine does for a request, which is what takes time: steps by their sizes, variants that are pinned and
-    read, tokens that are drawn."""
+    """The work of an engine for a request, which determines its time: steps by size, variants pinned and read, tokens
+    sampled."""
 
     def __init__(self, engine, monkeypatch) -> None:
         self._engine, self._done = engine, []
@@ -112,7 +112,7 @@ class Work:
 
 
 def work_of(model, monkeypatch) -> dict[str, list]:
-    """Work for passages that the other tenant just asked for, for new passages, and for the tenant's own."""
+    """Work for passages that the other tenant just used, for new passages, and for the tenant's own."""
     with model.engine() as engine:
         work = Work(engine, monkeypatch)
         theirs, fresh = (draw_segments(np.random.default_rng(seed), [40, 60, 50]) for seed in (8, 9))
@@ -121,7 +121,7 @@ def work_of(model, monkeypatch) -> dict[str, list]:
 
 
 def test_a_hit_of_another_tenant_cannot_be_timed(model, monkeypatch):
-    """An own hit shows at once, so the measure is sharp enough; and so does a salt that is ignored."""
+    """A tenant's own hit shows, so the measure is sensitive enough; so does a salt that is ignored."""
     with monkeypatch.context() as patch:
         work = work_of(model, patch)
     assert work["theirs"] == work["fresh"] != work["own"]

@@ -50,7 +50,7 @@ class World:
         return self.kv[variant][first:last].astype(np.float32)
 
     def cached(self):
-        """Per layer, keys and values of the whole prompt; NaN where nothing was stored."""
+        """Per layer, keys and values of the whole prompt; NaN if not stored."""
         missing = np.full((5, 2, 25, *self.kv["a"].shape[3:]), np.nan)
         question = np.full((*missing.shape[:2], LENGTHS["q"], *missing.shape[3:]), np.nan)
         parts = [self.kv.get(name, question if name == "q" else missing) for name in self.order]
@@ -76,7 +76,7 @@ def test_selective_recompute_is_the_oracle(share):
     np.testing.assert_allclose(result.last_logits[-1], wanted, atol=TOLERANCE)
     assert result.computed_token_layers == 5 * len(rows[0])
     full = llama_forward(MODEL.weights, MODEL.raw, world.prompt)[0][-1]
-    assert np.abs(full - wanted).max() > 100 * TOLERANCE  # the plan matters: this is not full prefill
+    assert np.abs(full - wanted).max() > 100 * TOLERANCE  # the plan matters: the result differs from a full prefill
 
 
 def test_one_recomputed_token_more_or_less_exceeds_the_tolerance():
@@ -97,11 +97,11 @@ def test_focus_cut_is_the_oracle(window, rule):
     model = DeviceModel(MODEL.loaded.params, MODEL.config)
     result = run_reusing(model, world.prompt, plan, world.read_layers, collect=True)
 
-    # The oracle's own attention, layer by layer, decides the cut; then the oracle runs with it.
+    # The oracle's own attention, layer by layer, determines the cut; then the oracle runs with it.
     documents = [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
     rows, state, cut = [computed_offsets(plan)] * 5, FocusState(), None
     _, attentions = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows)
-    for layer in range(3):  # read one layer late, and what the last two layers say comes too late
+    for layer in range(3):  # masses are read one layer late, so those of the last two layers come too late
         question = attentions[layer].mean(1)[-LENGTHS["q"] :].sum(0)
         spans = [plan.segments[index] for index in documents]
         mass = tuple(float(question[s.start : s.start + s.num_tokens].sum()) for s in spans)
@@ -149,7 +149,7 @@ def test_captured_kv_and_metadata_are_the_oracles(ranking_layers):
 
     _, layers = llama_forward(MODEL.weights, MODEL.raw, prompt)
     attention = np.stack([layer.attention.mean(0) for layer in layers])  # [L, n, n], mean over heads
-    attention[:, :, :4] = 0.0  # the sink, whose mass counts nowhere
+    attention[:, :, :4] = 0.0  # the sink, whose mass does not count
     span = {str(s.chunk_id): slice(s.start, s.start + s.num_tokens) for s in segments[:-1]}
     for name, (meta, kv) in captured.items():
         rows = span[name]
@@ -200,12 +200,10 @@ def test_repaired_kv_is_captured_as_the_oracle_repairs_it(window):
         wanted = np.stack([np.stack([keys[where], values[where]]) for keys, values in repaired])
         np.testing.assert_allclose(kv, wanted, atol=TOLERANCE)
         assert meta.fidelity == "approx" and meta.prefix_ids == tuple(world.order[: world.order.index(name)])
-        if (
-            name not in "nd"
-        ):  # (d has no passage before it) a token that was not recomputed has no mass and ranks behind those that were
+        if name not in "nd":  # (d has no passage before it) a token that was not recomputed has no mass and ranks last
             count = len(segment.recompute_offsets)
             assert sorted(meta.token_ranking[:count]) == list(segment.recompute_offsets)
-            assert np.abs(kv - world.kv[name]).max() > 100 * TOLERANCE  # the mutant: kept as it was read
+            assert np.abs(kv - world.kv[name]).max() > 100 * TOLERANCE  # the mutant: kept as read
 
 
 def _parent(name, world):

@@ -1,4 +1,4 @@
-"""Answers over approximate reuse, compared with a full prefill in idle time: against full prefill's own answers."""
+"""Answers with approximate reuse, compared with a full prefill in idle time; checked against full prefill's answers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_answer_is_what_it_would_be_without_a_check():
 
 
 def test_an_end_that_full_prefill_would_not_have_made_is_no_agreement():
-    """The token that ends an answer counts, though it is no part of it."""
+    """The token that ends an answer counts, although it is not part of it."""
     asked = {}
     with MODEL.engine(**SETTINGS) as engine:
         for number, segments in enumerate(prompts(12)):
@@ -147,7 +147,7 @@ def test_more_is_recomputed_while_answers_differ():
             pass
         assert engine.cache.shadow_counts.same < WINDOW and engine.cache.shadow_counts.factor == 1.5
         after = [ask(engine, permuted(segments, [1, 2, 0])).reuse.recomputed_tokens for segments in asked]
-    # 2 + 1 + 1 of 30, 25 and 20 tokens, then 0.06 of them; the first passage may be where it was
+    # 2 + 1 + 1 of 30, 25 and 20 tokens, then 0.06 of them; the first passage may be in its old place
     assert set(before) == {4} and min(after) >= 5
 
 

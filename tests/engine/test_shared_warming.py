@@ -1,5 +1,5 @@
-"""Warming in parts of a large job: who computes what, what is on disk in the end, what stands behind neighbours; and
-what pruning takes."""
+"""Warming in parts of a large job: division of work, contents of the disk at the end, chunks computed after
+neighbours; and pruning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model():
 
 @pytest.fixture
 def start(model, tmp_path):
-    """`start(**settings)` is an engine over one store; all are closed in the end."""
+    """`start(**settings)` returns an engine on one store; all are closed at the end."""
     engines: list[Engine] = []
 
     def make(**settings) -> Engine:
@@ -150,7 +150,7 @@ def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
 def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
     engine = start()
     engine.documents.warm_shared([DINO])
-    in_the_second = After(3)  # asked while steps are compiled, too: only what comes behind the first is counted
+    in_the_second = After(3)  # also called while steps compile: counts only from the first on
     results = engine.documents.warm_shared(
         [ANNA, BOB, CARLA],
         is_cancelled=lambda: id_of(engine, ANNA) in engine._variants and in_the_second(),
@@ -171,7 +171,7 @@ def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_
     prompt = engine._variants.prompt_of(meta)
     alone = dataclasses.replace(prompt, chunks=(prompt.chunks[0], prompt.chunks[-1]))
     own, other = kv_of(engine, prompt), kv_of(engine, alone)
-    # The prefix was read, not computed: the same numbers up to the rounding of other shapes, and of three digits.
+    # The prefix was read, not computed: equal up to rounding in other shapes, and to three digits.
     np.testing.assert_allclose(meta.token_deviations, context_deviations(own, other), rtol=2e-2, atol=1e-5)
     assert max(meta.token_deviations) > 0.05, "the tolerance is not what passes"
     response = engine.generate("Who sings?", [ANNA, BOB, CARLA], reuse="exact", max_new_tokens=2)

@@ -1,4 +1,4 @@
-"""Processes on one store that get the same prompt at once: it is computed once, and nobody waits for the dead."""
+"""Processes on one store with the same prompt at the same time: it is computed once, and waits for dead ones end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_QUESTION_TOKENS = len(SEGMENTS[-1])
 
 @pytest.fixture
 def spawn(url, start_file):
-    """`spawn(seconds)` starts a worker, see there."""
+    """`spawn(seconds)` starts a `sharing_worker`."""
     processes = []
 
     def start(seconds: float = 0.0) -> subprocess.Popen[str]:
@@ -114,7 +114,7 @@ def test_a_holder_that_is_killed_is_not_waited_for_for_ever(spawn, url, start_fi
 
 
 def warm(engine) -> None:
-    """Compiles, and measures what a token takes."""
+    """Compiles, and measures the time per token."""
     for seed in (1, 2):
         segments = draw_segments(np.random.default_rng(seed), LENGTHS)
         engine.generate_from_tokens(segments, max_new_tokens=4)
@@ -122,7 +122,7 @@ def warm(engine) -> None:
 
 
 def claims_of(engine, segments, monkeypatch) -> list[VariantId]:
-    """Claims what computing the prompt would store, as another process in the middle of it."""
+    """Claims the variants that computing the prompt would store, as another process does while it computes."""
     prefill, seen = engine._prefill, []
 
     def stop(plan, known):
@@ -159,11 +159,11 @@ def test_it_is_off_by_default_and_only_a_bool(url):
 
 
 class Clock:
-    """The time of engines: it passes at looks for what others compute, 10 ms at each, and hardly at all meanwhile.
+    """The time of engines: it advances by 10 ms at each check for variants of other processes, and hardly otherwise.
 
     Attributes:
-      num_looks: so far.
-      on_look: called at each, on the loop's thread.
+      num_looks: number of checks so far.
+      on_look: called at each check, on the loop's thread.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def patient(monkeypatch) -> None:
-    """Whoever waits for another one does so as long as it takes."""
+    """Waits for other processes do not time out."""
     monkeypatch.setattr(sharing, "longest_shared_wait_s", lambda *_: math.inf)
 
 
@@ -206,11 +206,11 @@ def test_a_wait_for_nothing_is_bounded_and_computes_itself(url, monkeypatch, clo
         assert response.reuse.load_wait_s == pytest.approx(STORE_S + LEAST_WAIT_S, abs=0.1)
         assert response.ttft_s > response.reuse.load_wait_s and response.reuse.plan_s < 0.01
         assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
-        assert engine.rates.seconds_per_token < 1e-3  # waiting is not taken for computing
+        assert engine.rates.seconds_per_token < 1e-3  # waiting does not count as computing
 
 
 class Winner:
-    """Claims of somebody who wins the race for "a", and claims the others only then; they are never stored."""
+    """Claims of a process that wins the race for "a", and only then claims the others; it never stores them."""
 
     def __init__(self) -> None:
         self.stored: tuple[str, ...] = ()
@@ -343,7 +343,7 @@ def test_a_wait_ends_when_the_client_leaves(url, tmp_path, monkeypatch, clock):
     ):
         claims_of(other, SEGMENTS, monkeypatch)
         assert list(engine.stream(_request(SEGMENTS), is_cancelled=lambda: clock.num_looks > 20)) == []
-        assert len(leases(tmp_path)) == 5  # the other one's
+        assert len(leases(tmp_path)) == 5  # those of the other process
 
 
 def test_a_store_that_refuses_everything_fails_no_request(url, monkeypatch):

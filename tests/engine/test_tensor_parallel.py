@@ -1,4 +1,4 @@
-"""The identities of reuse over several devices, and that answers are those of one device."""
+"""The identities of reuse on several devices, and equality with the answers of one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = TinyModel(num_attention_heads=8, num_key_value_heads=2, head_dim=32, voca
 MIXTURE = TinyModel(
     num_attention_heads=8, num_key_value_heads=2, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2
 )
-"""On 2 devices the kv heads alone are split; on 4 each head is on two of them; on 8 on four."""
+"""On 2 devices each has one kv head; on 4 each head is on two devices; on 8 on four."""
 
 slow = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_prefill_and_decode_are_the_oracle(model, size, attention):
 
 @pytest.mark.parametrize("size", [*(pytest.param(size, marks=slow) for size in (2, 4)), 8])
 def test_experts_are_split_within_each(size):
-    """Prompts long enough for every form of the routed MLP, and decode."""
+    """Uses prompts long enough for every form of the routed MLP, and decode."""
     segments = draw_segments(np.random.default_rng(3), [150, 33])
     with (
         MIXTURE.engine(max_model_len=512) as single,
@@ -92,7 +92,7 @@ def test_weights_that_a_host_reads_whole_are_split_as_they_are(tmp_path, is_chec
 
 @pytest.mark.parametrize(("size", "device_cache_bytes"), [pytest.param(2, 2 << 20, marks=slow), (4, 2 << 20), (8, 0)])
 def test_identities(size, device_cache_bytes):
-    """Of DESIGN: empty store, same prefix, everything recomputed, exact in any order; and one device gives the same."""
+    """Empty store, same prefix, everything recomputed, exact in any order; and equality with one device."""
     settings = {"device_cache_bytes": device_cache_bytes}
     total = sum(map(len, SEGMENTS))
     with MODEL.engine() as single:
@@ -117,7 +117,7 @@ def test_identities(size, device_cache_bytes):
     ["auto", "cacheblend", "h2o", "reuse", *(pytest.param(name, marks=slow) for name in ("legolink", "set"))],
 )
 def test_approximate_reuse_gives_what_it_gives_on_one_device(strategy):
-    """The naive one too: it is far from full prefill, so that equal means reused alike."""
+    """Includes naive reuse, which differs much from a full prefill, so that equality means equal reuse."""
     settings = {"strategy": strategy, "max_model_len": 512, "device_cache_bytes": 2 << 20}
     found = []
     for size in (1, 4):
@@ -145,7 +145,7 @@ def test_what_one_mesh_stored_another_one_loads(tmp_path, writer, reader):
 
 @pytest.mark.parametrize("device_cache_bytes", [pytest.param(0, marks=slow), 2 << 20])
 def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
-    """A value that lies elsewhere than at warm-up would be a new size for the compiler."""
+    """A value with another placement than at warm-up would be a new size for the compiler."""
     requests = [
         Request(segments=permuted(SEGMENTS, order), sampling=SamplingParams(6), reuse=reuse)
         for order in ((0, 1), (2, 0), (1,), (2, 1, 0))
@@ -154,7 +154,7 @@ def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
     with MODEL.engine() as single:
         wanted = [single.run(request).token_ids for request in requests[::2]]
     with engine_of(4, max_num_batched_tokens=64, max_num_seqs=8, device_cache_bytes=device_cache_bytes) as engine:
-        engine.warmup(only_first=True)  # what several devices cannot compile beside requests, they do before
+        engine.warmup(only_first=True)  # several devices cannot compile beside requests, so this compiles before
         assert engine.num_sizes_left == 0
         with ThreadPoolExecutor(8) as pool:
             before = compilations().count
@@ -167,7 +167,7 @@ def test_each_device_has_its_part():
     with engine_of(4, device_cache_bytes=2 << 20) as engine:
         wq, k_pages = engine._model.params.layers[0].wq, engine._pool._layers[0][0]
         assert [shard.data.shape for shard in wq.addressable_shards] == [(64, 2, wq.shape[2])] * 4
-        assert [shard.data.shape[0] for shard in k_pages.addressable_shards] == [1] * 4  # of two kv heads
+        assert [shard.data.shape[0] for shard in k_pages.addressable_shards] == [1] * 4  # of two kv heads in total
         assert len({shard.device for shard in k_pages.addressable_shards}) == 4
         assert len(engine._model.put(np.zeros(3)).sharding.device_set) == 4  # or each layer would copy it
         answer(engine, SEGMENTS, "bounded")
@@ -190,7 +190,7 @@ def test_an_impossible_size_is_refused(size, message):
 
 
 def test_a_model_is_loaded_over_its_devices():
-    """The embedded one has 4 kv heads of 4, each device one."""
+    """The embedded model has 4 kv heads, one per device."""
     model = load_model("demo", dtype="float32", tensor_parallel_size=2)
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(model.params)} == {2}
     with pytest.raises(ConfigError, match="tensor_parallel_size: wanted 2, as the model was loaded, got 4"):

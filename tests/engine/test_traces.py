@@ -28,11 +28,11 @@ def test_a_hundred_random_requests_compile_only_listed_sizes():
             reuse = ("bounded", "exact", "fast", "off")[number % 4]
             engine.generate_from_tokens(segments, max_new_tokens=2, reuse=reuse)
     grown = {name: step._cache_size() - before[name] for name, step in compiled.items()}
-    # Never more, however many requests come; one prompt sees at most 256 slots.
+    # An upper bound for any number of requests; one prompt sees at most 256 slots.
     assert 0 < grown["layer"] <= sum(slots <= 256 for _, slots in sizes.packs())
     assert 0 < grown["decode"] <= len(sizes.decodes())
     rows = {count for count, slots in sizes.packs() if slots <= 256}
-    assert grown["select"] <= len(rows) * (len(rows) + 1) / 2  # where the focus cut falls, and the last token
+    assert grown["select"] <= len(rows) * (len(rows) + 1) / 2  # at the focus cut, and for the last token
 
 
 @pytest.mark.parametrize("strategy", ["cachecraft", "cacheblend", "full"])
@@ -49,7 +49,7 @@ def test_warm_up_leaves_nothing_to_compile(strategy):
         segments = draw_segments(random, [30, 24, 36])
         for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 0, 2]):
             engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3)
-        # Which rows stay where deviation drops some is not known before.
+        # The rows that remain after dropping by deviation are not known in advance.
         selections = steps.select_step._cache_size() - chosen
         assert compilations().count - before == selections
         assert (selections > 0) == (strategy == "cacheblend")

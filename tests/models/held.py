@@ -1,4 +1,4 @@
-"""How many of some arrays are in memory at once."""
+"""Counts how many arrays are in memory at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 class Held:
-    """Counts arrays that it was shown and that somebody still holds.
+    """Counts the registered arrays that are still referenced.
 
     Attributes:
-      most: of them at once, the newest among them.
+      most: largest number of them at once, including the newest.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Requests over one pool of pages, driven layer by layer as an engine would, and each of them alone.
+"""Requests over one pool of pages, computed layer by layer as in an engine, and each of them alone.
 
-Pages are taken in random order and begin as NaN: whoever reads a slot that nobody wrote returns NaN.
+Pages are allocated in random order and initialised with NaN, so that reading an unwritten slot gives NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNUSED = np.iinfo(np.int32).max
 
 
 class Model(NamedTuple):
-    """One model in both worlds; `weights` and `raw` are the oracle's."""
+    """A model for the steps and for the oracle; `weights` and `raw` are the oracle's."""
 
     params: Params
     config: LlamaConfig
@@ -37,7 +37,7 @@ class Model(NamedTuple):
 
 
 class Pool:
-    """Pages of every layer, and which of them are free."""
+    """Pages of every layer, and the list of free pages."""
 
     def __init__(self, config: LlamaConfig, num_pages: int, seed: int = 0) -> None:
         shape = (config.num_kv_heads, num_pages, T, config.head_dim)
@@ -47,7 +47,7 @@ class Pool:
         self.num_slots = num_pages * T
 
     def write(self, slots: np.ndarray, rows: Sequence[tuple[Any, Any]]) -> None:
-        """KV of some tokens, (k before RoPE, v) per layer, into slots."""
+        """Writes KV of some tokens, (k before RoPE, v) per layer, to slots."""
         for number, pair in enumerate(self.layers):
             pages = [np.array(part) for part in pair]
             for part, new in zip(pages, rows[number], strict=True):
@@ -56,7 +56,7 @@ class Pool:
 
 
 class Request:
-    """A table of (page, length, start): pages of chunks that others hold too, and its own."""
+    """A table of (page, length, start): pages of shared chunks, and the request's own."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -68,13 +68,13 @@ class Request:
         return sum(length for _, length, _ in self.entries)
 
     def share(self, slots: np.ndarray) -> None:
-        """Puts the pages of a chunk, given by the slots of its tokens, behind what the table holds."""
+        """Appends the pages of a chunk, given by the slots of its tokens, to the table."""
         for first in range(0, len(slots), T):
             self.entries.append((int(slots[first]) // T, min(T, len(slots) - first), self.num_tokens))
         self._owns_last = False
 
     def extend(self, num_tokens: int) -> np.ndarray:
-        """Room for more tokens in pages of its own; their slots."""
+        """Allocates space for more tokens in the request's own pages; returns their slots."""
         before = self.num_tokens
         for position in range(before, before + num_tokens):
             page, length, start = self.entries[-1] if self._owns_last else (-1, T, 0)
@@ -91,14 +91,14 @@ class Request:
         return np.concatenate(parts).astype(np.int32)
 
     def leave(self) -> None:
-        """Gives all pages back, with NaN in them."""
+        """Fills all pages of the request with NaN and frees them."""
         nothing = [(np.full((self.num_tokens, *k.shape[::3]), np.nan, np.float32),) * 2 for k, _ in self.pool.layers]
         self.pool.write(self.slots(), nothing)
         self.pool.free[:0] = [page for page, _, _ in self.entries]
 
 
 class Work(NamedTuple):
-    """What a pack computes of one request: token ids at ascending positions, all of them in its table already."""
+    """The tokens of one request that a pack computes: ids at ascending positions, all already in its table."""
 
     request: Request
     token_ids: np.ndarray
@@ -117,7 +117,7 @@ MODELS = "tiny", "scaled rope", "stories260K"
 
 
 def load(name: str) -> Model:
-    """One of `MODELS`: random ones, and real weights where the test data has them."""
+    """One of `MODELS`: random models, and real weights if the test data has them."""
     if name == "stories260K":
         weights, raw = read_llama2c(data_path("weights_stories260K") / "stories260K.bin")
         return make(weights, raw | {"hidden_act": "silu"})
@@ -142,14 +142,14 @@ def whole(pool: Pool, token_ids: np.ndarray) -> Work:
 
 
 def some_work(model: Model, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> tuple[Pool, list[Work]]:
-    """A pool, and prompts of some lengths in it."""
+    """A pool, and prompts of the given lengths in it."""
     random, pool = np.random.default_rng(seed), Pool(model.config, 40, seed)
     return pool, [whole(pool, draw(random, model, length)) for length in lengths]
 
 
 @dataclasses.dataclass
 class Pack:
-    """The arguments of `paged_layer_step` besides layer, hidden states, pages and what follows from the positions."""
+    """Arguments of `paged_layer_step` except layer, hidden states, pages and those derived from positions."""
 
     q_pos: np.ndarray
     q_slot: np.ndarray
@@ -169,13 +169,13 @@ class Pack:
 
 
 SEGMENT = 16
-"""Tokens of a segment in these tests; every request may have eight of them, every pack five requests."""
+"""Tokens per segment in these tests; a request has at most eight segments, a pack at most five requests."""
 ALONE = 128
-"""Tokens that `run_alone` can take."""
+"""Most tokens for `run_alone`."""
 
 
 def pack(work: Sequence[Work], *, rows: int, slots: int) -> Pack:
-    """The work flat, padded to `rows` computed tokens and `slots` context tokens."""
+    """Flattens the work, padded to `rows` computed tokens and `slots` context tokens."""
     none = work[0].request.pool.num_slots
     tables = [one.request.slots() for one in work]
     spare_rows, spare_slots = rows - sum(len(one.positions) for one in work), slots - sum(map(len, tables))
@@ -196,7 +196,7 @@ def pack(work: Sequence[Work], *, rows: int, slots: int) -> Pack:
 
 
 class Computed(NamedTuple):
-    """Of every computed row: logits [n, V]; per layer k (before RoPE), v, mass [n, C] and self_mass [n]."""
+    """Results of all computed rows: logits [n, V]; per layer k (before RoPE), v, mass [n, C] and self_mass [n]."""
 
     logits: np.ndarray
     layers: list[tuple[np.ndarray, ...]]
@@ -212,7 +212,7 @@ def run_packed(
     change: Callable[[Pack], None] | None = None,
     implementation: str | None = None,
 ) -> list[Computed]:
-    """What each of the requests gets from one pack; `change` may falsify it."""
+    """Computes all requests in one pack; returns the result of each. `change` may corrupt the pack."""
     packed = pack(work, rows=rows, slots=slots)
     token_ids = np.concatenate([one.token_ids for one in work]).astype(np.int32)
     x = embed_step(model.params, jnp.asarray(np.pad(token_ids, (0, rows - len(token_ids)))))
@@ -236,7 +236,7 @@ def run_packed(
 
 @functools.partial(jax.jit, static_argnames=("config", "num_segments"))
 def dense_layer(layer, x, k_context, v_context, q_pos, q_slot, k_pos, k_segment, *, config, num_segments):
-    """One layer over a context [S, K, H] whose keys are rotated: k before RoPE, v, mass and own mass of the rows."""
+    """One layer over a context [S, K, H] of rotated keys: k before RoPE, v, mass and self mass of the rows."""
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies, scale = rope_frequencies(config), config.head_dim**-0.5
     q, rotated = apply_rope(q, q_pos, frequencies), apply_rope(k, q_pos, frequencies)
@@ -254,11 +254,11 @@ def run_alone(
     positions: np.ndarray | None = None,
     contexts: Sequence[tuple[Any, Any]] | None = None,
 ) -> Computed:
-    """The same of one request through `dense_layer`: all of `token_ids`, or some positions over contexts [S, K, H] per
-    layer, keys rotated."""
+    """The result of one request with `dense_layer`: all of `token_ids`, or some positions over contexts [S, K, H] per
+    layer with rotated keys."""
     config, num_tokens = model.config, len(token_ids)
     where = np.arange(num_tokens) if positions is None else positions
-    # All of one size: rows behind the last one are seen by none before them.
+    # One size for all: earlier rows do not see the padding rows after the last one.
     q_pos = np.concatenate([where, np.full(ALONE - len(where), where[-1])]).astype(np.int32)
     q_slot = np.concatenate([where, np.full(ALONE - len(where), ALONE)]).astype(np.int32)
     x = embed_step(model.params, jnp.asarray(np.asarray(token_ids, np.int32)[q_pos]))
@@ -284,7 +284,7 @@ def decode(
     rotates: bool = True,
     implementation: str | None = None,
 ) -> np.ndarray:
-    """Logits [B, V] behind one more token of every request, in a batch padded with rows that are none."""
+    """Logits [B, V] after one more token of every request, in a batch with padding rows."""
     pool = requests[0].pool
     pos, slot = np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)
     tables = np.full((3, batch, entries), 10**6, np.int32)
@@ -315,7 +315,7 @@ def decode(
 
 
 def worst(got: Computed, wanted: Computed) -> float:
-    """Largest absolute difference over all parts; NaN counts as infinite."""
+    """Largest absolute difference of all fields; NaN counts as infinite."""
     pairs = [(got.logits, wanted.logits)]
     for mine, other in zip(got.layers, wanted.layers, strict=True):
         pairs += zip(mine, other, strict=True)

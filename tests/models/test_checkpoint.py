@@ -1,4 +1,4 @@
-"""ccjax.models.llama3.checkpoint: what is written is what is read, and nothing half, damaged or foreign is."""
+"""ccjax.models.llama3.checkpoint: reads what was written, and rejects incomplete, damaged or foreign data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ccjax.models.llama3.presets import PRESETS, preset
 from tests.measured_memory import CAN_MEASURE, ROOT, peak_bytes
 from tests.models.held import Held
 
-# A read that fails ends Orbax's event loop while others are on their way: these say so when they come back.
+# A failed read ends Orbax's event loop while other reads are in progress, which then raise in their destructors.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 CONFIG = PRESETS["tiny"]
@@ -98,7 +98,7 @@ def test_other_dtypes_and_formats_are_made_as_from_safetensors(tmp_path):
 
 
 def data_files(directory: Path) -> list[Path]:
-    """The files that hold weights."""
+    """The files with weights."""
     return sorted(
         path for path in (directory / "weights").rglob("*") if path.is_file() and path.parent.name.endswith("weight")
     )
@@ -213,7 +213,7 @@ def test_a_killed_writer_leaves_the_old_one_or_none(tmp_path):
 
 
 def test_no_more_than_two_parts_are_held(tmp_path, monkeypatch):
-    """And one leaf of the part before; here each part is a leaf."""
+    """Plus one leaf of the part before; here each part is one leaf."""
     monkeypatch.setattr(checkpoint, "_PART_BYTES", 1)
     write(tmp_path)
     held, load = Held(), checkpoint._load

@@ -1,4 +1,4 @@
-"""ccjax.models.llama3.config: what is read from config.json, what is refused; nothing is lost on the way back."""
+"""ccjax.models.llama3.config: reading config.json, rejecting unsupported options, and lossless round trips."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from ccjax.models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, RopeScaling
 
-# config.json of meta-llama/Llama-3.1-8B-Instruct, the keys that say something about the architecture.
+# config.json of meta-llama/Llama-3.1-8B-Instruct, only the keys of the architecture.
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -97,7 +97,7 @@ def test_rope_parameters_of_transformers_5():
 def test_mistral_without_a_window():
     config = LlamaConfig.from_hf(MISTRAL_7B_V03)
     assert (config.model_type, config.head_dim, config.rope_theta) == ("mistral", 128, 1e6)
-    assert config.to_hf()["sliding_window"] is None  # absent would mean 4096
+    assert config.to_hf()["sliding_window"] is None  # a missing key would mean 4096
 
 
 def test_mixtral_8x7b_is_the_named_constant():
@@ -128,7 +128,7 @@ def test_experts_are_for_mixtral_only():
 
 
 def test_a_models_identity_stays_what_it_was():
-    """Both enter the fingerprints of stored KV: a change here makes every stored cache worthless."""
+    """Both are part of the fingerprints of stored KV: a change invalidates every stored cache."""
     assert repr(LLAMA2_7B) == (
         "LlamaConfig(vocab_size=32000, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, "
         "d_ff=11008, rope_theta=10000.0, rope_scaling=None, rms_norm_eps=1e-05, tie_embeddings=False, "

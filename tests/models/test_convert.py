@@ -1,4 +1,4 @@
-"""ccjax.models.llama3.convert against directories that the test writes and the NumPy oracle; no transformers."""
+"""ccjax.models.llama3.convert against directories written by the tests and the NumPy oracle; no transformers."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok
 
 
 def fused(weights: dict[str, np.ndarray], num_experts: int = 4) -> dict[str, np.ndarray]:
-    """The same weights in the layout that transformers 5 holds them in."""
+    """The same weights in transformers 5's own layout."""
     out = {}
     for name, weight in weights.items():
         if "block_sparse_moe" not in name:
@@ -253,7 +253,7 @@ def test_what_is_wrong_with_experts_is_named(tmp_path, layout, change, message):
 
 
 def test_the_embedded_models_fingerprints_stay_what_they_were():
-    """A change makes every stored cache worthless."""
+    """A change invalidates every stored cache."""
     directory = ROOT / "ccjax/assets/demo_model"
     assert fingerprint(directory) == "7baf97042e0fe878df403d48c7f5cd2ba96c4b362add3987cd6deff4b64b6a67"
     params = load_params(directory, dtype=jnp.float32)
@@ -413,7 +413,7 @@ def test_loading_never_holds_the_model_twice(tmp_path):
     model_bytes = sum(w.nbytes for w in weights.values())
     assert model_bytes > 200_000_000
     weights = {name: w.astype(np.float16) for name, w in weights.items()}
-    # Measured 266 to 270 MB, 289 on a busy machine, where tensors on their way are freed later; 383 all at once.
+    # Measured 266 to 270 MB, 289 on a busy machine, which frees temporary tensors later; 383 when read all at once.
     allowed = model_bytes + 5 * 4 * max(w.size for w in weights.values()) + 20_000_000
     write(tmp_path, weights, config)
     del weights
@@ -448,7 +448,7 @@ def test_real_trained_weights_write_the_known_story(tmp_path, test_data):
     for length in range(1, num_tokens):
         padded = jnp.asarray([ours + [0] * (num_tokens - length)], jnp.int32)
         ours.append(int(step(params, padded)[0, length - 1].argmax()))
-    oracle = llama_forward(weights, config, ours)[0]  # no row sees what comes after it
+    oracle = llama_forward(weights, config, ours)[0]  # no row sees later tokens
     assert ours[1:] == oracle[:-1].argmax(-1).tolist()
     text = b"".join(pieces[token] for token in ours[1:]).decode().strip()
     assert text.startswith(

@@ -1,4 +1,4 @@
-"""ccjax.models.llama3.experts: every form of the routed MLP against the oracle by token; padding, skew, sharding."""
+"""ccjax.models.llama3.experts: every form of the routed MLP against a per-token oracle; padding, skew, sharding."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.engine.helpers import params_from_hf
 from tests.oracles import mixture, random_llama
 
 ATOL = 2e-5
-"""Against outputs of order 1; 3e-6 at worst, and every mutant below is off by more than 1e-2."""
+"""For outputs of order 1; the largest measured error is 3e-6, that of every mutant below more than 1e-2."""
 
 
 def make(num_experts: int, num_chosen: int, seed: int = 0) -> tuple[RoutedLayerParams, dict[str, np.ndarray]]:
-    """The weights of one layer, here and in the oracle."""
+    """The weights of one layer, in our form and in the oracle's."""
     weights, raw = random_llama(
         seed,
         model_type="mixtral",
@@ -64,12 +64,12 @@ FORMS = {
     "ragged": experts.ragged_experts,
     "blocks of 8": functools.partial(experts.blocked_experts, block_size=8),
     "blocks of 64": functools.partial(experts.blocked_experts, block_size=64),
-    "batched, 2 rows": functools.partial(experts.batched_experts, capacity=2),  # nearly always too few
+    "batched, 2 rows": functools.partial(experts.batched_experts, capacity=2),  # nearly always too small
     "batched, 64 rows": functools.partial(experts.batched_experts, capacity=64),
     "batched, any rows": functools.partial(experts.batched_experts, capacity=200),
 }
 NARROW = ["chosen", "dense", "ragged", "blocks of 8", "batched, 2 rows", "batched, 64 rows"]
-"""Each kind of products once; sizes of blocks are looked at in float32."""
+"""Each kind of product once; block sizes are tested in float32."""
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_every_form_is_the_oracle(form, num_experts, num_chosen, number):
     layer, weights = make(num_experts, num_chosen)
     x = tokens(number)
     expected = wanted(x, layer, weights)
-    assert number == 1 or 0.5 < np.abs(expected).max() < 20  # the tolerance means something
+    assert number == 1 or 0.5 < np.abs(expected).max() < 20  # the scale fits the tolerance
     np.testing.assert_allclose(run(form, x, layer), expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["chosen", *FORMS])
 def test_all_tokens_to_the_same_experts(form):
-    """The most that an expert can get, and experts that nobody chooses."""
+    """The most rows that an expert can get, and experts that no token chooses."""
     layer, weights = make(8, 2)
     x = np.repeat(tokens(1), 130, 0) + 1e-3 * tokens(130, seed=2)
     chosen = np.asarray(experts.route(jnp.asarray(x), layer.router, 2).experts)
@@ -176,7 +176,7 @@ def test_the_plain_form_has_gradients():
 
 @pytest.mark.parametrize(("platform", "is_grouped"), [("tpu", True), ("cuda", False), ("cpu", False)])
 def test_only_tpus_get_a_ragged_product(platform, is_grouped):
-    """Elsewhere jax would expand it to all experts' product of a copy of the rows for each."""
+    """Elsewhere jax would expand it to a product over all experts, with a copy of the rows for each."""
     layer, _ = make(8, 2)
     lowered = jax.jit(experts.routed_mlp).trace(jnp.asarray(tokens(256)), layer).lower(lowering_platforms=(platform,))
     assert ("ragged_dot" in lowered.as_text()) == is_grouped
@@ -200,7 +200,7 @@ def test_experts_in_8_bits_are_the_weights_that_they_stand_for(form, name):
     found = run(form, x, dataclasses.replace(layer, **in_8_bits))
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
     assert np.abs(run(form, x, dataclasses.replace(layer, **unscaled)) - expected).max() > 1e-2
-    assert np.abs(expected - run("dense", x, layer)).max() > 1e-3  # something is lost, else nothing was rounded
+    assert np.abs(expected - run("dense", x, layer)).max() > 1e-3  # otherwise nothing was rounded
 
 
 @pytest.mark.parametrize("form", ["chosen", "batched, 64 rows"])
@@ -224,7 +224,7 @@ def test_weights_on_several_devices_by_their_logical_axes(form, split, number):
 
 @pytest.mark.parametrize("number", [1, 130])
 def test_each_device_computes_its_columns_and_the_sum_over_devices_is_whole(number):
-    """What tensor parallelism by `jax.shard_map` does: one sum over the devices per layer, at the end."""
+    """As in tensor parallelism with `jax.shard_map`: one sum over the devices per layer, at the end."""
     layer, weights = make(8, 2)
     mesh = Mesh(np.asarray(jax.devices()[:4], object), ("all",))
     inner = {"w_gate": P(None, None, "all"), "w_up": P(None, None, "all"), "w_down": P(None, "all", None)}

@@ -1,7 +1,6 @@
 """The sentence encoder against Hugging Face: the installed all-MiniLM-L6-v2 and tiny random BERTs.
 
-`python -m tests.models.test_minilm` (needs torch and transformers) prints the golden values from Hugging Face. It knows
-nothing of documents or the index.
+`python -m tests.models.test_minilm` (needs torch and transformers) prints the golden values from Hugging Face.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def installed_directory() -> Path:
 
 
 def hugging_face_embeddings(directory: Path, texts: tuple[str, ...], max_length: int, cls: bool = False) -> np.ndarray:
-    """What sentence-transformers computes (Transformer, Pooling, Normalize), from transformers and torch alone."""
+    """The result of sentence-transformers (Transformer, Pooling, Normalize), with only transformers and torch."""
     import torch
     import transformers
 
@@ -123,7 +122,7 @@ def test_padding_and_neighbours_do_not_change_a_vector(encoder: SentenceEncoder,
 
 
 def test_texts_are_cut_at_max_seq_length(encoder: SentenceEncoder) -> None:
-    # 254 one-token words and [CLS], [SEP] fill 256 tokens: the 255th word is gone, the 254th counts.
+    # 254 one-token words, [CLS] and [SEP] fill 256 tokens: the 255th word is cut, the 254th counts.
     words = ["cat"] * 253
     full, cut, other = encoder.encode([" ".join([*words, *tail]) for tail in (["dog"], ["dog", "bird"], ["bird"])])
     assert np.array_equal(full, cut)
@@ -186,7 +185,7 @@ def _tiny_bert(directory: Path, **sentence_config: object) -> Path:
         for name in ("attention.output.LayerNorm", "output.LayerNorm"):
             tensors |= {f"{layer}.{name}.weight": (24,), f"{layer}.{name}.bias": (24,)}
     values = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in tensors.items()}
-    for name in values:  # norms near 1, as in trained models: small ones make all tokens alike
+    for name in values:  # norms near 1, as in trained models: with small ones all tokens get similar
         values[name] += np.float32(name.endswith("LayerNorm.weight"))
     save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
     return directory

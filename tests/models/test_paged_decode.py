@@ -1,4 +1,4 @@
-"""Decode of a running batch against each request alone and against prefill; mutants must fail."""
+"""Batched decode against each request alone and against prefill; mutants must fail."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def tiny():
 
 
 def likeliest_alone(model, prompt, answer):
-    """What a prefill of one request finds likeliest behind the prompt and each of the answer's tokens but the last."""
+    """The likeliest tokens, by a prefill of one request, after the prompt and each answer token except the last."""
     logits = run_alone(model, [*prompt, *answer[:-1]]).logits
     return logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 def test_requests_that_join_and_leave_draw_the_tokens_they_draw_alone(model):
-    """16 greedy tokens each; a request joins when there is room, its prefill packed with that of others."""
+    """16 greedy tokens each; a request joins when there is space, its prefill packed with others."""
     random, pool = np.random.default_rng(2), Pool(model.config, 48)
     num_pages = len(pool.free)
     prompts = [draw(random, model, int(length)) for length in random.integers(1, 60, 6)]
@@ -74,7 +74,7 @@ def test_requests_that_join_and_leave_draw_the_tokens_they_draw_alone(model):
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_decode_equals_prefill_and_a_pool_of_rotated_keys(implementation):
-    """Prompts fed token by token; the logits of every step, in both kinds of pool."""
+    """Decodes prompts token by token; compares the logits of every step, in both kinds of pool."""
     model = make(*random_llama(7, num_hidden_layers=2, head_dim=32, num_attention_heads=4))
     random = np.random.default_rng(0)
     prompts = [draw(random, model, 20) for _ in range(3)]
@@ -111,7 +111,7 @@ def test_the_tolerance_notices_a_wrong_table(tiny, mutant):
     request.entries[-1] = (page, length - 1, start)
     if length == 1:
         request.entries.pop()
-    # `decode` adds the token again, at the place where it belongs.
+    # `decode` adds the token again, in its right place.
     request.pool.free.append(page)
     assert np.abs(decode(tiny, [request], [5], batch=1)[0] - wanted).max() > 30 * TOLERANCE
 
@@ -129,10 +129,10 @@ def test_padding_rows_write_nowhere(tiny):
 
 
 def test_traces_are_bounded_by_the_sizes(tiny):
-    """Whatever is packed: one compilation for each (rows, slots), and for each (batch, entries)."""
+    """For any pack: one compilation per (rows, slots), and one per (batch, entries)."""
     model = Model(
         *tiny[:1], dataclasses.replace(tiny.config, rms_norm_eps=2e-5), *tiny[2:]
-    )  # compiled by no other test
+    )  # not compiled by other tests
     random, pool = np.random.default_rng(0), Pool(model.config, 64)
     steps = paged_steps.paged_layer_step, paged_steps.paged_decode_step
     before = [step._cache_size() for step in steps]

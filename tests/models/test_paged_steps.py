@@ -1,4 +1,4 @@
-"""The steps of a running batch against each request alone, the float64 oracle and transformers; mutants must fail."""
+"""Batched steps against each request alone, the float64 oracle and transformers; mutants must fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.models.paged import (
 from tests.oracles import llama_forward, random_llama
 
 TOLERANCE = 3e-5
-"""Largest difference to one request alone, float32; measured 3.4e-6 for logits up to 5, 1.1e-5 for real ones to 18."""
+"""Largest difference to one request alone, float32; measured 3.4e-6 for logits up to 5, and 1.1e-5 for real weights
+with logits up to 18."""
 ORACLE_TOLERANCE = 1e-4
 """As in test_parity.py; twice that for the real weights, as in test_convert.py."""
 
@@ -71,7 +72,7 @@ def test_a_packed_batch_equals_transformers(model, tmp_path):
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_rows_and_context_may_stand_in_any_order(implementation):
-    """Positions of neighbouring rows neither ascend nor belong to one request; more rows than a block."""
+    """Positions of adjacent rows do not ascend and belong to different requests; more rows than a block."""
     model = make(*random_llama(5, num_hidden_layers=1, head_dim=16))
     pool, work = some_work(model, lengths=(70, 30, 100))
     order = np.random.default_rng(0).permutation(200)
@@ -109,7 +110,7 @@ def _one_row_of_another_request(packed):
 
 
 def _pages_swapped(packed):
-    first = len(packed.slots[packed.k_request == 0]) + 5  # request 2 begins there
+    first = len(packed.slots[packed.k_request == 0]) + 5  # where request 2 begins
     head, tail = slice(first, first + 16), slice(first + 16, first + 32)
     packed.slots[head], packed.slots[tail] = packed.slots[tail].copy(), packed.slots[head].copy()
 
@@ -148,7 +149,7 @@ MUTANTS = (
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """What each request of `some_work` gets alone."""
+    """The result of each request of `some_work` alone."""
     return [run_alone(tiny, one.token_ids) for one in some_work(tiny)[1]]
 
 
@@ -161,7 +162,7 @@ def test_the_tolerance_notices_a_wrong_pack(tiny, alone, change):
 
 @pytest.fixture
 def fresh_steps():
-    """The steps compiled anew, before and after: for what they call to be replaced."""
+    """Clears compiled steps before and after, so that a test can replace functions that they call."""
     steps = paged_steps.paged_layer_step, paged_steps.paged_decode_step
     for step in steps:
         step.clear_cache()
@@ -181,7 +182,7 @@ def test_the_tolerance_notices_keys_that_are_not_rotated(tiny, monkeypatch, fres
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_prefill_in_pieces_equals_one_in_one_piece(tiny, seed):
-    """Each request in random pieces by position, packed with whatever pieces the others are at."""
+    """Each request in random pieces by position, packed with the current pieces of the others."""
     random, pool = np.random.default_rng(seed), Pool(tiny.config, 40, seed)
     prompts = [draw(random, tiny, length) for length in LENGTHS]
     requests, got = [Request(pool) for _ in prompts], [[] for _ in prompts]
@@ -206,7 +207,7 @@ def test_a_prefill_in_pieces_equals_one_in_one_piece(tiny, seed):
 
 
 def cached_chunk(model, pool, token_ids, behind):
-    """Slots of a chunk whose KV was computed behind another text, and that KV: (k before RoPE, v) per layer."""
+    """Slots of a chunk whose KV was computed after the text `behind`, and that KV: (k before RoPE, v) per layer."""
     rows = run_alone(model, np.concatenate([behind, token_ids])).layers
     kv = [(k[len(behind) :], v[len(behind) :]) for k, v, _, _ in rows]
     chunk = Request(pool)
@@ -216,7 +217,7 @@ def cached_chunk(model, pool, token_ids, behind):
 
 
 def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
-    """Question and head are computed, the chunk between them is read where it lies; nobody writes there."""
+    """Question and head are computed; the chunk between them is read in place, and its pages are not written."""
     random, pool = np.random.default_rng(5), Pool(model.config, 60, 5)
     chunk = draw(random, model, 45)
     slots, kv = cached_chunk(model, pool, chunk, draw(random, model, 11))
@@ -241,7 +242,7 @@ def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
             np.testing.assert_array_equal(
                 np.asarray(part)[:, slots // 16, slots % 16], other[:, slots // 16, slots % 16]
             )
-    # And the first tokens of their answers.
+    # Also the first tokens of their answers.
     tokens = [int(computed.logits[-1].argmax()) for computed in got]
     logits = decode(model, [one.request for one in work], tokens, batch=4)
     for n, (prompt, token, head, one) in enumerate(zip(prompts, tokens, cached_at, work, strict=True)):
@@ -253,7 +254,7 @@ def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_some_rows_of_a_cached_chunk_are_computed_anew(model, shift):
-    """The chunk's KV lies in pages of the request's own; what is recomputed goes over it. A shift by one is noticed."""
+    """The chunk's KV is in the request's own pages; recomputed rows overwrite it. A shift by one is detected."""
     random, pool = np.random.default_rng(6), Pool(model.config, 40, 6)
     chunk, head = draw(random, model, 50), 21
     _, kv = cached_chunk(model, pool, chunk, draw(random, model, 8))
@@ -275,7 +276,7 @@ def test_some_rows_of_a_cached_chunk_are_computed_anew(model, shift):
 
 
 def placed(prompt, kv, head):
-    """Per layer keys before RoPE and values of the whole prompt, zeros outside the chunk."""
+    """Per layer, keys before RoPE and values of the whole prompt, with zeros outside the chunk."""
     rows = []
     for pair in kv:
         rows.append(tuple(np.zeros((len(prompt), *part.shape[1:]), np.float32) for part in pair))

@@ -1,4 +1,4 @@
-"""Rows of pages by slot, as each platform writes them, against one row after the other."""
+"""Writing rows to slots, in the form of each platform, against a loop over rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def four_devices():
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("writer", [write_by_slot, write_by_head, write, over_four_devices])
 def test_each_row_lies_in_its_slot_and_nothing_else_changed(writer, slots, dtype):
-    slots = [*slots, *[P * T] * (MOST - len(slots))]  # one size to compile; past the end nothing is written
+    slots = [*slots, *[P * T] * (MOST - len(slots))]  # one size to compile; slots past the end are not written
     rng = np.random.default_rng(0)
     before = np.asarray(jnp.asarray(rng.standard_normal((K, P, T, H)), dtype))
     rows = np.asarray(jnp.asarray(rng.standard_normal((len(slots), K, H)), dtype))
@@ -57,7 +57,7 @@ def test_each_row_lies_in_its_slot_and_nothing_else_changed(writer, slots, dtype
 
 @pytest.mark.parametrize(("platform", "rank"), [("tpu", 2), ("cpu", 3), ("cuda", 3)])
 def test_a_tpu_writes_head_by_head(platform, rank):
-    """What its compiler makes of the other way, the ahead-of-time check sees: `temp_bytes` of a decode step."""
+    """The ahead-of-time check shows the cost of the other form there: `temp_bytes` of a decode step."""
     arrays = (jnp.zeros((K, P, T, H)), jnp.zeros(3, jnp.int32), jnp.zeros((3, K, H)))
     text = jax.jit(write).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
     (operand,) = re.findall(r'"stablehlo.scatter".*?\}\) : \(tensor<([0-9x]+)xf32>', text, re.DOTALL)

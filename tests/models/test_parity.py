@@ -26,7 +26,7 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# `tokens` long enough that every band of the scaling turns far.
+# `tokens`: long enough that angles in every band of the scaling get large.
 CASES: dict[str, dict[str, Any]] = {
     "mha": {"num_key_value_heads": 8},
     "gqa 2": {"num_key_value_heads": 4},
@@ -96,7 +96,7 @@ def save_peer(model: Any, directory: Path, **options: Any) -> tuple[Params, Llam
 
 
 def load_peer(directory: Path, dtype: str) -> Any:
-    """The model from files: `.to(dtype)` would also round its RoPE frequencies."""
+    """Loads the model from files, because `.to(dtype)` would also round its RoPE frequencies."""
     import torch
     import transformers
 
@@ -112,7 +112,7 @@ def test_logits(tmp_path, case):
     model, tokens = make_peer(case), tokens_of(case)
     params, config = save_peer(model, tmp_path)
     expected = peer_logits(model, tokens)
-    assert np.abs(expected).max() > 1  # the tolerance means something
+    assert np.abs(expected).max() > 1  # the scale fits the tolerance
     np.testing.assert_allclose(our_logits(params, config, tokens), expected, atol=ATOL, rtol=0)
 
 
@@ -120,7 +120,7 @@ def test_logits(tmp_path, case):
 @pytest.mark.parametrize("is_original", [True, False])
 def test_experts_in_both_layouts_that_transformers_writes(tmp_path, is_original, max_shard_size):
     model, tokens = make_peer("mixtral"), tokens_of("mixtral")
-    options = {} if is_original else {"save_original_format": False}  # transformers 5 only
+    options = {} if is_original else {"save_original_format": False}  # only transformers 5
     params, config = save_peer(model, tmp_path, max_shard_size=max_shard_size, **options)
     names = {name for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
     assert ("model.layers.0.mlp.experts.gate_up_proj" in names) != is_original
@@ -188,7 +188,7 @@ def test_32_greedy_tokens(tmp_path, case):
         padded = jnp.asarray([tokens + [0] * (48 - len(tokens))], jnp.int32)
         tokens.append(int(step(params, padded)[0, len(tokens) - 1].argmax()))
     assert tokens == expected
-    assert len(set(tokens[16:])) > 4  # not one token over and over
+    assert len(set(tokens[16:])) > 4  # not one repeated token
 
 
 def _swap_gate_and_up(params: Params, config: LlamaConfig) -> tuple[Params, LlamaConfig]:

@@ -1,4 +1,4 @@
-"""ccjax.models.llama3.presets: sizes of the known models, shapes by name, and what is drawn for them."""
+"""ccjax.models.llama3.presets: sizes of the known models, shapes by name, and their random weights."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_leaves_are_drawn_in_their_own_dtype_block_by_block(monkeypatch):
 
 
 def test_a_block_takes_less_memory_than_its_leaf():
-    """What XLA takes for random bits, beside the result."""
+    """XLA's memory for random bits, besides the result."""
     draw = jax.jit(params_module._draw, static_argnames=("shape", "dtype", "rows", "at_once"))
 
     def temporary_bytes(rows):

@@ -1,4 +1,4 @@
-"""Products of float32 are asked for in float32; no CPU shows it in a result, so what the compiler is given is read."""
+"""Float32 products request float32 precision; results on a CPU do not show this, so the tests read the program."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Weights in 8 bits: their error against float64 bounds that broken variants exceed, what they take, and where."""
+"""Weights in 8 bits: errors within float64 bounds that broken variants exceed, memory, and placement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, proje
 from tests.measured_memory import CAN_MEASURE, peak_bytes
 
 FORMATS = tuple(WEIGHT_FORMATS)
-# As many heads as each head is long, and as many inputs as outputs: then scales of the wrong axis have the right shape.
+# num_heads equals head_dim, and inputs equal outputs, so that scales of a wrong axis have the right shape.
 SQUARE = dataclasses.replace(preset("tiny", 0), d_model=64, num_heads=8, num_kv_heads=8, head_dim=8, d_ff=64)
 PRODUCTS = {
     "wq": "nd,dqh->nqh",
@@ -36,7 +36,7 @@ PRODUCTS = {
 
 
 def spread(spec: ParamSpec, seed: int) -> np.ndarray:
-    """Weights whose channels differ a thousandfold, so that scales matter."""
+    """Weights whose channels differ by a factor of a thousand, so that scales matter."""
     random = np.random.default_rng(seed)
     scales = spec.scales
     assert scales is not None
@@ -46,7 +46,7 @@ def spread(spec: ParamSpec, seed: int) -> np.ndarray:
 
 
 def half_step(weight: np.ndarray, spec: ParamSpec, name: str) -> np.ndarray:
-    """Largest error of each weight, float64, from the format's definition alone: half the distance of its values."""
+    """Largest error of each weight, float64, from the definition of the format: half the distance between values."""
     wide = np.abs(weight.astype(np.float64))
     unit = wide.max(spec.input_axes, keepdims=True) / WEIGHT_FORMATS[name].largest
     if name == "int8":
@@ -90,7 +90,7 @@ def _one_scale(weight: QuantizedWeight) -> QuantizedWeight:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("field", PRODUCTS)
 def test_a_product_is_within_its_bound_and_broken_ones_are_not(field, name):
-    """|sum x w - sum x w'| <= sum |x| half_step(w), plus float32's rounding of the sum."""
+    """|sum x w - sum x w'| <= sum |x| half_step(w), plus the float32 rounding of the sum."""
     spec = layer_table(SQUARE)[field]
     weight = spread(spec, 1)
     inputs = [spec.shape[axis] for axis in spec.input_axes]
@@ -109,7 +109,7 @@ def test_a_product_is_within_its_bound_and_broken_ones_are_not(field, name):
     assert (error(lambda weight: weight) <= bound).all()
     for broken in (_without_scales, _transposed, _one_scale):
         assert (error(broken) > 2 * bound).mean() > 0.3, broken
-    # Scales per input channel, applied as if they were per output channel: the shape is right here, the axis is not.
+    # Scales per input channel, applied as if per output channel: right shape, wrong axis.
     wrong = tuple(axis for axis in range(len(spec.shape)) if axis not in spec.input_axes)
     values, scales = np.asarray(good.values), np.abs(weight).max(wrong).reshape(-1)[: good.scales.size]
     per_input = QuantizedWeight(jnp.asarray(values), jnp.asarray(np.resize(scales, good.scales.shape) / 127))
@@ -143,7 +143,7 @@ def test_host_and_device_agree_whatever_the_block(monkeypatch, name, kind):
 
 
 def test_experts_have_scales_of_their_own():
-    """What a table of stacked experts gets: their axis is neither summed over nor shared."""
+    """In stacked experts, the expert axis is neither summed over nor shared."""
     spec = ParamSpec("e", (3, 16, 8), ("experts", "embed", "ffn"), 1.0, num_inputs=16)
     assert spec.input_axes == (1,)
     assert spec.scales is not None and (spec.scales.shape, spec.scales.axes) == ((3, 8), ("experts", "ffn"))
@@ -179,7 +179,7 @@ def test_the_table_says_what_keeps_its_dtype():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_tree_takes_what_it_should(name):
-    """Llama-3-70B: 1 byte a weight but for embedding and head, and little else."""
+    """Llama-3-70B: 1 byte per weight except embedding and head, and little else."""
     plain, packed = (abstract_params(LLAMA3_70B, jnp.bfloat16, quantization=kind) for kind in (None, name))
     sizes = [
         sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (plain, packed)
@@ -229,7 +229,7 @@ def test_loading_quantises_from_what_is_stored_and_puts_values_and_scales(tmp_pa
     loaded = load_params(tmp_path, dtype=jnp.bfloat16, quantization=name, put=put)
     spec = layer_table(config)["wq"]
     values, scales = quantize_on_host(np.asarray(params.layers[0].wq), spec.input_axes, name)
-    np.testing.assert_array_equal(loaded.layers[0].wq.values, values)  # not those of weights rounded to bfloat16
+    np.testing.assert_array_equal(loaded.layers[0].wq.values, values)  # not from weights rounded to bfloat16 first
     np.testing.assert_array_equal(loaded.layers[0].wq.scales, scales)
     assert loaded.embedding.dtype == jnp.bfloat16 and loaded.lm_head is not None
     block = "model.layers.{layer}.self_attn.q_proj.weight"
@@ -270,7 +270,7 @@ def test_loading_holds_one_tensor_beside_the_result(tmp_path):
     leaves = jax.tree.leaves(abstract_params(config, quantization="int8"))
     packed_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     plain_bytes = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
-    # Of the largest tensor what was read, its values in both layouts; and blocks.
+    # The largest tensor as read, its values in both layouts, and blocks.
     allowed = packed_bytes + 2 * 4 * 2816 * 1024 + 3 * (8 << 20) + 20_000_000
     assert allowed < 0.6 * plain_bytes
     setup = "from ccjax.models.llama3.convert import load_params\nfrom ccjax.models.llama3.quantized import quantize\n"
@@ -292,8 +292,8 @@ def demo_tokens() -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "least_same", "most_kl"), [("int8", 0.985, 1e-3), ("fp8", 0.94, 1e-2)])
 def test_logits_of_the_demo_model(demo_tokens, name, least_same, most_kl):
-    """Top-1 agreement and mean KL (nats) of next-token distributions, against float32; weights shared by a channel's
-    neighbour exceed both bounds."""
+    """Top-1 agreement and mean KL (nats) of next-token distributions, against float32; scales of a neighbouring channel
+    exceed both bounds."""
     config = load_config(DEMO_MODEL)
     run = jax.jit(forward, static_argnums=1)
     plain = np.asarray(run(load_params(DEMO_MODEL, dtype=jnp.float32), config, demo_tokens), np.float64)

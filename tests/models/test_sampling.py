@@ -1,4 +1,4 @@
-"""Sampling on the device against softmax in float64, cut to the nucleus, and the engine's own sampler on the host."""
+"""Sampling on the device against a float64 softmax, cut to the nucleus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ one_drawn = jax.jit(sampling.draw)
 
 
 def run(logits, temperature=0.0, top_p=1.0, seed=0, index=0, num_top=0):
-    """`sample_step`; whatever is a single value counts for every row."""
+    """`sample_step`; single values apply to every row."""
     batch = len(logits)
     return sample_step(
         jnp.asarray(logits, jnp.float32),
@@ -48,7 +48,7 @@ def nucleus(logits, temperature, top_p):
 
 
 def draws(logits, temperature, top_p, count, seed=0):
-    """Tokens of `count` answers' first places: rows that differ in their index alone."""
+    """`count` sampled tokens: rows that differ only in their index."""
     rows = np.broadcast_to(np.asarray(logits, np.float32), (count, len(logits)))
     return np.asarray(run(rows, temperature, top_p, seed, np.arange(count)).token_ids)
 
@@ -59,7 +59,7 @@ COUNT = 8192
 
 
 def chi_square(tokens, wanted):
-    """Of counts against probabilities, over the tokens that may be drawn at all, per degree of freedom."""
+    """Chi-square of counts against probabilities, over tokens of non-zero probability, per degree of freedom."""
     counts, possible = np.bincount(tokens, minlength=len(wanted)), wanted > 0
     expected = wanted[possible] * len(tokens)
     return float(((counts[possible] - expected) ** 2 / expected).sum() / max(possible.sum() - 1, 1))
@@ -70,21 +70,21 @@ def test_draws_follow_the_distribution(temperature, top_p):
     tokens = draws(LOGITS, temperature, top_p, COUNT)
     wanted = nucleus(LOGITS, temperature, top_p)
     assert set(tokens) == set(np.flatnonzero(wanted)), "the kept set"
-    assert chi_square(tokens, wanted) < 4  # of five degrees of freedom at most: one in a thousand
+    assert chi_square(tokens, wanted) < 4  # at most five degrees of freedom: a chance of one in a thousand
     if top_p == 1.0:
         for other in (0.8 * temperature, 1.25 * temperature):
             assert chi_square(tokens, nucleus(LOGITS, other, top_p)) > 8
 
 
 def test_equal_tokens_at_the_border_of_the_nucleus_stay_in_order_of_their_ids():
-    logits = np.array([0.0, 1.0, 0.0, 0.0, 0.0], np.float32)  # 0.40, and four of 0.15
+    logits = np.array([0.0, 1.0, 0.0, 0.0, 0.0], np.float32)  # probabilities 0.40, and four of 0.15
     for top_p, kept in ((0.3, {1}), (0.5, {1, 0}), (0.6, {1, 0, 2}), (0.8, {1, 0, 2, 3}), (0.9, {0, 1, 2, 3, 4})):
         assert set(draws(logits, 1.0, top_p, 400)) == kept == set(np.flatnonzero(nucleus(logits, 1.0, top_p)))
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.999])
 def test_the_nucleus_of_a_real_vocabulary(top_p):
-    """Never a token outside of it, and all of it where it is small; the mass drawn from each eighth of it is right."""
+    """Never samples a token outside of it, and samples all of a small one; each eighth of it has the right share."""
     logits = (3 * np.random.default_rng(1).standard_normal(32000)).astype(np.float32)
     wanted = nucleus(logits, 1.0, top_p)
     tokens = draws(logits, 1.0, top_p, 192)
@@ -125,7 +125,7 @@ def test_greedy_below_the_threshold_and_ties_go_to_the_lowest_id():
     logits = np.tile(np.array([1.0, 3.0, -2.0, 3.0, 2.99], np.float32), (4, 1))
     temperature = [0.0, 1e-6, 0.9 * GREEDY_BELOW, 1e-30]
     assert run(logits, temperature, 0.5).token_ids.tolist() == [1, 1, 1, 1]
-    # Beside a row that is drawn, too; and just above the threshold nothing overflows.
+    # Also next to a sampled row; and just above the threshold nothing overflows.
     assert run(logits, [0.0, 1.0, 0.0, 2 * GREEDY_BELOW], 0.5).token_ids[jnp.array([0, 2])].tolist() == [1, 1]
     assert int(run(logits[:1], 2 * GREEDY_BELOW, 0.3).token_ids[0]) == 1
 
@@ -169,7 +169,7 @@ def test_seeds_of_64_bits_are_told_apart_and_negative_ones_refused():
 
 
 def test_the_ends_of_the_distribution_draw_tokens_that_have_weight():
-    """At 0 and just below 1, where the first and the last tokens, and those outside the nucleus, weigh nothing."""
+    """At 0 and just below 1, if the first and last tokens, and those outside the nucleus, have no weight."""
     random = np.random.default_rng(6)
     for top_p in (1.0, 0.7):
         for _ in range(20):
@@ -182,7 +182,7 @@ def test_the_ends_of_the_distribution_draw_tokens_that_have_weight():
 
 
 def test_rows_drawn_at_once_draw_what_they_draw_one_by_one():
-    """A CPU takes row after row; elsewhere all rows are drawn at once."""
+    """A CPU samples row by row, other devices all rows at once."""
     random = np.random.default_rng(5)
     logits = 2 * random.standard_normal((9, 200)).astype(np.float32)
     settings = random.uniform(0.3, 1, (3, 9))

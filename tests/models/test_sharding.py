@@ -1,4 +1,4 @@
-"""Which device has what of a model, and that loading reads no more of the files than that."""
+"""The parts of a model on each device, and that loading reads no more of the files than these."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_model_that_cannot_be_split_evenly_is_refused(size, changes, message):
 
 @pytest.mark.parametrize(("config", "size"), [(LLAMA3_8B, 4), (LLAMA3_70B, 8), (LLAMA3_70B, 16)])
 def test_large_models_are_split_evenly(config, size):
-    """Norms alone are whole everywhere, and kv projections where devices outnumber kv heads."""
+    """Only norms are complete on every device, and kv projections are replicated if devices outnumber kv heads."""
     kind = {"process_index": 0, "platform": "cpu", "device_kind": "cpu"}
     devices = [type("Device", (), {"id": number, **kind})() for number in range(size)]
     mesh = make_mesh(config, devices)
@@ -126,7 +126,7 @@ def test_a_cut_that_no_checkpoint_can_serve_is_refused(tmp_path):
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("step", ["prefill", "decode"])
 def test_a_layer_sums_behind_attention_and_mlp_and_moves_nothing_else(size, step):
-    """What the compiler puts between devices: the two sums, and one more for the masses."""
+    """Collectives inserted by the compiler: the two sums, and one more for the masses."""
     config = config_of(num_attention_heads=8, num_key_value_heads=2, head_dim=16)
     mesh = make_mesh(config, devices(size))
 

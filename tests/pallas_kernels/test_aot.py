@@ -1,4 +1,4 @@
-"""The gates of the ahead-of-time check, and that its committed table holds every case of every chip within them."""
+"""The gates of the ahead-of-time check; its committed table has every case of every chip, within the gates."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def test_the_quick_cases_have_every_kernel_and_a_control_of_each(target):
 
 @pytest.mark.parametrize("chip", tpu.CHIPS)
 def test_the_mass_costs_at_most_12_percent_of_the_tpu_kernel(chip):
-    """In bundles of the static schedule, for 16 segments."""
+    """Measured in bundles of the static schedule, for 16 segments."""
     figures = json.loads(TABLE.read_text())["tpu"]["figures"][chip]
     usual = next(case for case in ALL_CASES if case.name == "8B TP1, 15 % of 16k")
     assert dataclasses.replace(usual, name="no mass", num_segments=0) in ALL_CASES and usual.num_segments == 16
@@ -82,20 +82,20 @@ def small(case):
 
 @pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: case.name)
 def test_every_step_compiles_as_listed(case):
-    """On this machine: the arguments fit the steps, and donated pages and contexts are no results of their own."""
+    """On this machine: the arguments match the steps, and donated pages and contexts need no additional outputs."""
     figures = step_figures(compile_step(small(case), "xla", jax.devices(), "cpu"))
     assert {"argument_bytes", "result_bytes", "temp_bytes", "hbm_bytes", "flops"} <= figures.keys()
     arrays, _ = small(case).call(lambda axes, shape: None, "xla")
     assert figures["argument_bytes"] <= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
     assert figures["hbm_bytes"] == sum(figures[f"{name}_bytes"] for name in ("argument", "result", "temp"))
     if case.num_devices > 1:
-        # They only sum: behind the attention, behind the MLP, and the masses where these are taken; compilers may put
-        # two into one.
+        # Only sums: after the attention, after the MLP, and of the masses if these are computed; compilers may merge
+        # two of them.
         assert figures["other_collectives"] == 0 and 2 <= figures["sums"] <= (3 if case.num_segments else 2)
 
 
 def test_steps_that_must_not_pass_do_not():
-    """The mutants of the gate on memory, judged as the program judges them."""
+    """Mutants for the memory gate, checked by the program's own function."""
     devices = jax.devices()
     seen = []
     for name, case, implementation, message in step_controls("xla"):
@@ -118,7 +118,7 @@ def test_a_mesh_takes_each_array_by_the_names_of_its_axes(case):
 
     arrays, _ = small(case).call(place, "xla")
     for array in jax.tree.leaves(arrays):
-        local = array.sharding.shard_shape(array.shape)  # raises where axes and shape do not go together
+        local = array.sharding.shard_shape(array.shape)  # raises if axes and shape do not match
         assert np.prod(local) in (array.size, array.size // 2)
     large = [array for array in jax.tree.leaves(arrays) if array.dtype.kind == "f" and array.ndim > 2]
     whole = [array for array in large if np.prod(array.sharding.shard_shape(array.shape)) == array.size]

@@ -1,4 +1,4 @@
-"""Attention implementations against a float64 oracle written from the definition; mutants show each tolerance bites."""
+"""Attention implementations against a float64 oracle from the definition; mutants show that tolerances are tight."""
 
 import functools
 import inspect
@@ -30,12 +30,12 @@ SHAPES = [
     *((one, dict(heads=4, kv_heads=1, head_dim=128, queries=16, dtype="bfloat16")) for one in IMPLEMENTATIONS),
     *((one, dict(head_dim=24)) for one in ("xla", "mosaic_tpu_interpret")),  # any even head dimension
 ]
-"""What each implementation treats in its own manner; `LONG` and the packs below are for all of them."""
+"""Cases that implementations handle differently; `LONG` and the packs below are for all of them."""
 
 
 @functools.cache
 def solved_pack(head_dim, dtype):
-    """Packed requests whose keys are before RoPE, and what they get; nobody may change them."""
+    """Packed requests with keys before RoPE, and the expected result; do not modify them."""
     case = packed(head_dim=head_dim, theta=10000.0, dtype=dtype)
     return case, case.expected()
 
@@ -48,7 +48,7 @@ def test_agrees_with_the_oracle(implementation, shape):
 
 @pytest.mark.parametrize(
     ("implementation", "head_dim"),
-    # A TPU's registers are 128 wide: heads that fill them are rotated otherwise than narrower ones.
+    # A TPU's registers are 128 wide: heads that fill them are rotated differently from narrower ones.
     [*((one, 64) for one in IMPLEMENTATIONS), ("mosaic_tpu_interpret", 128)],
 )
 def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, head_dim):
@@ -65,7 +65,7 @@ def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, he
 
 @pytest.mark.parametrize(("queries", "heads", "block"), [(384, 4, 128), (2050, 2, 256)])
 def test_many_queries_take_larger_blocks_on_a_cpu(monkeypatch, queries, heads, block):
-    monkeypatch.setattr(xla, "_MOST_SCORES", 2 * 256 * 256)  # as if 4 heads were many
+    monkeypatch.setattr(xla, "_MOST_SCORES", 2 * 256 * 256)  # makes 4 heads count as many
     slots = 1100 if queries < 1000 else 2300
     case = Case(queries=queries, slots=slots, used=slots - 100, heads=heads, head_dim=32 if queries < 1000 else 8)
     assert _block(queries, slots, heads)[0] == block
@@ -84,7 +84,7 @@ def test_blocks_of_a_cpu_are_those_that_the_docs_name():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_packed_queries_and_slots_may_stand_in_any_order(implementation):
-    """In a packed batch positions restart with every request; here every block holds all of them, in no order."""
+    """In a packed batch positions restart with every request; here every block has all requests, unordered."""
     case = packed(head_dim=64, theta=10000.0)
     for names in (("q", "q_pos", "q_request"), ("k", "v", "k_pos", "k_request", "segment")):
         order = np.random.default_rng(1).permutation(len(getattr(case, names[0])))
@@ -108,7 +108,7 @@ MUTANTS = {
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_requests_agree_with_the_oracle_and_broken_variants_do_not(implementation, dtype):
-    """Their keys are before RoPE."""
+    """With keys before RoPE."""
     case, expected = solved_pack(64, dtype)
     assert worst(case.run(implementation), expected) < TOLERANCE[dtype]
     errors = {name: worst(case.run(implementation, **mutant(case)), expected) for name, mutant in MUTANTS.items()}
@@ -127,7 +127,7 @@ def test_slots_may_stand_in_any_order_and_rows_that_see_nothing_are_zero(impleme
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_many_segments(implementation):
-    """More than one program of the Triton kernel keeps in its registers."""
+    """More segments than one program of the Triton kernel keeps in registers."""
     case = Case(queries=20)
     case.num_segments = 40
     case.segment = (np.arange(150) // 3 - 2).astype(np.int32)
@@ -150,7 +150,7 @@ def test_mass_of_all_segments_is_one_and_without_it_the_output_is_the_same(imple
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret", "mosaic_tpu_interpret"])
 def test_blocks_behind_every_query_are_never_read(implementation):
-    """NaN in slots that are in use, but in blocks behind the last query: whoever reads them returns NaN."""
+    """NaN in used slots of blocks after the last query: reading them would give NaN."""
     case = Case(queries=40, slots=600, used=600)
     case.q_pos = np.sort(np.random.default_rng(2).choice(100, 40, replace=False)).astype(np.int32)
     case.k[512:], case.v[512:] = np.nan, np.nan
@@ -185,7 +185,7 @@ def test_no_other_implementation_takes_the_place_of_one_that_cannot_run(monkeypa
 
 
 def test_each_platform_has_its_kernel(monkeypatch):
-    """The default of a GPU or TPU is its kernel, with the blocks of that very chip; here it fails for want of it."""
+    """The default of a GPU or TPU is its kernel, with the block sizes of the chip; here it fails without the chip."""
     inputs, arguments = Case(head_dim=64).arguments()
     for platform, message in {"gpu": "'triton'.*a100.*h100", "tpu": "'mosaic_tpu'.*v5e.*v6e"}.items():
         monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
@@ -205,7 +205,7 @@ def test_bad_arguments_are_named():
         case.run("xla", k_frequencies=np.ones(7, np.float32))
     inputs, arguments = case.arguments(k_rotation=np.ones((149, 16), np.float32))
     with pytest.raises(ValueError, match=r"k_rotation: wanted shape \(150, 16\), got \(149, 16\)"):
-        inspect.unwrap(attention)(*inputs, **arguments)  # without the types that tests check
+        inspect.unwrap(attention)(*inputs, **arguments)  # without the type checks of the tests
     both = dict(k_frequencies=np.ones(8, np.float32), k_rotation=np.ones((150, 16), np.float32))
     with pytest.raises(ValueError, match="k_frequencies and k_rotation: wanted at most one of them, got both"):
         case.run("xla", **both)
@@ -213,7 +213,7 @@ def test_bad_arguments_are_named():
 
 @pytest.mark.parametrize(("head_dim", "rotates"), [(16, False), (32, True), (128, True), (256, False)])
 def test_triton_rotates_no_half_of_a_head_that_is_too_small_for_a_product(head_dim, rotates):
-    """With halves of 8, H100's tensor cores count each product twice, which interpret mode does not show."""
+    """With halves of 8, the H100's tensor cores count each product twice, which interpret mode does not show."""
     case = Case(head_dim=head_dim, dtype="bfloat16", theta=10000.0)
     inputs, arguments = case.arguments()
     call = functools.partial(attention, implementation="triton:h100", **arguments)

@@ -1,4 +1,4 @@
-"""Block bounds against hand-worked ranges, and against the whole mask for random problems."""
+"""Block bounds against ranges by hand, and against the whole mask for random problems."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ def bounds(q_pos, k_pos, q_request=None, k_request=None, *, q_block=2, k_block=4
 
 
 def test_a_prompt_by_hand():
-    """Three blocks of four slots. Queries 1 and 2 touch the first alone, 3 and 9 see it whole, -1 sees nothing."""
+    """Three blocks of four slots. Queries 1 and 2 see part of the first one, 3 and 9 see all of it, -1 sees nothing."""
     first, full_first, full_last, last = bounds([1, 2, 3, 9, -1, -1], range(12))
     assert last == [1, 3, 0]
     assert first == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Paged decode attention against a float64 oracle written from the definition; mutants show each tolerance bites."""
+"""Paged decode attention against a float64 oracle from the definition; mutants show that tolerances are tight."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ from scripts.gpucheck.decode_cases import MUTANTS, TOLERANCE, Case, jitted
 IMPLEMENTATIONS = ["reference", "xla", "triton_interpret", "mosaic_tpu_interpret"]
 
 LATE_TOLERANCE = 2e-3
-"""Largest error at position 131,000; measured 5.1e-4 with whole angles, 8.7e-4 with sums of two."""
+"""Largest error at position 131,000; measured 5.1e-4 with single angles, 8.7e-4 with sums of two."""
 
 KERNELS = IMPLEMENTATIONS[2:]
 SHAPES = [
@@ -28,12 +28,12 @@ SHAPES = [
     *((one, dict(heads=4, kv_heads=1, head_dim=128, dtype="bfloat16")) for one in ("xla", *KERNELS)),
     ("mosaic_tpu_interpret", dict(theta=10000.0, head_dim=128)),
 ]
-"""What each implementation treats in its own manner; `solved` is for all of them."""
+"""Cases that implementations handle differently; `solved` is for all of them."""
 
 
 @functools.cache
 def solved(dtype):
-    """A case whose keys are before RoPE, and what it gives; nobody may change them."""
+    """A case with keys before RoPE, and the expected result; do not modify them."""
     case = Case(head_dim=64, theta=10000.0, dtype=dtype)
     return case, case.expected()
 
@@ -68,7 +68,7 @@ def test_rotation_of_pages_that_is_given_is_the_one_that_is_computed(implementat
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_angles_of_late_positions_lose_no_more_than_their_rounding(implementation):
-    """Angles of 100,000 radians are rounded to 2 ** -7, whether of a slot or of its page."""
+    """Angles of 100,000 radians are rounded to 2 ** -7, both of slots and of pages."""
     case = Case(head_dim=64, theta=500000.0)
     case.start += 131_000 * (case.length > 0)
     expected = case.expected()
@@ -84,7 +84,7 @@ def test_a_request_without_any_token_gets_zeros(implementation):
 
 @pytest.mark.filterwarnings("ignore:jax.experimental.pallas.ops.gpu.paged_attention is deprecated:DeprecationWarning")
 def test_agrees_with_the_paged_attention_of_jax_where_that_one_can_be_used():
-    """One length per request, every page but the last one full; written by others."""
+    """JAX's kernel has one length per request, with every page full except the last."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention  # warns from jax 0.11 on
 
     random = np.random.default_rng(3)
@@ -147,7 +147,7 @@ def test_bad_arguments_are_named():
         case.run("xla", page_rotation=rows)
     inputs, arguments = turning.arguments(page_rotation=rows[..., :16])
     with pytest.raises(ValueError, match=r"page_rotation: wanted shape \(4, 12, 32\), got \(4, 12, 16\)"):
-        inspect.unwrap(decode_attention)(*inputs, **arguments)  # without the types that tests check
+        inspect.unwrap(decode_attention)(*inputs, **arguments)  # without the type checks of the tests
     with pytest.raises(NotImplementedError, match="head dimension .* got 24"):
         Case(head_dim=24).run("triton_interpret")
     with pytest.raises(NotImplementedError, match="pages .* got 12"):

@@ -1,4 +1,4 @@
-"""The TPU kernel in JAX's TPU interpreter, which simulates its memories and transfers and looks for races."""
+"""The TPU kernel in JAX's TPU interpreter, which simulates memories and transfers and detects races."""
 
 import functools
 
@@ -36,7 +36,7 @@ def test_the_kernel_does_not_race_and_reads_no_uninitialised_memory(case, capfd)
 
 
 def test_a_planted_race_is_found(capfd):
-    """One output block shared by all steps of a parallel axis."""
+    """All steps of a parallel axis write one output block."""
 
     def copy(x, o):
         o[...] = x[...]

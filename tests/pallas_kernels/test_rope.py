@@ -1,4 +1,4 @@
-"""ccjax.kernels.rope against complex rotation in float64, and the identities that moving a chunk rests on."""
+"""ccjax.kernels.rope against complex rotation in float64, and the identities needed to move a chunk."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_apply_is_complex_rotation(shape):
     frequencies = llama3_frequencies(shape[-1], 5e5, **SCALING)
     expected = oracles.rotate(x.astype(np.float64), positions, frequencies.astype(np.float64))
     ours = apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies)
-    # float32 angles: at position p an angle is off by up to p * 2^-24 rad, here 2.4e-4.
+    # float32 angles: at position p the error of an angle is up to p * 2^-24 rad, here 2.4e-4.
     np.testing.assert_allclose(ours, expected, atol=2e-3)
     np.testing.assert_allclose(
         apply_rope(jnp.asarray(x), jnp.asarray(positions % 16), frequencies),
@@ -102,7 +102,7 @@ def test_move_is_remove_then_apply_and_back_again(last):
 
 
 def test_scores_depend_on_distance_alone():
-    """What makes reuse at another position possible at all."""
+    """The property that makes reuse at another position possible."""
     x, _ = case(2, 1, 64, 1)
     frequencies = llama3_frequencies(64, 1e4)
 
@@ -122,12 +122,12 @@ def test_dtype_is_kept_and_angles_are_not_rounded_to_it(dtype):
     ours = apply_rope(narrow, jnp.asarray(positions), frequencies)
     assert ours.dtype == dtype
     wide = np.asarray(apply_rope(narrow.astype(jnp.float32), jnp.asarray(positions), frequencies))
-    # One rounding of the result, relative; bfloat16 angles would be off by whole turns (257 becomes 256).
+    # One relative rounding of the result; bfloat16 angles would have errors of whole turns (257 becomes 256).
     np.testing.assert_allclose(np.asarray(ours, np.float32), wide, rtol=2**-8, atol=1e-6)
 
 
 def test_the_inverse_as_cachecraft_prints_it_does_not_undo_apply():
-    """CacheCraft sec. 4 calls "y cos + x sin" the inverse of "x cos - y sin": they are two halves of one rotation."""
+    """CacheCraft sec. 4 calls "y cos + x sin" the inverse of "x cos - y sin"; they are the halves of one rotation."""
     x, positions = case(16, 2, 8, 500)
     frequencies = llama3_frequencies(8, 1e4)
     turned = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies))

@@ -1,4 +1,4 @@
-"""The kernels under the model's own steps: serving identities hold through them as through the CPU path."""
+"""The kernels in the model's steps: the same serving identities hold as on the CPU path."""
 
 import concurrent.futures
 import itertools
@@ -38,21 +38,21 @@ def test_full_prefill_reuse_and_recompute_are_the_oracle(implementation):
     full = run_plan(model, prompt, plan(None, None, None), collect=True)
     np.testing.assert_allclose(full.last_logits, wanted, atol=TOLERANCE)
     for layer, oracle in zip(full.layers, oracles, strict=True):
-        # Segment bounds are 0, 41, 61, 70: a token's mass lies on its own segment and those before it; what lies on the
-        # first four tokens, the attention sink, counts nowhere.
+        # Segment bounds are 0, 41, 61, 70: a token's mass is on its own segment and earlier ones; the mass on the first
+        # four tokens, the attention sink, does not count.
         mass, own = np.asarray(layer.mass)[: len(prompt)], np.asarray(layer.self_mass)[: len(prompt)]
         np.testing.assert_allclose(mass.sum(-1), oracle.attention.mean(0)[:, 4:].sum(-1), atol=1e-5)
         assert not mass[:41, 1:].any() and not mass[:61, 2:].any() and (mass[61:, :3] > 0.0).all()
         assert (own <= mass[np.arange(len(prompt)), np.repeat([0, 1, 2], LENGTHS)] + 1e-6)[4:].all()
 
-    # The first passage comes from the store; of the second, each row of stored NaN is recomputed.
+    # The first passage is read from the store; of the second, all rows of stored NaN are recomputed.
     first = np.stack([np.stack([np.asarray(layer.k)[:41], np.asarray(layer.v)[:41]]) for layer in full.layers])
     stored = {"v0": first, "v1": np.full_like(first[:, :, :20], np.nan)}
     reuse = plan((), range(20), None)
     merged = run_reusing(model, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
     np.testing.assert_allclose(merged.last_logits[-1], wanted[-1], atol=TOLERANCE)
 
-    stored["v0"] = np.roll(first, 1, axis=2)  # the mutant: one position off
+    stored["v0"] = np.roll(first, 1, axis=2)  # the mutant: shifted by one position
     wrong = run_reusing(model, prompt, reuse, lambda variant, a, b: stored[variant][a:b])
     assert np.abs(wrong.last_logits[-1] - wanted[-1]).max() > 100 * TOLERANCE
 

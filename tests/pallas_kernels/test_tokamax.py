@@ -1,6 +1,6 @@
-"""The adapter of tokamax against the float64 oracle; mutants show each tolerance bites. Skips where it is missing.
+"""The tokamax adapter against the float64 oracle; mutants show that tolerances are tight. Skipped without tokamax.
 
-tokamax's XLA form runs here as it is, its Triton kernel in interpret mode. Its Mosaic kernel needs a Hopper GPU.
+tokamax's XLA form runs natively here, its Triton kernel in interpret mode. Its Mosaic kernel needs a Hopper GPU.
 """
 
 import functools
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:jax.experimental.pallas.dot was 
 
 @pytest.fixture(params=["tokamax_xla", "tokamax_triton"])
 def implementation(request, monkeypatch):
-    """A name that runs on a CPU: the Triton kernel is let through tokamax's check for a GPU and interpreted."""
+    """A name that runs on a CPU: the Triton kernel is interpreted, with tokamax's check for a GPU bypassed."""
     if request.param == "tokamax_triton":
         kernel = pytest.importorskip("tokamax._src.ops.attention.pallas_triton")
         original = kernel._fwd_kernel
 
         def with_indices_taken_first(*args, **kwargs):
-            """The interpreter knows a program's indices only outside of loops; tokamax asks for them inside too."""
+            """The interpreter provides program indices only outside of loops; tokamax also reads them inside."""
             indices = kernel.pl.program_id(0), kernel.pl.program_id(1)
             monkeypatch.setattr(kernel.block, "_pids", lambda: indices)
             return original(*args, **kwargs)
@@ -52,7 +52,7 @@ def test_agrees_with_the_oracle(implementation, shape):
 @needs_tokamax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_requests_whose_keys_are_before_rope(implementation, dtype):
-    """In another order too, where a range of slots holds neither one request nor ascending positions."""
+    """Also in another order, in which ranges of slots mix requests and positions do not ascend."""
     case = packed(head_dim=64, theta=10000.0, dtype=dtype)
     assert worst(case.run(implementation), case.expected()) < TOLERANCE[dtype]
     order = np.random.default_rng(1).permutation(len(case.k_pos))
@@ -74,7 +74,7 @@ def test_broken_variants_exceed_the_tolerance(dtype):
 def test_slots_may_stand_in_any_order_and_rows_that_see_nothing_are_zero(implementation):
     case = Case(**LONG).shuffled()
     case.q_pos = np.concatenate([[-1, -1], case.q_pos[2:]]).astype(np.int32)
-    case.scale = 0.2  # every other case has the scale that tokamax takes when given none
+    case.scale = 0.2  # all other cases have tokamax's default scale
     result = case.run(implementation)
     assert worst(result, case.expected()) < TOLERANCE["float32"]
     assert not np.asarray(result.out[:2]).any() and not np.asarray(result.mass[:2]).any()
@@ -92,7 +92,7 @@ def test_a_request_without_slots_sees_nothing(implementation):
 
 @needs_tokamax
 def test_many_segments(implementation):
-    """More columns of values and segments than one launch of a GPU kernel takes."""
+    """More columns of values and segments than fit one launch of a GPU kernel."""
     case = Case(queries=20)
     case.num_segments = 250
     case.segment = (np.arange(150) * 5 // 3 - 2).astype(np.int32)
@@ -138,7 +138,7 @@ def test_hopper_takes_the_mosaic_kernel(monkeypatch, capability, kernel):
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch, name):
     for module in [module for module in sys.modules if module.partition(".")[0] == "tokamax"]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "tokamax", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # makes its import fail
     inputs, arguments = Case().arguments()
     with pytest.raises(NotImplementedError, match=r"pip install -e \.\[tokamax\]"):
         attention(*inputs, **arguments, implementation=name)

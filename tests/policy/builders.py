@@ -1,4 +1,4 @@
-"""Short ways to build chunks and variants for the policy tests. Holds no expectation of its own."""
+"""Helpers that build chunks and variants for the policy tests. Contains no assertions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def variant(
     received: Sequence[float] = (),
     start: int | None = None,
 ) -> VariantMeta:
-    """A variant of chunk `name` behind the chunks of `prefix`, of which S is the instructions; its last token is its
-    most contextualised by default."""
+    """A variant of chunk `name` after the chunks of `prefix`, where S is the system prompt; by default its last token
+    is the most contextualised."""
     return VariantMeta(
         variant_id=VariantId(variant_id or f"{name}|{prefix}|{fidelity}"),
         chunk_id=ChunkId(name),
@@ -52,6 +52,6 @@ def variant(
 
 
 def prompt(names: str, num_tokens: int = 10, *, system: bool = False) -> list[PromptChunk]:
-    """One chunk for each letter; with `system` the first one is the system prompt."""
+    """One chunk for each letter; with `system`, the first one is the system prompt."""
     roles: list[SegmentRole] = ["system" if system and index == 0 else "document" for index in range(len(names))]
     return [PromptChunk(ChunkId(name), num_tokens, role) for name, role in zip(names, roles, strict=True)]

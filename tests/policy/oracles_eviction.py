@@ -1,5 +1,5 @@
-"""Eviction scores as their formulas say, each one anew from a log of all uses whenever it is asked, in O(n^2). It keeps
-the log and the clock, and imports nothing of the project."""
+"""Eviction scores by their formulas, recomputed from a log of all uses for each query, in O(n^2). Keeps the log and the
+clock, and imports nothing from the project."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Use:
 
 
 class Plain:
-    """One tier's entries under the policy `name`. Infos have the fields of the project's EntryInfo, 16 tokens each."""
+    """The entries of one tier under the policy `name`. Infos have the fields of the project's EntryInfo, 16 tokens."""
 
     def __init__(self, name, half_life):
         self.name, self.half_life, self.log, self.held, self.clock = name, half_life, [], set(), 0.0

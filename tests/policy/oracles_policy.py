@@ -1,4 +1,4 @@
-"""The policy equations once more, in exact fractions, NumPy float64 and SciPy. Imports nothing of the project."""
+"""The policy equations in exact fractions, NumPy float64 and SciPy. Imports nothing from the project."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def beta(old: Sequence[str], inter: Sequence[float], new: Sequence[str]) -> Fraction:
-    """CacheCraft eq. 6 in fractions; each new chunk is used up by the first old occurrence that claims it."""
+    """CacheCraft eq. 6 in fractions; each new chunk matches only the first old occurrence that claims it."""
     left = list(new)
     common = Fraction(0)
     for chunk, mass in zip(old, inter, strict=True):
@@ -33,7 +33,7 @@ def gamma(old: Sequence[str], new: Sequence[str]) -> float:
 
 
 def cci(a: float, b: float) -> float:
-    """CacheCraft eq. 11 by SciPy's logistic function."""
+    """CacheCraft eq. 11 with SciPy's logistic function."""
     from scipy.special import expit
 
     return float(expit(a / b))
@@ -45,7 +45,7 @@ def cfo(cci_value: float, beta_adjusted: float, alpha: float) -> Fraction:
 
 
 def focused(mass: list[float], rule: str) -> set[int]:
-    """CacheCraft alg. 1 l. 4-9 with every gap a candidate; SciPy's `entr` is -p ln p. For positive, distinct gaps."""
+    """CacheCraft alg. 1 l. 4-9 with every gap as candidate; SciPy's `entr` is -p ln p. For positive, distinct gaps."""
     from scipy.special import entr
 
     order = np.argsort(-np.asarray(mass), kind="stable")
@@ -56,7 +56,7 @@ def focused(mass: list[float], rule: str) -> set[int]:
 
 
 def attention_weights(num_layers: int, num_tokens: int, seed: int) -> np.ndarray:
-    """Random causal softmax weights [layer, query, key], float64: rows sum to 1, nothing above the diagonal."""
+    """Random causal softmax weights [layer, query, key], float64: rows sum to 1, zeros above the diagonal."""
     scores = np.random.default_rng(seed).normal(size=(num_layers, num_tokens, num_tokens)) * 2.0
     scores[:, ~np.tri(num_tokens, dtype=bool)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -64,7 +64,7 @@ def attention_weights(num_layers: int, num_tokens: int, seed: int) -> np.ndarray
 
 
 def inter(weights: np.ndarray, keys: range, queries: range) -> float:
-    """CacheCraft eq. 3 for one layer's weights [query, key], as the double sum it is."""
+    """CacheCraft eq. 3 for one layer's weights [query, key], as a double sum."""
     return float(sum(weights[q, k] for q in queries for k in keys))
 
 

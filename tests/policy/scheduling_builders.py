@@ -1,4 +1,4 @@
-"""A small scheduler, and packs and steps that are done at once. Asserts nothing."""
+"""A small scheduler, and packs and steps that finish at once. Contains no assertions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def build(**changes):
 
 
 def start(scheduler, free_pages=100, now_s=0.0, costs=COSTS):
-    """The next pack, done at once."""
+    """Runs the next pack at once and returns it."""
     pack = scheduler.next_pack(now_s, free_pages, costs)
     scheduler.pack_done(now_s)
     return pack
 
 
 def decode(scheduler, free_pages=100, now_s=0.0, costs=COSTS):
-    """The next decode step, done at once."""
+    """Runs the next decode step at once and returns it."""
     step = scheduler.next_decode(free_pages, costs)
     scheduler.decode_done(now_s)
     return step

@@ -1,5 +1,5 @@
-"""An engine that takes given seconds and computes nothing: it carries out what a scheduler says, on a ledger of pages,
-tokens and seats of its own, and asserts at every step that what it is told can be done."""
+"""A simulated engine with given step times that computes nothing: it executes a scheduler's decisions, keeps its own
+ledger of pages, tokens and slots, and asserts at every step that the decision can be executed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK_NAMES = frozenset("abc")
 
 @dataclasses.dataclass
 class Job:
-    """A request, what it holds, and what became of it."""
+    """A request, its resources and its outcome."""
 
     work: SequenceWork
     number: int
@@ -30,7 +30,7 @@ class Job:
     end: str | None = None
     num_answers: int = 1
     alone: SequenceWork | None = None
-    """What it is without the prompt that it shares."""
+    """The request as work without its shared prompt."""
 
     @property
     def rank(self):
@@ -74,7 +74,7 @@ class SimulatedEngine:
     # The pool.
 
     def pinned(self):
-        """Chunks that an admitted request reads."""
+        """Chunks that admitted requests read."""
         return {name for job in self.jobs.values() if job.is_admitted for name in job.chunks}
 
     @property
@@ -99,7 +99,7 @@ class SimulatedEngine:
         self.jobs[work.request_id] = job
 
     def _fork(self, request_id):
-        """The other answers to the prompt of a request that just has its first token, where they fit at all."""
+        """Adds the other answers to the prompt of a request that just got its first token, if they can fit at all."""
         first = self.jobs[request_id]
         count, first.num_answers = first.num_answers - 1, 1
         sibling = self._reading(first.work)
@@ -122,11 +122,11 @@ class SimulatedEngine:
             self.jobs[name] = Job(work, len(self.jobs), first.answer_tokens, first.chunks, self.now_s, alone=alone)
 
     def _reading(self, work):
-        """An answer that begins, or begins again, with the prompt of another one."""
+        """An answer that starts, or restarts, with the prompt of another one."""
         return dataclasses.replace(work, prefill_tokens=1, prompt_pages=1, tail_slots=self.settings.page_tokens - 1)
 
     def _drop_prompts(self):
-        """Prompts that no admitted answer reads go, as far as their pages are needed."""
+        """Drops prompts that no admitted answer reads, as far as their pages are needed."""
         waiting = [job for job in self.jobs.values() if job.alone and job.end is None and not job.is_admitted]
         parked = {name for job in waiting for name in job.chunks if name not in CHUNK_NAMES} - self.pinned()
         for prompt in sorted(parked):
@@ -167,7 +167,7 @@ class SimulatedEngine:
     # Steps.
 
     def tick(self):
-        """Runs a layer, or a decode step; False when there was nothing to run."""
+        """Runs a layer or a decode step; False if there is nothing to run."""
         for request_id in self.scheduler.expire(self.now_s):
             assert self.jobs[request_id].work.deadline_s <= self.now_s
             self.end(request_id, "expired")
@@ -187,7 +187,7 @@ class SimulatedEngine:
         return True
 
     def run(self, max_ticks=100_000):
-        """Until idle."""
+        """Runs until idle."""
         for _ in range(max_ticks):
             if not self.tick():
                 return
@@ -230,8 +230,8 @@ class SimulatedEngine:
         self._check_counts()
 
     def _check_order(self, pack, pinned):
-        """The pack takes all that it can, and nothing less important before something more important. `pinned` is what
-        was before it: a chunk that several of its newcomers read was counted for each."""
+        """Asserts that the pack has as much work as possible, in order of importance. `pinned` is the state before the
+        pack: a chunk that several newly admitted requests read was counted for each."""
         spare = self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces)
         completed = {piece.request_id for piece in pack.pieces if piece.is_last}
         begun = [job for job in self.active() if not job.is_decoding and job.work.request_id not in completed]
@@ -314,7 +314,7 @@ class SimulatedEngine:
         for name in step.preempted:
             lost = self.jobs[name]
             assert all(job.rank < lost.rank for job in survivors), "a less important one was kept"
-            is_reader = not lost.num_pages  # without it its prompt can be dropped, which makes room for the next step
+            is_reader = not lost.num_pages  # without it its prompt can be dropped to free space for the next step
             assert is_reader or any(self.jobs[name].rank < lost.rank for name in step.draws), (
                 "preempted for nobody's sake"
             )

@@ -1,4 +1,4 @@
-"""The confidence bound against scipy's, the choice by hand and by simulation, the file's format."""
+"""The confidence bound against scipy, the choice by hand and by simulation, the file format."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_sequences_share_what_may_go_wrong():
     assert confidence_of_each([trial(0.1, 90), trial(0.2, 90)], 0.95) == pytest.approx(0.95)
     both = [trial(0.2, 99), trial(0.1, 99, focus_window=3)]
     assert confidence_of_each(both, 0.95) == pytest.approx(0.975)
-    # 99 of 100 kept: at least 95.3 % with a confidence of 95 %, 94.6 % with 97.5 %
+    # 99 of 100 kept: at least 95.3 % at a confidence of 95 %, 94.6 % at 97.5 %
     assert cheapest_safe(both[:1], target=0.95, confidence=0.95) == both[0]
     assert cheapest_safe(both, target=0.95, confidence=0.95) is None
     assert cheapest_safe(both, target=0.945, confidence=0.95) == both[1]
@@ -118,8 +118,8 @@ def test_sequences_share_what_may_go_wrong():
 
 
 def test_the_choice_keeps_less_than_the_target_as_rarely_as_it_says(monkeypatch):
-    """4,000 validation sets of 150 questions for a strategy that truly keeps a share which grows with what it computes,
-    just below the target at first; the least of all that pass would miss more often."""
+    """4,000 validation sets of 150 questions for a strategy whose true kept share grows with the computed tokens, first
+    just below the target; choosing the cheapest setting that passes would miss more often."""
     monkeypatch.setattr(calibration, "kept_lower_bound", functools.cache(kept_lower_bound))  # of 151 counts
     rng = np.random.default_rng(0)
     truth = {0.1: 0.88, 0.2: 0.89, 0.3: 0.895, 0.4: 0.899, 0.5: 0.93, 0.6: 0.97}

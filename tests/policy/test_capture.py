@@ -1,4 +1,4 @@
-"""What is kept after a prefill: metadata against eq. 3-11 summed naively over softmax weights, ids, the decision."""
+"""Capture after a prefill: metadata against naive sums of eq. 3-11 over softmax weights, ids, the decision."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TestShouldCapture:
         [
             ("exact", [], True),
             ("exact", [variant("X", "A"), variant("X", "BA"), variant("Y", "AB")], True),
-            ("exact", [variant("X", "AB", fidelity="approx")], True),  # an exact one is worth more
+            ("exact", [variant("X", "AB", fidelity="approx")], True),  # an exact one is better
             ("exact", [variant("X", "AB")], False),
             ("approx", [], True),
             ("approx", [variant("X", "AB")], False),
@@ -127,8 +127,8 @@ class TestShouldCapture:
         [
             ({}, [variant("X", "C")], True),
             ({"recompute_offsets": ()}, [variant("X", "C")], False),
-            ({}, [variant("X", "C", variant_id="X|C|exact", fidelity="approx")], False),  # approx never begets
-            ({}, [variant("X", "D")], False),  # the parent is gone: nothing vouches for it
+            ({}, [variant("X", "C", variant_id="X|C|exact", fidelity="approx")], False),  # approx is never a parent
+            ({}, [variant("X", "D")], False),  # the parent is gone, so exactness is not known
             ({}, [variant("X", "C"), variant("X", "AB")], False),
             ({}, [variant("X", "C"), variant("X", "AB", fidelity="approx")], False),
             ({}, [variant("X", "C"), variant("Y", "AB")], True),

@@ -1,4 +1,4 @@
-"""What a request gets for the mode and the target it names, with and without a calibration."""
+"""Settings for a request's mode and target, with and without a calibration."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_cheapest_setting_that_keeps_the_target_is_planned_by(target, alpha,
     for mode in ("bounded",) if target is None else ("bounded", "fast"):
         found = contract(mode, target)
         assert (found.mode, found.settings.alpha, found.settings.recompute_ratio) == ("bounded", alpha, ratio)
-        # Trials ran without the focus cut, which would leave some of that share unrepaired.
+        # Trials ran without the focus cut, which would leave a part of that share unrepaired.
         assert found.settings == dataclasses.replace(SETTINGS, alpha=alpha, recompute_ratio=ratio, focus_window=None)
         assert found.is_calibrated and found.quality_target == (0.9 if target is None else target)
         assert found.quality_bound == pytest.approx(bound, abs=1e-4)
@@ -75,7 +75,7 @@ def test_a_calibration_that_fails_takes_nothing_away():
     failed = PlannerSettings(strategy="random")
     assert contract(settings=failed) == ReuseContract("bounded", failed, False, 0.9, None), "0.5 is more than 0.15"
     assert contract("fast", settings=failed) == ReuseContract("fast", failed)
-    # 0.95 is kept at 0.4 alone, which is more than is worth it unless a request asks; 0.1 showed 87.3 %.
+    # 0.95 is kept only at 0.4, which is too expensive unless a request asks for it; 0.1 has a bound of 87.3 %.
     dear = dataclasses.replace(BY_SHARE, target=0.96)
     found = contract(calibration=dear)
     assert (found.mode, found.settings, found.quality_target) == ("bounded", SETTINGS, 0.96)

@@ -1,5 +1,5 @@
-"""Eviction policies: hand-worked orders, a plain re-computation of every score over random traces, and comparisons
-counted at 20,000 entries. Hit counts on a real trace: tests/scripts/test_eviction_benchmark.py."""
+"""Eviction policies: orders by hand, a plain recomputation of every score over random traces, and the number of
+comparisons at 20,000 entries. Hit counts on a real trace: tests/scripts/test_eviction_benchmark.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestInfo:
             (2.0, 0.25, 0.125, None, 1.375),  # lost: 2; held: 0.125 + 0.5
             (2.0, 0.25, 0.125, 0.5, 0.375),  # below: 0.5 + 0.5 against 0.125 + 0.5
             (2.0, 0.25, 0.125, 9.0, 1.375),  # the copy below is slower than computing
-            (2.0, 1.0, 0.125, None, 0.0),  # all of it is recomputed: the load is a loss, which is no one's to save
+            (2.0, 1.0, 0.125, None, 0.0),  # everything is recomputed: the load is a loss, so nothing is saved
             (0.0, 0.0, 0.0, None, 0.0),
         ],
     )
@@ -76,7 +76,7 @@ class TestOrders:
         assert self.fill(make_policy("lfu")) == "cdba"
 
     def test_f_r_counts_one_by_cfo_of_reuses(self):
-        # a: 3 / 0.5 = 6; b: 1 / 0.125 = 8; c, d: never reused, the older first
+        # a: 3 / 0.5 = 6; b: 1 / 0.125 = 8; c, d: never reused, older first
         assert self.fill(make_policy("cachecraft_fr"), b=info(cfo=0.125)) == "cdab"
 
     def test_f_r_of_an_exact_reuse_is_its_tokens(self):
@@ -115,7 +115,7 @@ class TestOrders:
         assert policy.victims(30) == ("b", "a", "c")
 
     def test_saved_seconds_per_byte(self):
-        # uses at times of no weight (long half-life), in units of the 0.5 s that half-fixed a use saves:
+        # time has no weight (long half-life); in units of the 0.5 s that a use saves with half of it recomputed:
         # a: 4 / 60, b: 2 / 10, c: 1 / 10, d: 1 / 2
         assert self.fill(SavedSeconds(half_life=1e9), a=info(60), d=info(2)) == "acbd"
 
@@ -147,7 +147,7 @@ class TestOrders:
         for policy, remembered in ((SavedSeconds(num_remembered=1), "b"), (SavedSeconds(num_remembered=0), "")):
             for key in "abc":
                 policy.on_insert(key, info(compute_s=1.0 + (key == "c")), 0)
-            for key in "ab":  # with room for one, b's uses push out a's
+            for key in "ab":  # with space for one, b's uses replace a's
                 policy.on_remove(key)
             for key in "ab":
                 policy.on_insert(key, info(compute_s=1.5), 1)
@@ -200,7 +200,7 @@ class TestVictims:
         policy.on_insert("a", info(10, 0.5), 0)
         policy.on_insert("b", info(10, 8.0), 0)
         policy.on_hit("b", info(10, 8.0), 1)
-        policy.on_insert("n", info(100, 10.0), 2)  # 0.05 s for each byte: more than a, which alone is too small
+        policy.on_insert("n", info(100, 10.0), 2)  # 0.05 s per byte: more than a, which alone is too small
         wanted = ("n",) if name == "saved_seconds" else tuple(key for key in policy.victims(120) if key != "n")
         assert policy.victims(20, new_key="n") == wanted
         assert policy.victims(20, new_key="n", pinned="n") == tuple(key for key in policy.victims(120) if key != "n")
@@ -262,7 +262,7 @@ class TestTree:
         policy.on_remove("c")
         policy.on_remove("e", evicted=False)
         assert policy.is_leaf("b") and policy.is_leaf("d") and policy.victims(10) == ("b",)
-        policy.on_hit("b", info(10, 2.0), 1)  # its record says now that it continues nothing
+        policy.on_hit("b", info(10, 2.0), 1)  # its record has no parent now
         assert policy.is_leaf("a") and policy.victims(10) == ("a",)
 
     def test_children_may_be_known_before_their_parent(self):
@@ -276,7 +276,7 @@ class TestTree:
         policy = self.filled(Pgdsf())
         fresh = reopened(policy, 1, {key: info(10, self.COST[key]) for key in "abcde"}, Pgdsf())
         assert fresh.victims(50) == policy.victims(50) == tuple("edcba")
-        fresh.on_hit("c", info(10, parent="d"), 2)  # what a record says counts
+        fresh.on_hit("c", info(10, parent="d"), 2)  # the record's parent counts
         assert fresh.is_leaf("b") and not fresh.is_leaf("d")
         assert "parents" not in self.filled(Gdsf()).state(1)
 
@@ -318,9 +318,9 @@ def test_settings_are_checked():
         make_policy("mru")
 
 
-# -- random traces against plain re-computation (oracles_eviction.py) --------------------------------------------------
+# -- random traces against plain recomputation (oracles_eviction.py) ---------------------------------------------------
 
-HALF_LIFE = 3.7  # no whole number of requests: worths of different histories are never equal
+HALF_LIFE = 3.7  # not a whole number of requests: different histories never have equal values
 
 
 def build_for(name) -> Any:
@@ -328,14 +328,14 @@ def build_for(name) -> Any:
 
 
 def reopened(policy, now, infos, fresh):
-    """`fresh` with the state of `policy` after it went through a file."""
+    """`fresh` with the state of `policy` restored from a file."""
     fresh.restore(json.loads(json.dumps(policy.state(now), allow_nan=False)), infos)
     for key in sorted(infos):
         fresh.on_adopt({key: infos[key]})
     return fresh
 
 
-# Sizes, seconds and CFOs of which no two give the same seconds per byte; sums of them are exact in binary.
+# Sizes, seconds and CFOs with distinct seconds per byte, whose sums are exact in binary.
 passages = st.tuples(
     st.sampled_from([5, 7, 11, 13]),
     st.sampled_from([17 / 8, 19 / 8, 23 / 8, 29 / 8]),
@@ -369,7 +369,7 @@ def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
     for step, uses, damaged in trace:
         now += step
         pinned = {key for key, _ in uses if key in plain.held}
-        for key, cfo in sorted(uses, key=lambda use: use[0] not in pinned):  # all look-ups first
+        for key, cfo in sorted(uses, key=lambda use: use[0] not in pinned):  # all pinned look-ups first
             size, seconds, below = corpus["ABCDEFGH".index(key)]
             one = infos[key] = info(size, seconds, cfo, load_s=1 / 8, below_load_s=below)
             (policy.on_hit if key in plain.held else policy.on_insert)(key, one, now)
@@ -405,7 +405,7 @@ def test_uses_that_saved_seconds_of_every_size_add_up(first):
 @pytest.mark.parametrize("name", NAMES)
 class TestRestarts:
     def used(self, name):
-        """`often` used thrice, `once` once, both held; `gone` was used four times and left."""
+        """`often` was used three times, `once` once, both held; `gone` was used four times and evicted."""
         policy, infos = build(name), {key: info(10) for key in ("often", "once", "gone")}
         for key in infos:
             policy.on_insert(key, infos[key], 1)
@@ -417,7 +417,7 @@ class TestRestarts:
     def test_it_counts_on_from_where_it_was(self, name):
         policy, infos = self.used(name)
         fresh = reopened(policy, 7, infos, build(name))
-        for one in (policy, fresh):  # `once` is used as often as `often` from here on, and later
+        for one in (policy, fresh):  # now `once` has as many uses as `often`, and later ones
             for later in (1, 2):
                 one.on_hit("once", infos["once"], later + (7 if one is policy else 0))
         assert fresh.victims(20) == policy.victims(20)
@@ -503,7 +503,7 @@ class TestRestarts:
 
 
 class Counted(float):
-    """A worth that counts how often it is compared: each comparison of two ranks begins with an ==."""
+    """A value that counts its comparisons: each comparison of two ranks begins with an ==."""
 
     comparisons = 0
 
@@ -529,11 +529,11 @@ def compared(call):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_20_000_entries_cost_a_few_logarithms(name):
-    """A heap compares at most twice for each level of its tree, of which there are 15 here."""
+    """A heap compares at most twice per level of its tree, which has 15 levels here."""
     rng = random.Random(0)
     infos = [info(rng.randrange(5, 20), rng.random(), rng.random()) for _ in range(500)]
     policy = counting(name)
-    keys = [f"{number * 7919 % 20_011:06d}" for number in range(20_000)]  # distinct, in no order
+    keys = [f"{number * 7919 % 20_011:06d}" for number in range(20_000)]  # distinct, unordered
     worst = 2 * 15
 
     def fill():
@@ -565,7 +565,7 @@ def test_hits_leave_nothing_behind(name):
 
 
 def test_inner_nodes_are_met_once_however_little_they_are_worth():
-    """A thousand paths of two, whose ends alone were used again: their roots rank first and may not go."""
+    """A thousand paths of two, of which only the ends were used again: roots rank first, but may not be evicted."""
 
     class Counting(Pgdsf):
         num_met = 0
@@ -586,9 +586,9 @@ def test_inner_nodes_are_met_once_however_little_they_are_worth():
     assert policy.victims(1) == (expected,) and policy.num_met < 10
     policy.on_remove(expected)
     assert policy.victims(1) == (expected.replace("end", "root"),), "it is a leaf now, and worth least"
-    for _ in range(5000):  # until the order is made anew
+    for _ in range(5000):  # until the order is rebuilt
         policy.on_hit("end 8", EntryInfo(1, 1, 5.0, parent="root 8"), 2)
-    policy.on_hit("root 7", EntryInfo(1, 1, 1.0), 2)  # used, and put in order again, while its end keeps it out
+    policy.on_hit("root 7", EntryInfo(1, 1, 1.0), 2)  # used and reordered, while its child protects it
     for number in (5, 7, 8):
         policy.on_remove(f"end {number}", evicted=False)
     assert set(policy.victims(2) or ()) == {"root 0", "root 5"}, "worth least of those that lost their ends"

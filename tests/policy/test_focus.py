@@ -1,4 +1,4 @@
-"""CacheCraft alg. 1: hand-worked cuts under both rules, the paper's open cases, and the fold over layers."""
+"""CacheCraft alg. 1: cuts by hand for both rules, cases that the paper leaves open, and the fold over layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestCut:
     @pytest.mark.parametrize(
         ("mass", "entropy", "largest_gap"),
         [
-            # gaps 1, 6, 1 of 8: -p ln p = 0.260, 0.216, 0.260. The dominant gap loses, the first of the equal two wins.
+            # gaps 1, 6, 1 of 8: -p ln p = 0.260, 0.216, 0.260. The dominant gap loses; of equal ones the first wins.
             ([9.0, 8.0, 2.0, 1.0], {0}, {0, 1}),
             # gaps 2, 4, 4 of 10: terms 0.322, 0.367, 0.367; the earlier of the equal cuts keeps two
             ([10.0, 8.0, 4.0, 0.0], {0, 1}, {0, 1}),
@@ -29,7 +29,7 @@ class TestCut:
             ([14.0, 4.0, 1.0, 0.0], {0, 1}, {0}),
             # the same chunks in another prompt order
             ([1.0, 14.0, 0.0, 4.0], {1, 3}, {1}),
-            # p = 0.9 alone at the first gap: 0.095 against 0.230 for p = 0.1
+            # p = 0.9 at the first gap: 0.095 against 0.230 for p = 0.1
             ([10.0, 1.0, 0.0], {0, 1}, {0}),
         ],
     )
@@ -44,7 +44,7 @@ class TestCut:
             ([], set()),
             ([0.0], {0}),
             ([0.3], {0}),
-            ([0.3, 0.5], {1}),  # the single gap decides, though -1 ln 1 = 0
+            ([0.3, 0.5], {1}),  # the single gap decides, although -1 ln 1 = 0
             ([0.5, 0.5], {0, 1}),
             ([2.0, 2.0, 2.0], {0, 1, 2}),
             ([1.0, 5.0, 1.0, 5.0], {1, 3}),  # one positive gap among zeros
@@ -59,7 +59,7 @@ class TestCut:
         gaps = [a - b for a, b in zip(sorted(mass, reverse=True), sorted(mass, reverse=True)[1:], strict=False)]
         assume(len(gaps) > 1 and min(gaps) > 1e-6)
         terms = sorted(-g / sum(gaps) * math.log(g / sum(gaps)) if rule == "entropy" else g for g in gaps)
-        assume(terms[-1] - terms[-2] > 1e-9)  # a tie up to rounding may fall either way
+        assume(terms[-1] - terms[-2] > 1e-9)  # with rounding a tie may be resolved either way
         assert focused_chunks(mass, rule) == oracle.focused(mass, rule)
 
     @given(mass_lists, rules, st.randoms())
@@ -93,7 +93,7 @@ def fold(layers: list[tuple[float, ...]], window: int, rule: str = "largest_gap"
 class TestFold:
     def test_decides_after_w_equal_layers_on_the_cumulated_mass(self):
         # cumulated: (1 0 0) -> {0}; (1 3 0) gaps 2, 1 -> {1}; (2 3 0) gaps 1, 2 -> {0, 1}; (3 5 0) gaps 2, 3;
-        # (4 6 0) gaps 2, 4: three layers {0, 1} in a row, at layer 4. Layer 1's own mass alone would have said {1}.
+        # (4 6 0) gaps 2, 4: three layers {0, 1} in a row, at layer 4. Layer 1's mass alone would give {1}.
         layers = [(1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (1.0, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 1.0, 0.0)]
         states = fold(layers, window=3)
         assert [state.focused for state in states] == [{0}, {1}, {0, 1}, {0, 1}, {0, 1}]
@@ -115,7 +115,7 @@ class TestFold:
 
     @given(st.lists(st.tuples(*[st.integers(0, 4).map(float)] * 4), min_size=1, max_size=12), st.integers(1, 5), rules)
     def test_agrees_with_alg_1_run_over_all_layers(self, layers, window, rule):
-        # alg. 1 l. 10-13 with a list of all sets, as printed
+        # alg. 1 l. 10-13 as printed, with a list of all sets
         sets, expected = [], None
         for layer in range(len(layers)):
             sets.append(focused_chunks([math.fsum(column) for column in zip(*layers[: layer + 1], strict=True)], rule))

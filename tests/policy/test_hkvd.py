@@ -1,4 +1,4 @@
-"""CacheBlend's schedule and choice: counts per layer, the most deviating tokens, the share that loading hides."""
+"""CacheBlend's schedule and choice: counts per layer, the most deviating tokens, the share hidden by loading."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_ever_fewer_and_on_average_the_ratio(num_candidates, ratio, num_layers):
     assert len(counts) == num_layers and counts[0] == num_candidates
     assert all(0 <= after <= before for before, after in zip(counts, counts[1:], strict=False))
     mean = sum(counts[1:]) / (num_layers - 1)
-    # A count is rounded up; stages of unequal length weigh the first ones a little more.
+    # Counts are rounded up; stages of unequal length give the first ones slightly more weight.
     assert ratio * num_candidates * 0.9 <= mean <= ratio * num_candidates * 1.1 + 1
     assert len(set(counts[1:])) <= 4
 

@@ -1,4 +1,4 @@
-"""Which loads are not worth beginning: hand-worked plans, the band of indecision, exploring."""
+"""Loads that are not worth starting: plans by hand, hysteresis, exploration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def loads(*times: tuple[float, float]) -> list[PlannedLoad]:
 @pytest.mark.parametrize(
     ("times", "hidden_s", "expected"),
     [
-        ([(1.0, 2.0)], 0.0, ""),  # quicker to load
+        ([(1.0, 2.0)], 0.0, ""),  # faster to load
         ([(3.0, 2.0)], 0.0, "a"),
-        ([(3.0, 2.0)], 1.0, ""),  # of the 3 s, 1 s is hidden
+        ([(3.0, 2.0)], 1.0, ""),  # 1 s of the 3 s is hidden
         ([(2.5, 2.0)], 0.0, ""),  # exactly 1.25 times
         ([(2.6, 2.0)], 0.0, "a"),
-        ([(3.0, 2.0), (3.0, 2.0)], 1.0, "b"),  # the first takes what hides
-        ([(4.0, 1.0)] * 5, 0.0, "abce"),  # a, b and c, computed, hide 3 s of d, which takes all of that
+        ([(3.0, 2.0), (3.0, 2.0)], 1.0, "b"),  # the first load uses the hidden time
+        ([(4.0, 1.0)] * 5, 0.0, "abce"),  # computing a, b and c hides 3 s of d, which uses all of it
         ([(4.0, 1.0)] * 8, 0.0, "abcefg"),
         ([(0.0, 0.0)], 0.0, ""),
         ([(0.1, 0.0)], 0.0, "a"),
@@ -48,7 +48,7 @@ def test_between_the_factors_things_stay_as_they_are(load_s, steady, avoiding):
 
 
 def test_one_load_in_sixteen_plans_is_begun_all_the_same():
-    planned = loads((9.0, 1.0), (8.0, 1.0), (8.0, 1.0))[::-1]  # in an order that ids do not have
+    planned = loads((9.0, 1.0), (8.0, 1.0), (8.0, 1.0))[::-1]  # not ordered by id
     habit, explored = LoadHabit(), []
     for number in range(3 * EXPLORE_EVERY):
         given_up = loads_to_give_up(planned, 0.0, habit)
@@ -56,7 +56,7 @@ def test_one_load_in_sixteen_plans_is_begun_all_the_same():
         if load_to_explore(planned, given_up, habit) is not None:
             explored.append((number, load_to_explore(planned, given_up, habit)))
         habit = habit.after(True)
-    assert explored == [(EXPLORE_EVERY, "b"), (2 * EXPLORE_EVERY, "b")]  # the quickest; of equals, the first by id
+    assert explored == [(EXPLORE_EVERY, "b"), (2 * EXPLORE_EVERY, "b")]  # the fastest; of equal ones the first by id
     assert habit.after(False) == LoadHabit() and not LoadHabit().explores
 
 

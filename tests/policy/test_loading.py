@@ -1,4 +1,4 @@
-"""How long a load is waited for (CacheCraft sec. 3.5): hand-worked numbers and monotony."""
+"""Timeout of a load (CacheCraft sec. 3.5): values by hand and monotonicity."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ccjax.policy.loading import (
     [
         (200, 0.01, 2.0),  # 200 tokens of 10 ms: computing them takes 2 s
         (1, 3.0, 3.0),
-        (100, 0.005, 0.5),  # just the floor
+        (100, 0.005, 0.5),  # exactly the floor
         (100, 0.004, 0.5),  # 0.4 s, below the floor
         (2000, 0.0001, 0.5),  # an accelerator: 0.2 s
         (2000, 0.0, 0.5),
@@ -64,8 +64,8 @@ def test_bad_arguments_are_named(num_tokens, seconds_per_token, name):
 @pytest.mark.parametrize(
     ("num_tokens", "seconds_per_token", "expected"),
     [
-        (200, 0.01, 3.0),  # 2 s of computing and one to store
-        (10, 0.01, 1.5),  # 0.1 s of computing, but the floor is half a second
+        (200, 0.01, 3.0),  # 2 s to compute and 1 s to store
+        (10, 0.01, 1.5),  # 0.1 s to compute, but the floor is half a second
         (200, None, 6.0),
     ],
 )

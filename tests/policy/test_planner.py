@@ -1,4 +1,4 @@
-"""Plans: identities (DESIGN of reuse modes), invariants over random prompts and stores, errors, and imports."""
+"""Plans: identities of the reuse modes, invariants over random prompts and stores, errors, and imports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chunk_lists(draw) -> list[PromptChunk]:
 
 @st.composite
 def stores(draw, chunks: list[PromptChunk]) -> list[VariantMeta]:
-    """Variants of the prompt's chunks: behind their true prefix, behind a random one, or with other masses."""
+    """Variants of the prompt's chunks: after their true prefix, after a random one, or with other masses."""
     names = [str(chunk.chunk_id) for chunk in chunks]
     built: dict[str, VariantMeta] = {}
     for index, name in enumerate(names):
@@ -163,7 +163,7 @@ class TestFidelity:
 
 class TestRecompute:
     def test_offsets_are_the_head_of_the_ranking_ascending(self):
-        # A encoded alone behind X: CFO = 0.4 * 0.5 = 0.2 of 10 tokens
+        # A encoded alone, used after X: CFO = 0.4 * 0.5 = 0.2 of 10 tokens
         got = plan("XA", [variant("A", ranking=(6, 2, 9, 0, 1, 3, 4, 5, 7, 8))], alpha=0.4)
         assert got.segments[1].recompute_offsets == (2, 6)
         assert got.segments[1].cfo == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""T(cached, new) against SciPy's bilinear interpolation, and by hand where the grid ends."""
+"""T(cached, new) against SciPy's bilinear interpolation, and by hand outside the grid."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_between_the_points_it_is_scipys_bilinear_interpolation(data):
         (400, 50, 9.0),
         (100, 30, 4.0),
         (50, 30, 3.0),  # between 2 and 4
-        (0, 1, 1.0),  # fewer than measured: not cheaper
-        (0, 90, 5.0),  # more: 0.05 s a token as in the last cell
-        (700, 10, 14.0),  # 0.02 s for each cached one
+        (0, 1, 1.0),  # fewer than measured: no cheaper
+        (0, 90, 5.0),  # more: 0.05 s per token, as in the last cell
+        (700, 10, 14.0),  # 0.02 s per cached token
         (0, 0, 0.0),
     ],
 )

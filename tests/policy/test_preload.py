@@ -1,4 +1,4 @@
-"""The preloading depth by hand, against a pipeline run layer by layer, and its errors."""
+"""The preload depth by hand and against a simulated pipeline of layers, and its errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ccjax.policy.preload import preload_depth
         (32, 2.0, 1.0, 1),
         (32, 1.0, 0.0, 1),
         (32, 0.0, 0.0, 1),
-        (32, 1.0, 1.0001, 2),  # barely slower: 1.003
+        (32, 1.0, 1.0001, 2),  # slightly slower: 1.003
         (2, 1.0, 100.0, 2),  # 1.99
         (1, 0.0, 5.0, 1),
         (1, 5.0, 0.0, 1),
-        (5, 0.3, 0.4, 2),  # 4 * (0.3 / 0.4) falls short of 3 in binary
-        (16, 0.6, 1.5, 10),  # and 15 * (0.6 / 1.5) of 6
+        (5, 0.3, 0.4, 2),  # 4 * (0.3 / 0.4) is below 3 in binary
+        (16, 0.6, 1.5, 10),  # and 15 * (0.6 / 1.5) below 6
         (32, 1e308, 1.5e308, 12),  # 31 / 3 + 1 = 11.33
         (2, 5e-324, 1.0, 2),
     ],
@@ -38,7 +38,7 @@ def test_by_hand(num_layers, prefill_s, load_s, expected):
 
 
 def runs_without_a_gap(depth: int, num_layers: int, prefill: int, load: int) -> bool:
-    """Layers load one behind another, `load` ticks each; the first of `prefill` ticks runs once `depth` are there."""
+    """Layers load one after another, `load` ticks each; the first, of `prefill` ticks, runs once `depth` are loaded."""
     clock = depth * load
     for layer in range(1, num_layers + 1):
         if layer * load > clock:

@@ -1,4 +1,4 @@
-"""CacheCraft eq. 6-14: hand-worked examples, the edge cases the paper leaves open, and SciPy / fractions as oracles."""
+"""CacheCraft eq. 6-14: examples by hand, edge cases that the paper leaves open, and oracles in SciPy and fractions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestOrder:
         ("old", "new", "expected"),
         [
             ("12", "21", 1.0),  # the paper's C1-C2-C3 against C2-C1-C3: 1 discordant of 1 pair
-            ("ABC", "BAC", 1 / 3),  # of AB, AC, BC only AB is turned round
+            ("ABC", "BAC", 1 / 3),  # of AB, AC, BC only AB is reversed
             ("ABC", "CAB", 2 / 3),  # AC and BC
             ("ABCD", "DXCBYA", 1.0),
             ("ABC", "AXBYC", 0.0),
@@ -104,8 +104,8 @@ class TestAdjustedOverlap:
         ("old", "inter", "new", "expected"),
         [
             ("", (), "", 1.0),  # equal: exact reuse
-            ("", (), "A", 0.0),  # encoded alone: nothing is known about any prefix
-            ("AB", (0.0, 0.0), "AB", 1.0),  # equal, though eq. 6 reads 0/0
+            ("", (), "A", 0.0),  # encoded alone: no prefix is known
+            ("AB", (0.0, 0.0), "AB", 1.0),  # equal, although eq. 6 is 0/0
             ("AB", (0.0, 0.0), "A", 0.0),
         ],
     )
@@ -172,7 +172,7 @@ class TestFixOverhead:
         [
             (0.75, 0.5, 1.0, 0.375),
             (0.75, 0.5, 0.4, 0.15),
-            (0.5, 0.0, 1.0, 0.5),  # encoded alone, a/b = 0: half of it at alpha 1
+            (0.5, 0.0, 1.0, 0.5),  # encoded alone, a/b = 0: half at alpha 1
             (0.8, 0.25, 3.0, 1.0),  # 1.8, clipped
             (0.9, 1.0, 5.0, 0.0),
         ],

@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""Choice of the replica for a request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_filter_holds_all_that_was_put_in(names):
 def test_a_filter_lets_few_others_pass():
     held = ChunkFilter.of(chunk(number) for number in range(5000))
     passed = sum(chunk(f"other {number}") in held for number in range(20_000))
-    assert passed < 200  # 0.3 % are expected, 60; a filter with one probe lets 8 % pass
+    assert passed < 200  # 0.3 % are expected, 60; a filter with one probe would pass 8 %
     assert chunk(1) not in ChunkFilter.of([])
 
 
@@ -65,7 +65,7 @@ def test_chunks_draw_a_request_until_the_line_is_longer_than_they_are_worth():
     for waiting, best in ((0, "a"), (199, "a"), (201, "b")):
         assert rank([replica("a", held="xy", waiting=waiting), replica("b")], asked, 0.5)[0] == best
     assert rank([replica("a", held="xy", sent=201.0), replica("b")], asked, 0.5)[0] == "b"
-    # Where loading is cheap, so is going elsewhere.
+    # If loading is cheap, so is another replica.
     assert rank([replica("a", held="xy", waiting=30, cost=0.1), replica("b", cost=0.1)], asked, 0.5)[0] == "b"
 
 
@@ -75,7 +75,7 @@ def test_like_prompts_meet_where_all_else_is_equal():
     assert all(rank(replicas[::-1], prompt(name), 0.3)[0] == home for name, home in homes.items())
     counts = collections.Counter(homes.values())
     assert all(60 <= counts[name] <= 140 for name in "abcd")
-    # Without one of them only its own prompts move (Thaler, Ravishankar 1998).
+    # Without one replica, only its own prompts move (Thaler, Ravishankar 1998).
     for name, home in homes.items():
         assert rank(replicas[:3], prompt(name), 0.3)[0] == home or home == "d"
 
@@ -102,7 +102,7 @@ def test_without_chunks_the_less_busy_of_two_goes_first(busy, draw):
 
 
 def test_two_choices_beat_one():
-    """The fullest of 50 that 5,000 requests go to one after the other has little more than the mean (Mitzenmacher)."""
+    """With 5,000 requests in sequence, the fullest of 50 replicas has little more than the mean (Mitzenmacher)."""
     import random
 
     drawn, under_way = random.Random(0), collections.Counter({str(number): 0 for number in range(50)})

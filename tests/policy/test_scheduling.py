@@ -1,5 +1,5 @@
-"""Who prefills and decodes, with expectations worked out by hand; the line, random traces and the fair order have files
-of their own."""
+"""Choice of prefills and decode steps, with expectations by hand. Queue, random traces and fair order have their own
+test files."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class TestPieces:
         scheduler.add(SequenceWork("whole", 8, 1, 5, flow="z", is_divisible=False))
         packs = [start(scheduler) for _ in range(6)]
         assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
-            [("begun", 4)],  # whole is next (tag 10 + 8), but wants 8
-            [("whole", 8)],  # long wants 10
+            [("begun", 4)],  # whole is next (tag 10 + 8), but needs 8
+            [("whole", 8)],  # long needs 10
             [("long", 10)],
             [("long", 10)],
             [("long", 3)],
@@ -199,7 +199,7 @@ class TestPriority:
         assert scheduler.num_running == 2 and scheduler.num_waiting == 2
         scheduler.pack_done(0.0)
         scheduler.add(SequenceWork("seat", 5, 1, 5))
-        assert start(scheduler, 50).admitted == ("seat",)  # the third seat is free
+        assert start(scheduler, 50).admitted == ("seat",)  # the third slot is free
         scheduler.add(SequenceWork("full", 5, 1, 5))
         assert start(scheduler, 50).preempted == ("old",)
 
@@ -215,7 +215,7 @@ class TestPriority:
 
 class TestDecode:
     def run_pair(self, **changes):
-        """Two requests that decode: a is the older one; each begins a page with its first decode step."""
+        """Two decoding requests, a is older; each needs a new page at its first decode step."""
         scheduler = build(**changes)
         scheduler.add(SequenceWork("a", 5, 2, 50))
         scheduler.add(SequenceWork("b", 7, 3, 50))
@@ -237,7 +237,7 @@ class TestDecode:
         for _ in range(3):
             assert decode(scheduler, 0) == DecodeStep(request_ids=("a", "b"))
         assert decode(scheduler, 0) == DecodeStep(preempted=("b",), request_ids=("a",), draws=("a",))
-        # b has 5 tokens: 4 slots from decode steps and the last, which is prefilled, too; so 3 + 2 pages
+        # b has 5 tokens: 4 with slots from decode steps, and the last is prefilled as well; so 3 + 2 pages
         assert start(scheduler, 4) == ScheduledPack()
         assert start(scheduler, 8).pieces == (
             ScheduledPiece("b", 0, 12, is_last=True),
@@ -271,7 +271,7 @@ class TestDecode:
         assert scheduler.num_decoding == 1 and scheduler.num_running == 2
 
     def test_the_oldest_always_gets_through(self):
-        """Five answers of 30 pages each in a pool of 40: the oldest is never preempted, and they end in order."""
+        """Five answers of 30 pages each in a pool of 40: the oldest is never preempted, and they finish in order."""
         engine = SimulatedEngine(SchedulerSettings(40, page_tokens=1, max_num_seqs=5, reserve_pages=0))
         for number in range(5):
             engine.submit(SequenceWork(f"r{number}", 4, 4, 27))
@@ -283,7 +283,7 @@ class TestDecode:
 
 
 class TestAlone:
-    """Requests that share no step with others (`set_alone`)."""
+    """Requests that run without others in a step (`set_alone`)."""
 
     def test_it_has_packs_to_itself_in_its_turn(self):
         scheduler = build(max_num_batched_tokens=10)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, as the scheduler sees them: requests with shared pages, at the head of their flow."""
+"""Several answers to one prompt in the scheduler: requests with shared pages, at the head of their flow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_siblings_go_before_all_that_wait_in_their_flow_and_take_no_place_in_lin
     pack = scheduler.next_pack(0.0, 90, COSTS, shared_pages=none_shared)
     assert pack.admitted == ("a/3",)
     scheduler.pack_done(0.0)
-    with pytest.raises(AdmissionQueueFullError):  # nobody of those three has left the line
+    with pytest.raises(AdmissionQueueFullError):  # all three are still queued
         scheduler.add(SequenceWork("e", 10, 3, 9, flow="x"))
 
 
@@ -58,7 +58,7 @@ def test_siblings_do_not_go_before_another_flow_whose_turn_it_is() -> None:
 
 
 def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
-    """Pages of 4: a sibling has one page, the first none of its own. The older one finds no page."""
+    """Pages of 4: the second answer has one page, the first none of its own. The older request finds no page."""
     scheduler = build(num_pages=10)
     scheduler.add(SequenceWork("old", 8, 2, 12))
     start(scheduler)
@@ -68,13 +68,13 @@ def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
     scheduler.add(sibling(1), after="a/0")
     scheduler.next_pack(0.0, 5, COSTS, shared_pages=none_shared)
     scheduler.pack_done(0.0)
-    step = decode(scheduler, free_pages=0)  # "old" begins a page
+    step = decode(scheduler, free_pages=0)  # "old" needs a new page
     assert step.preempted == ("a/1",)
     assert (step.request_ids, step.draws) == (("old", "a/0"), ("old",))
 
 
 def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None:
-    """Two older ones begin a page: the sibling's is free at once, the prompt's are for the next step to find."""
+    """Two older requests need a new page: the other answer's is free at once, the prompt's only in the next step."""
     scheduler = build(num_pages=20)
     for name in ("old", "older"):
         scheduler.add(SequenceWork(name, 8, 2, 12))

@@ -1,5 +1,5 @@
-"""The fair order: against a plain re-computation of every tag, bounds between flows, the window of RAGCache sec. 5.2,
-and how the work of a decision grows with the line."""
+"""The fair order: against a plain recomputation of every tag, bounds between flows, the window of RAGCache sec. 5.2,
+and the growth of the work per decision with the queue."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COSTS = StepCosts(0.001, 0.001, 0.01)
 
 
 class PlainLine:
-    """Demers, Keshav, Shenker 1989 in exact numbers, all of it computed anew at each question.
+    """Demers, Keshav, Shenker 1989 in exact numbers, completely recomputed for each query.
 
     Requests are `(number, flow, tokens, cached)`.
     """
@@ -106,7 +106,7 @@ def roomy(**changes):
 
 
 def served(scheduler):
-    """Computed tokens by request id in the next pack; a request that has its token is gone."""
+    """Computed tokens by request id in the next pack; requests with their token are removed."""
     pack = scheduler.next_pack(0.0, 10**6, COSTS)
     for name in scheduler.pack_done(0.0):
         scheduler.remove(name)
@@ -120,14 +120,14 @@ def served(scheduler):
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 100)), max_size=12),
 )
 def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, visits):
-    """Over any time: the range of what one flow is ahead of the other. Others come and go meanwhile."""
+    """Over any period: the range of one flow's lead over the other, while other flows come and go."""
     scheduler = roomy(max_num_batched_tokens=budget)
     sizes = {"a": small, "b": large}
     num_sent, num_ended = {"a": 0, "b": 0}, {"a": 0, "b": 0}
     ahead = [0]
     for step in range(60):
         for flow, prompts in sizes.items():
-            while num_sent[flow] - num_ended[flow] < budget + 2:  # backlogged all the while
+            while num_sent[flow] - num_ended[flow] < budget + 2:  # always backlogged
                 number = num_sent[flow]
                 num_sent[flow] += 1
                 scheduler.add(SequenceWork(f"{flow}{number}", prompts[number % len(prompts)], 1, 1, flow))
@@ -144,7 +144,7 @@ def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, vi
 
 
 def test_a_flood_does_not_take_what_is_others():
-    """One flow sends ten times as many requests: the four flows still get a quarter each (Jain's index 1 is even)."""
+    """One flow sends ten times as many requests; the four flows still get a quarter each (Jain's index 1: even)."""
     scheduler = roomy(max_num_batched_tokens=50)
     for number in range(400):
         scheduler.add(SequenceWork(f"flood{number}", 30, 1, 1, "flood"))
@@ -168,7 +168,7 @@ def test_short_prompts_of_other_flows_do_not_wait_for_a_long_one_and_share_its_p
 
 
 def test_what_was_begun_goes_on_before_its_equals():
-    """Start tags would have all three take turns, and all end late."""
+    """With start tags all three would alternate, and all would finish late."""
     scheduler = roomy(max_num_batched_tokens=100)
     for flow in "xyz":
         scheduler.add(SequenceWork(flow, 250, 1, 1, flow))
@@ -186,8 +186,8 @@ def test_what_was_begun_goes_on_before_its_equals():
 
 
 def test_new_flows_without_end_do_not_starve_a_long_prompt():
-    """Two fresh flows in every pack: virtual time grows by a third of each, so 3 * 900 tokens of work pass it by at
-    most before no newcomer has a tag below its 900."""
+    """Two new flows in every pack: virtual time grows by a third of each pack, so at most 3 * 900 tokens of work
+    overtake the prompt before all new requests have tags above its 900."""
     scheduler = roomy(max_num_batched_tokens=20)
     scheduler.add(SequenceWork("long", 900, 1, 1, "long"))
     total = 0
@@ -209,11 +209,11 @@ def test_a_flow_gains_nothing_by_having_been_idle():
     for number in range(100):
         scheduler.add(SequenceWork(f"b{number}", 10, 1, 1, "b"))
     order = [next(iter(served(scheduler)))[0] for _ in range(20)]
-    assert order.count("a") == order.count("b") == 10  # b does not first catch up with the 500 tokens of a
+    assert order.count("a") == order.count("b") == 10  # b does not catch up with the 500 tokens of a first
 
 
 def test_a_flow_that_left_early_and_comes_back_does_not_start_below_its_share():
-    """x had 100 tokens at once while y had none; back at virtual time 60 it is still ahead."""
+    """x had 100 tokens at once while y had none; when x returns at virtual time 60, it is still ahead."""
     scheduler = roomy(max_num_batched_tokens=100)
     scheduler.add(SequenceWork("x0", 100, 1, 1, "x"))
     scheduler.add(SequenceWork("y0", 110, 1, 1, "y"))
@@ -234,7 +234,7 @@ def test_flows_that_left_are_forgotten():
 
 class TestWindow:
     def order(self, shares, window):
-        """Arrival numbers in the order in which requests with these cached tokens, of 10 computed, are served."""
+        """Arrival numbers in the order of service, for requests with these cached and 10 computed tokens each."""
         scheduler = roomy(max_num_batched_tokens=10, reorder_window=window)
         for number, cached in enumerate(shares):
             scheduler.add(SequenceWork(str(number), 10, 1, 1, cached_tokens=cached))
@@ -244,10 +244,10 @@ class TestWindow:
         assert self.order([0, 5, 9, 1], 1) == [0, 1, 2, 3]
 
     def test_most_cached_per_computed_first(self):
-        assert self.order([0, 5, 9, 5], 4) == [2, 1, 3, 0]  # equals by arrival
+        assert self.order([0, 5, 9, 5], 4) == [2, 1, 3, 0]  # equal ones by arrival
 
     def test_the_oldest_goes_when_its_window_has_gone(self):
-        # 0 is passed by 1 and 2; 3 is not among the three that begin with 0
+        # 1 and 2 overtake 0; 3 is not among the three that begin with 0
         assert self.order([0, 1, 1, 9, 9, 9], 3) == [1, 2, 0, 3, 4, 5]
 
     def test_computed_tokens_count_as_much_as_cached_ones(self):
@@ -280,7 +280,7 @@ class TestLeastFirst:
 
 
 class TestScaling:
-    """Bytecode lines, not seconds: how much a decision does must not grow with the line."""
+    """Counts lines of bytecode, not seconds: the work per decision must not grow with the queue."""
 
     def lines(self, function):
         count = 0

@@ -1,4 +1,4 @@
-"""The line in front of the scheduler: plans that change, deadlines, places, the gap between tokens, bad arguments."""
+"""The scheduler's queue: new plans, deadlines, places, the gap between tokens, bad arguments."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestReplan:
         start(scheduler)
         decode(scheduler)
         scheduler.next_decode(100, COSTS)
-        scheduler.replan(SequenceWork("a", 8, 2, 5))  # the step that runs does not count
+        scheduler.replan(SequenceWork("a", 8, 2, 5))  # the running step does not count
         scheduler.decode_done(0.0)
         assert start(scheduler).pieces == (ScheduledPiece("a", 0, 10, is_last=True),)
 
@@ -157,8 +157,8 @@ class TestDecodeGap:
         start(scheduler, now_s=0.25)  # a's first token
         scheduler.add(SequenceWork("long", 100, 1, 5))
         scheduler.next_pack(0.25, 100, costs)
-        assert not scheduler.after_layer(0.5)  # 0.25 s a layer: 0.5 + 0.25 + 0.25 is within 0.25 + 1
-        assert not scheduler.after_layer(0.75)  # just within
+        assert not scheduler.after_layer(0.5)  # 0.25 s per layer: 0.5 + 0.25 + 0.25 is within 0.25 + 1
+        assert not scheduler.after_layer(0.75)  # exactly at the limit
         assert scheduler.after_layer(1.0)
         scheduler.next_decode(100, costs)
         scheduler.decode_done(1.25)
@@ -177,7 +177,7 @@ class TestDecodeGap:
             scheduler.next_pack(0.0, 100, costs)
             return scheduler.after_layer(after_s)
 
-        last_s = (gap_s - decode_step_s) / 2  # another layer and the step end just within the gap
+        last_s = (gap_s - decode_step_s) / 2  # another layer and the step end exactly at the limit
         assert not is_due(last_s - 0.001)
         assert is_due(last_s + 0.001)
 
@@ -206,8 +206,8 @@ class TestDecodeGap:
         num_layers=st.integers(1, 8),
     )
     def test_it_holds_on_a_simulated_clock(self, layer_s, decode_s, seed, num_layers):
-        """Layers of equal length: no two tokens are further apart than the gap, or a layer and a step if that is
-        more."""
+        """Layers of equal length: the time between two tokens is at most the gap, or a layer and a step if that is
+        longer."""
         gap_s = 0.03
         engine = SimulatedEngine(
             SchedulerSettings(10_000, max_num_batched_tokens=50, max_decode_gap_s=gap_s),
@@ -230,7 +230,7 @@ class TestDecodeGap:
             assert max(gaps, default=0.0) <= max(gap_s, layer_s + decode_s) + 1e-9
 
     def test_no_more_steps_than_it_takes(self):
-        """A gap of 1 s, layers of 10 ms: the pack is hardly disturbed."""
+        """With a gap of 1 s and layers of 10 ms, the pack is hardly delayed."""
         engine = SimulatedEngine(
             SchedulerSettings(1000, max_num_batched_tokens=10, max_decode_gap_s=1.0), num_layers=10, layer_s=0.01
         )
@@ -275,7 +275,7 @@ class TestPlacesInLine:
         with pytest.raises(AdmissionQueueFullError, match="at most 3 queued requests"):
             scheduler.check_queue_limit("x")
         scheduler.remove("b")
-        scheduler.check_queue_limit("x")  # and takes none
+        scheduler.check_queue_limit("x")  # and takes no place
         scheduler.check_queue_limit("x")
         scheduler.add(SequenceWork("d", 5, 1, 1))
         start(scheduler)
@@ -319,14 +319,14 @@ class TestPlacesInLine:
         scheduler.add(SequenceWork("x0", 20, 1, 10, flow="x"))
         scheduler.add(SequenceWork("x1", 40, 1, 10, flow="x"))
         scheduler.add(SequenceWork("y0", 30, 1, 10, flow="y"))
-        # x has 2, 1 place is left. Both seats are taken: 0.3 s for b's prompt, then the first answer of the two to end
-        # is b's 10 tokens, not a's 20 - 6. x comes up once a round of the two flows: one prompt of 30 tokens more.
+        # x has 2 places, 1 is left. Both slots are taken: 0.3 s for b's prompt, then the first answer to end has b's
+        # 10 tokens, not a's 20 - 6. x gets a turn once per round of the two flows: one more prompt of 30 tokens.
         assert scheduler.retry_after_s("x", costs) == pytest.approx(0.3 + 1.0 + 0.3)
         assert scheduler.retry_after_s("z", costs) == 0.0
         scheduler.add(SequenceWork("z0", 30, 1, 10, flow="z"))
         assert scheduler.retry_after_s("z", costs) == pytest.approx(0.3 + 1.0)
         scheduler.remove("b")
-        assert scheduler.retry_after_s("z", costs) == 0.0 + 0.0  # nothing to prefill, and a seat
+        assert scheduler.retry_after_s("z", costs) == 0.0 + 0.0  # nothing to prefill, and a free slot
         start(scheduler, 0)  # but no page
         assert scheduler.retry_after_s("z", costs) == pytest.approx(14 * 0.1)
         assert scheduler.retry_after_s("z", dataclasses.replace(costs, answer_tokens=None)) == pytest.approx(44 * 0.1)
@@ -394,7 +394,7 @@ class TestArguments:
 
 
 def test_a_preempted_request_goes_before_newcomers_though_the_line_was_idle_meanwhile():
-    """Its tag of 40 is from before; time begins anew with an empty line, where a newcomer's is 5."""
+    """Its tag of 40 is from before; virtual time restarts with an empty queue, where a new request's tag is 5."""
     scheduler = build()
     scheduler.add(SequenceWork("a", 5, 1, 50))
     scheduler.add(SequenceWork("b", 40, 1, 50, flow="x"))

@@ -1,5 +1,5 @@
 """Random arrivals, cancellations, new plans, deadlines and page shortages: the simulated engine asserts at every step
-that no page, seat or token is given twice and none is lost; everything that was taken in ends."""
+that no page, slot or token is assigned twice or lost; every accepted request ends."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class SchedulingTrace(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100))
     def hold(self, which):
-        """Held ones come back by `replan`."""
+        """Holds a request; `replan` ends the hold."""
         records = self.engine.scheduler._sequences
         if in_prefill := [name for name in self.engine.unended() if records[name].state == "prefill"]:
             self.engine.hold(in_prefill[which % len(in_prefill)])
@@ -130,8 +130,8 @@ class SchedulingTrace(RuleBasedStateMachine):
         for name in engine.unended():
             if engine.scheduler._sequences[name].state == "held":
                 engine.replan(engine.jobs[name].work)
-        # A token of an answer costs a decode step, or a prefill of all before it, over and over at worst for each page
-        # that one more important draws; no trace of this size comes near a tenth of this.
+        # A token of an answer costs a decode step, or a prefill of everything before it, at worst repeatedly for each
+        # page that a more important request takes; no trace of this size needs a tenth of the limit.
         engine.run(max_ticks=20_000)
         assert not engine.unended()
         assert engine.free_pages == engine.settings.num_pages

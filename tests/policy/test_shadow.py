@@ -1,4 +1,4 @@
-"""The factor by which more is recomputed, by hand and in a simulation of answers that more recomputing keeps."""
+"""The factor on recomputed tokens, by hand and in a simulation where more recompute keeps more answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_more_is_recomputed_and_never_less():
 
 
 def test_it_settles_where_the_target_is_kept():
-    """Answers are the same with a probability of 0.6 at factor 1, which grows to 1 at factor 3."""
+    """Answers are equal with a probability of 0.6 at factor 1, growing to 1 at factor 3."""
     rng = random.Random(0)
     control, shares, factors = ShareControl(0.9), [], []
     for number in range(4000):

@@ -1,4 +1,4 @@
-"""RAGCache alg. 2 by hand (fig. 13), and that whatever happens the passages found last are answered from."""
+"""RAGCache alg. 2 by hand (fig. 13), and that the answer always uses the passages found last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, CHANGE, STAY, STOP = (
 
 
 def steps(stages, pending=0, max_pending=4):
-    """What is said after each stage; the last one is final."""
+    """The decision after each stage; the last stage is final."""
     one = Speculation(max_pending)
     counts = [pending] * len(stages) if isinstance(pending, int) else pending
     return [

@@ -1,4 +1,4 @@
-"""The registry, and what each strategy decides for one prompt that holds every kind of candidate."""
+"""The registry, and each strategy's decisions for one prompt with every kind of candidate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ccjax.types import VariantMeta
 from tests.policy.builders import ids, prompt, variant
 
 ROOT = Path(__file__).resolve().parents[2]
-# S exact; A exact behind S; B behind A and another, CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3; C exact behind S A B; D none
+# S exact; A exact after S; B after A and another, CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3; C exact after S A B; D none
 PROMPT = prompt("SABCD", system=True)
 CANDIDATES = {
     ids("S")[0]: [variant("S")],
@@ -48,7 +48,7 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("prefix", "bounded", [S, A, COMPUTE, COMPUTE, COMPUTE]),
         ("prefix", "exact", [S, A, COMPUTE, COMPUTE, COMPUTE]),
         ("prefix", "fast", [S, A, COMPUTE, COMPUTE, COMPUTE]),
-        ("set", "bounded", [S, A, COMPUTE, COMPUTE, COMPUTE]),  # C's path wants an exact B behind S A
+        ("set", "bounded", [S, A, COMPUTE, COMPUTE, COMPUTE]),  # C's path needs an exact B after S A
         ("set", "exact", [S, A, COMPUTE, COMPUTE, COMPUTE]),
         ("set", "off", [COMPUTE] * 5),
         ("reuse", "bounded", [S, A, ("B|SX|exact", ()), C, COMPUTE]),
@@ -61,11 +61,11 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("legolink", "off", [COMPUTE] * 5),
         ("random", "bounded", [S, A, ("B|SX|exact", (0, 7, 8)), C, COMPUTE]),  # DRAWN[:3]
         ("random", "exact", [S, A, COMPUTE, C, COMPUTE]),
-        ("auto", "bounded", [S, A, ("B|SX|exact", (8, 9)), C, COMPUTE]),  # nothing was compared: eq. 14, up to the cap
+        ("auto", "bounded", [S, A, ("B|SX|exact", (8, 9)), C, COMPUTE]),  # no deviations: eq. 14, up to the cap
         ("auto", "exact", [S, A, COMPUTE, C, COMPUTE]),
         ("deviation", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),
         ("deviation", "exact", [S, A, COMPUTE, C, COMPUTE]),
-        ("h2o", "bounded", [S, A, COMPUTE, C, COMPUTE]),  # nobody measured what B's tokens drew
+        ("h2o", "bounded", [S, A, COMPUTE, C, COMPUTE]),  # the mass that B's tokens received was not measured
         ("h2o", "exact", [S, A, COMPUTE, C, COMPUTE]),
         ("random", "off", [COMPUTE] * 5),
         ("reuse", "off", [COMPUTE] * 5),
@@ -83,10 +83,10 @@ def test_decisions(strategy, mode, expected):
         ("bounded", {"alpha": 2.0}, 5),
         ("bounded", {"recompute_ratio": 0.0}, 0),
         ("bounded", {"recompute_ratio": 0.75}, 8),
-        ("fast", {}, 0),  # 0.05 of 10 is half a token: at most that, so none
+        ("fast", {}, 0),  # at most 0.05 of 10, half a token, so none
         ("fast", {"fast_ratio": 0.1}, 1),
-        ("fast", {"fast_ratio": 0.9}, 3),  # CFO asks for less than it may
-        ("fast", {"fast_ratio": 0.9, "recompute_ratio": 1.0}, 3),  # the forced share belongs to `bounded`
+        ("fast", {"fast_ratio": 0.9}, 3),  # CFO needs less than the limit
+        ("fast", {"fast_ratio": 0.9, "recompute_ratio": 1.0}, 3),  # the forced share applies only to `bounded`
     ],
 )
 def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_recomputed):
@@ -95,7 +95,7 @@ def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_
 
 
 class TestAuto:
-    """S exact; A computed; B and D stored behind A and another, CFO 0.25 of 10 tokens: 3 each."""
+    """S exact; A computed; B and D stored after A and another, CFO 0.25 of 10 tokens: 3 each."""
 
     def decided(
         self, b: list[VariantMeta], d: list[VariantMeta], mode: Any = "bounded", strategy: str = "auto", **settings
@@ -113,7 +113,7 @@ class TestAuto:
         assert found == [(0, 9), (2, 3, 4, 9)]  # 6 tokens: .9 .8 .7 .3 .25 .2
 
     def test_a_chunk_whose_prefix_is_much_the_same_gets_less(self):
-        # Behind A half of what D looked at is there: CFO 0.25. Of what B looked at there is nothing: 0.5.
+        # After A, half of the chunks that D attended to are present: CFO 0.25. Of B's there is none: 0.5.
         weak = (0.24, *(0.0,) * 9)
         far = variant("B", "SAX", (0.0, 0.0, 1.0), deviations=weak)
         near = variant("D", "SAX", (0.0, 1.0, 1.0), deviations=self.HIGH)
@@ -145,7 +145,7 @@ class TestAuto:
         b, d = (
             [variant("B", "SAX", deviations=self.LOW)],
             [variant("D", "SAX", deviations=self.HIGH)],
-        )  # half is missing
+        )  # half of the prefix is missing
         assert self.decided(b, d, max_deviation=0.1) == [(0,), (2, 3, 4, 9)]  # more than 0.2 of their own
         assert self.decided(b, d, max_deviation=0.14) == [(0,), (2, 3, 9)]
         assert self.decided(b, d, max_deviation=0.45) == [(), ()]
@@ -165,7 +165,7 @@ class TestAuto:
         assert PlannerSettings().repair_cap == 0.15
 
     def test_a_variant_that_saw_no_passage_comes_last_and_one_that_saw_one_before_it(self):
-        """Eq. 12 has it first, for its CCI is the least."""
+        """Eq. 12 would put it first, because its CCI is the smallest."""
         alone, framed, live = variant("B", "S"), variant("B", "SFG", cci=0.9), variant("B", "SAX", cci=0.9)
 
         def chosen(*variants: VariantMeta, strategy: str = "auto", names: str = "SAB") -> str | None:
@@ -306,7 +306,7 @@ class TestRandom:
             for index in range(num_variants)
             for offset in self.offsets(variant("B", "X", variant_id=f"v{index}", num_tokens=num_tokens), 0.3)
         )
-        # drawn from 2000 variants at 0.3: 600 of each token, standard deviation sqrt(2000 * 0.3 * 0.7) = 20.5
+        # 2000 variants at 0.3: 600 of each token, standard deviation sqrt(2000 * 0.3 * 0.7) = 20.5
         assert set(counts) == set(range(num_tokens)) and counts.total() == 12_000
         assert all(abs(count - 600) < 4 * 20.5 for count in counts.values())
 

@@ -1,4 +1,4 @@
-"""CacheCraft sec. 3.3: choice by least CFO, f_r, eviction. Hand-worked cases and invariants over random variants."""
+"""CacheCraft sec. 3.3: choice by least CFO, f_r, eviction. Cases by hand, and invariants over random variants."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stored(draw):
 
 class TestChoice:
     def test_least_cfo_wins(self):
-        # behind A: overlap of X|AB = 3/4 -> CFO 0.8 * 1/4 = 0.2; of X|A C = 1/2 -> 0.6 * 1/2 = 0.3; X alone: 0.5
+        # after A: overlap of X|AB = 3/4 -> CFO 0.8 * 1/4 = 0.2; of X|A C = 1/2 -> 0.6 * 1/2 = 0.3; X alone: 0.5
         ab, ac = variant("X", "AB", (3.0, 1.0), cci=0.8), variant("X", "AC", (1.0, 1.0), cci=0.6)
         choice = choose_variant([variant("X"), ac, ab], ids("AD"), alpha=1.0)
         assert choice is not None and choice.meta is ab
@@ -60,7 +60,7 @@ class TestChoice:
         assert choose_variant([approx], ids("AB"), alpha=1.0, exact_only=True) is None
 
     def test_cfo_0_behind_another_prefix_is_not_exact(self):
-        # eq. 6 as printed: old A within new AB costs nothing, yet B is new to the chunk
+        # eq. 6 as printed: old A within new AB costs nothing, although B is new to the chunk
         choice = choose_variant([variant("X", "A")], ids("AB"), alpha=1.0)
         assert choice is not None and choice.cfo == 0.0 and not choice.exact
 
@@ -72,7 +72,7 @@ class TestChoice:
         assert choice is not None and choice.meta is exact
 
     def test_an_approximate_variant_of_less_cfo_beats_an_exact_one(self):
-        # exact one encoded alone: CFO 0.5; approximate one shares 3/4 of its mass: 0.5 * 1/4
+        # the exact one is encoded alone: CFO 0.5; the approximate one shares 3/4 of its mass: 0.5 * 1/4
         approx = variant("X", "AB", (3.0, 1.0), fidelity="approx")
         choice = choose_variant([variant("X"), approx], ids("A"), alpha=1.0)
         assert choice is not None and choice.meta is approx and choice.cfo == pytest.approx(0.125)
@@ -131,7 +131,7 @@ class TestCredit:
 
 
 class TestVictims:
-    # in the order of f_r, then id: c (1), a (2), d (2), b (9)
+    # ordered by f_r, then id: c (1), a (2), d (2), b (9)
     STORED = tuple(
         variant("X", variant_id=name, f_r=f_r) for name, f_r in {"a": 2.0, "b": 9.0, "c": 1.0, "d": 2.0}.items()
     )
@@ -161,7 +161,7 @@ class TestVictims:
 
 
 class TestSystemPrompt:
-    """The instructions are no prefix chunk, whatever mass they draw."""
+    """The system prompt is not a prefix chunk, whatever mass it receives."""
 
     def test_it_is_an_empty_prefix_behind_passages(self):
         choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("SAB"), alpha=1.0, system_id=ids("S")[0])
@@ -174,10 +174,10 @@ class TestSystemPrompt:
     @pytest.mark.parametrize(
         ("old", "masses", "new", "cfo"),
         [
-            ("SAB", (90.0, 4.0, 4.0), "SDE", 0.6),  # no passage in common: beta' = 0
+            ("SAB", (90.0, 4.0, 4.0), "SDE", 0.6),  # no common passage: beta' = 0
             ("SAB", (90.0, 6.0, 2.0), "SAC", 0.6 * 0.25),
             ("SAB", (90.0, 6.0, 2.0), "SBA", 0.6),  # the reverse order of both: gamma = 1
-            ("SAB", (90.0, 6.0, 2.0), "TAB", 0.6),  # other instructions: nothing is as it was
+            ("SAB", (90.0, 6.0, 2.0), "TAB", 0.6),  # another system prompt: no overlap
         ],
     )
     def test_they_count_neither_in_overlap_nor_in_order(self, old, masses, new, cfo):
@@ -187,7 +187,7 @@ class TestSystemPrompt:
 
 
 class TestRepair:
-    # approximate ones, all of S, A, B known but C not: d (7.0), then a and b (5.0), then e (0.0)
+    # approximate variants; S, A and B are known, C is not: d (7.0), then a and b (5.0), then e (0.0)
     STORED = (
         variant("B", "SA", variant_id="b", f_r=5.0, fidelity="approx"),
         variant("A", "SB", variant_id="a", f_r=5.0, fidelity="approx"),
