@@ -37,7 +37,7 @@ def test_every_state_of_the_store(demo):
     cases, peers, skipped = measured(quick=False)
     assert (peers, skipped) == ([], [])
     shares = {case["state"]: case["computed_share"] for case in cases}
-    assert list(shares) == ["empty", "alone", "prepared", "seen"] and shares["empty"] == 1.0
+    assert list(shares) == ["empty", "alone", "prepared", "seen", "idle"] and shares["empty"] == 1.0
     assert all(0.0 < share < 0.5 for state, share in shares.items() if state != "empty")
     (count,) = {case["context_tokens"] for case in cases}
     assert 64 <= count <= 192 and all(case["runs_s"] == [case["ttft_s"]] for case in cases)
