@@ -1,5 +1,5 @@
-"""Prefills over stored chunks: what may be reused, the plan, the loads, and what is kept of what was computed. Computes
-nothing; knows no request, no text and no answer."""
+"""Prepares and follows up prefills over stored chunks: which variants may be reused, the plan, the loads, and which
+computed chunks are stored. The prefill itself runs in `ccjax.runner`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[Varian
 
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """A finished prefill with what its report and capture need; `ticket` is None where reuse was off, `shared` where
-    nothing was agreed with other processes.
+    """A finished prefill, as its report and capture need it.
 
-    `preloaded_bytes`, `load_s`, `given_up_loads`: as in `ReuseReport`.
+    Attributes:
+      ticket: None if reuse was off.
+      shared: None if no other process was involved.
+      preloaded_bytes, load_s, given_up_loads: as in `ReuseReport`.
     """
 
     prompt: Prompt
@@ -62,12 +64,12 @@ class Prefilled:
 
 
 class CachedPrefill:
-    """What prefills of one model over one store have in common; not thread-safe but for `is_reading` and `wanted`.
+    """Plans, loads and stores for the prefills of one engine. Not thread-safe, except `is_reading` and `wanted`.
 
     Attributes:
-      read_only: nothing is kept of what is computed.
-      settings: how prompts are planned whose request asks for nothing else.
-      loads: what loading takes.
+      read_only: nothing computed is stored.
+      settings: the planner's settings unless a request has its own.
+      loads: decides when loads begin, from measured rates.
       unprepared: passages that idle time should compute behind the frame.
     """
 
@@ -96,12 +98,12 @@ class CachedPrefill:
 
     @property
     def is_reading(self) -> bool:
-        """True while a prefill that runs has reads under way; may be asked from any thread."""
+        """True while a running prefill has reads in flight; callable from any thread."""
         loaders = [reference() for reference in self._loaders]
         return any(loader is not None and loader.is_reading for loader in loaders)
 
     def wanted(self, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings | None = None) -> dict[VariantId, int]:
-        """The variants that a plan made now would load, with their bytes; may be asked beside a running prefill."""
+        """The variants that a plan made now would load, with their bytes; callable while a prefill runs."""
         candidates = self.usable(prompt, known=self._variants.peek)
         pinned = self.plan(prompt, mode, candidates, settings).pin
         sizes = {meta.variant_id: meta.num_bytes for metas in candidates.values() for meta in metas}
@@ -114,12 +116,12 @@ class CachedPrefill:
         candidates: Mapping[ChunkId, Sequence[VariantMeta]],
         settings: PlannerSettings | None = None,
     ) -> PrefillPlan:
-        """Policy's decisions for a prompt."""
+        """Plans a prompt with `ccjax.policy`."""
         chunks, num_question = prompt.planned_chunks, len(prompt.question)
         return plan_prefill("", chunks, num_question, candidates, mode=mode, settings=settings or self.settings)
 
     def shared(self) -> SharedPrefill | None:
-        """A prefill's part in who computes what; None where no other process shares the store."""
+        """State for sharing a prefill's computation with other processes; None if none shares the store."""
         claims = None if self.read_only else self._store.claims
         if claims is None:
             return None
@@ -135,7 +137,7 @@ class CachedPrefill:
         is_cancelled: IsCancelled | None = None,
         on_layer: Callable[[int, float, float], None] | None = None,
     ) -> LayerLoader:
-        """What loads a plan's variants layer by layer, once it is entered; without the segments in `skip`."""
+        """A context manager that loads a plan's variants layer by layer, except the segments in `skip`."""
         num_layers = self._model.config.num_layers
         loader = LayerLoader(
             ticket,
@@ -156,23 +158,23 @@ class CachedPrefill:
         self._loaders = [
             *(one for one in self._loaders if one() is not None),
             weakref.ref(loader),
-        ]  # a new list: see above
+        ]  # a new list, since `is_reading` may iterate over the old one in another thread
         return loader
 
     def pin(self, plan: PrefillPlan) -> LoadTicket:
-        """Pins what a plan reuses."""
+        """Pins the variants that a plan reuses."""
         return self._store.prepare_load(plan.pin)
 
     def is_as_planned(self, ticket: LoadTicket, plan: PrefillPlan) -> bool:
-        """False where the plan takes for exact what the ticket reads from a lossy copy."""
+        """False if the ticket reads a lossy copy of a variant that the plan treats as exact."""
         return ticket.lossy.isdisjoint(_exactly_reused(plan))
 
     def unpin(self, ticket: LoadTicket, *, ok: bool = True) -> None:
-        """Ends a load; with `ok`, what was read whole may move into a faster tier."""
+        """Ends a load; with `ok`, completely read variants may move to a faster tier."""
         self._variants.complete_load(ticket, ok=ok)
 
     def keep(self, prefilled: Prefilled) -> None:
-        """Credits the used variants and stores the new ones; a failure costs later reuse, never the answer."""
+        """Credits the used variants and stores the new ones. A failure is logged and never affects the answer."""
         if prefilled.ticket is None:
             return
         try:
@@ -194,8 +196,7 @@ class CachedPrefill:
             logger.exception("the chunk-caches of a prompt could not be stored")
 
     def replace_approximate(self, prefilled: Prefilled) -> int:
-        """Of the computed chunks, stores those that take the place of an approximate variant or of a lossy copy; how
-        many."""
+        """Stores the computed chunks that replace an approximate variant or a lossy copy; returns how many."""
         return self._capture(prefilled, only_replacing=True)
 
     def store_new(
@@ -207,19 +208,19 @@ class CachedPrefill:
         only_last: bool = False,
         wait: bool = False,
     ) -> None:
-        """Stores what is new of a prefill ahead of any question; nothing is credited. None of `kept` goes for it, and
-        what is stored joins them.
+        """Stores the new chunks of a prefill that no question asked for; credits nothing.
 
         Args:
+          kept: variants that must not be evicted for it; stored ones are added.
           other: KV of its last chunk behind another prefix, to compare with.
-          only_last: of its chunks, store the last alone.
-          wait: for the disk's queue where that is full, instead of leaving the disk out.
+          only_last: store only the last chunk.
+          wait: if the disk's write queue is full, wait instead of skipping the disk.
         """
         self._variants.documents.learn(prefilled.prompt.chunks)
         self._capture(prefilled, only_replacing=False, kept=kept, other=other, only_last=only_last, wait=wait)
 
     def stored_kv(self, variant_id: VariantId) -> np.ndarray | None:
-        """KV [L, 2, T, K, H] of a stored variant, to compare with; None where it cannot be read."""
+        """KV [L, 2, T, K, H] of a stored variant, to compare with; None if it cannot be read."""
         try:
             return self._read(variant_id)
         except StoreError as error:
@@ -236,15 +237,15 @@ class CachedPrefill:
         only_last: bool = False,
         wait: bool = False,
     ) -> int:
-        """Stores variants of a prefill; how many."""
+        """Stores variants of a prefill; returns how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
         self._describe(plan)
-        # A lossy copy that was reused may beget a repaired variant, like the exact one that it is of: error does not
-        # build up, for a repaired one is approximate and begets none. Others are replaced by what was computed.
+        # Chunks repaired from a lossy copy are stored, like those repaired from its exact original: errors do not
+        # accumulate, since nothing is stored from a repaired (approximate) variant. Unused lossy copies are replaced.
         known = self.usable(prompt, as_stored=plan.pin)
         seen = self._seen(plan)
         kept = set() if kept is None else kept
-        kept.update(plan.pin)  # nor do the new variants of one prompt push each other out
+        kept.update(plan.pin)  # the new variants of one prompt must not evict each other either
         count = 0
         received = received_mass(self._model, prompt.token_ids) if self.settings.strategy == "h2o" else None
         found = capture_variants(
@@ -288,7 +289,7 @@ class CachedPrefill:
         self._variants.describe_prefill(plan.num_tokens - num_new, num_new)
 
     def _other_kv(self, meta: VariantMeta, variants: Sequence[VariantMeta]) -> np.ndarray | None:
-        """What memory holds to compare an exact variant with."""
+        """KV of another variant in memory to compare an exact variant with; None if there is none."""
         other = choose_other_context(filter(self._is_at_hand, variants), meta) if meta.fidelity == "exact" else None
         return None if other is None else self._read(other.variant_id)
 
@@ -303,8 +304,8 @@ class CachedPrefill:
         return self._store.tier_of(meta.variant_id) in (DEVICE, HOST)
 
     def _seen(self, plan: PrefillPlan) -> list[frozenset[ChunkId]]:
-        """For each chunk of a plan, all chunks that have a part in its KV: those up to it, and what the reused variants
-        among these had seen."""
+        """For each chunk of a plan, all chunks that influenced its KV: those up to it, and those that the reused
+        variants among them had attended to."""
         seen: frozenset[ChunkId] = frozenset()
         by_chunk = []
         for segment in plan.segments:
@@ -324,10 +325,15 @@ class CachedPrefill:
         as_stored: Collection[str] = (),
         known: KnownVariants | None = None,
     ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        """The known variants but the `failed` ones. One of which a load would read a lossy copy, or read one (`lossy`),
-        is approximate there, unless it is among `as_stored`: a lossy copy must not pass for a full prefill. Neither
-        does float32 KV that another platform computed, whose rounding differs; in bfloat16 that is less than what
-        shapes of prefills make. `known` asks the index, None for `VariantIndex.of_chunks`."""
+        """The known variants of a prompt's chunks, except `failed` ones.
+
+        Variants whose load would read, or did read (`lossy`), a lossy copy count as approximate, unless they are in
+        `as_stored`. So does float32 KV that another platform computed, whose rounding differs; in bfloat16 this
+        difference is smaller than that between shapes of prefills.
+
+        Args:
+          known: looks variants up; None for `VariantIndex.of_chunks`.
+        """
 
         platform = own_platform()
 
@@ -342,10 +348,10 @@ class CachedPrefill:
         return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
 
     def leave_out(self, error: LoadFailedError, waited_s: float) -> None:
-        """Drops what is damaged or gone; what was only late, or behind a failing disk, stays for later requests."""
+        """Drops damaged and missing variants; late ones, and those on a failing disk, stay for later requests."""
         late = [key for key, cause in error.causes.items() if isinstance(cause, TimeoutError)]
         late_bytes = sum(map(self._store.unread_bytes, late))
-        if late_bytes:  # the reads go on, but the request may be gone when they end
+        if late_bytes:  # the reads continue, but the request may have ended by then
             self.rates.tiers[DISK].add(late_bytes, waited_s)
         for variant_id, cause in error.causes.items():
             logger.warning("variant %s: %s; its chunk is computed instead", variant_id, cause)
@@ -356,7 +362,7 @@ class CachedPrefill:
 
 
 def _exactly_reused(plan: PrefillPlan) -> frozenset[VariantId]:
-    """The variants that the plan takes for what a full prefill would give."""
+    """The variants that the plan treats as equal to a full prefill's KV."""
     return frozenset(
         segment.variant_id
         for segment in plan.segments

@@ -17,6 +17,7 @@ from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.documents.document_cache import DocumentCache
 from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.cache.documents.pins import DocumentPins
+from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.identity import identity_for
 from ccjax.cache.queue_preload import Preload, Preloader
 from ccjax.cache.rates import Rates
@@ -168,11 +169,11 @@ class Engine:
             lambda prompt: self.documents.frame.variant_ids(prompt),
             is_shared=config.share_computation,
         )
-        documents = DocumentCache(
+        documents = DocumentCache(self._prefill, self._variants, self._store)
+        warmer = PassageWarmer(
             self._prefill,
             background.run,
             self._variants,
-            self._store,
             PassageFrame(frame, self._builder),
             self._exclusive,
             max_model_len=limit,
@@ -184,6 +185,7 @@ class Engine:
         self.documents = EngineDocuments(
             config,
             documents,
+            warmer,
             pins,
             self._variants,
             self._store,
@@ -199,6 +201,7 @@ class Engine:
             self._variants,
             self._store,
             documents,
+            warmer,
             maintenance,
             self._shadow,
             ChunkCache(self._store, self._variants, identity, model.name, config.max_variants, self._exclusive),
@@ -211,7 +214,7 @@ class Engine:
             self._store,
             self._variants,
             self._prefill,
-            documents,
+            warmer,
             self._loop,
             self._exclusive,
             max_model_len=limit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ccjax.cache.documents.document_cache import DocumentCache
+from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.exclusive import Exclusive
 from ccjax.cache.rates import Rates
 from ccjax.cache.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
@@ -37,6 +38,7 @@ class EngineCache:
         variants: VariantIndex,
         store: TieredStore,
         documents: DocumentCache,
+        warmer: PassageWarmer,
         maintenance: Maintenance,
         shadow: ShadowChecks,
         chunks: ChunkCache,
@@ -48,6 +50,7 @@ class EngineCache:
         self._variants = variants
         self._store = store
         self._documents = documents
+        self._warmer = warmer
         self._maintenance = maintenance
         self._shadow = shadow
         self._chunks = chunks
@@ -104,7 +107,7 @@ class EngineCache:
         """
         if self._config.read_only or self._config.strategy == "full":
             return False
-        if self._documents.prepare_one(is_cancelled, only_reused=self.capacity_used > NEARLY_FULL):
+        if self._warmer.prepare_one(is_cancelled, only_reused=self.capacity_used > NEARLY_FULL):
             self._maintenance.count(prepared=1)
             return True
         return self._maintenance.repair_one(is_cancelled)

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ccjax.cache.documents.document_cache import CachedDocument, DocumentCache, Removal, WarmedDocument, Warming
+from ccjax.cache.documents.document_cache import CachedDocument, DocumentCache, Removal
 from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame
 from ccjax.cache.documents.pins import DocumentPins
 from ccjax.cache.documents.pruning import Pruned, prune
 from ccjax.cache.documents.registry import Pin, check_id
+from ccjax.cache.documents.warming import PassageWarmer, WarmedDocument, Warming
 from ccjax.cache.exclusive import Exclusive
 from ccjax.cache.rates import Rates
 from ccjax.cache.shared.warming import SharedVariant, SharedWarming
@@ -45,6 +46,7 @@ class EngineDocuments:
         self,
         config: EngineConfig,
         documents: DocumentCache,
+        warmer: PassageWarmer,
         pins: DocumentPins,
         variants: VariantIndex,
         store: TieredStore,
@@ -62,6 +64,7 @@ class EngineDocuments:
         """
         self._config = config
         self._documents = documents
+        self._warmer = warmer
         self._pins = pins
         self._variants = variants
         self._store = store
@@ -136,7 +139,7 @@ class EngineDocuments:
     @property
     def frame(self) -> PassageFrame:
         """The frame behind which passages are prepared."""
-        return self._documents.frame
+        return self._warmer.frame
 
     def _warm_prompt(self, documents: Sequence[Document], system_prompt: str | None, cache_salt: str = "") -> Prompt:
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
@@ -183,7 +186,7 @@ class EngineDocuments:
         """
         warming = self.begin_warming(documents, behind=behind or [()] * len(documents), system_prompt=system_prompt)
         warming.is_urgent = True
-        shared = SharedWarming(self._documents, self._variants, self._store, self._rates, warming, self._exclusive)
+        shared = SharedWarming(self._warmer, self._variants, self._store, self._rates, warming, self._exclusive)
         return shared.run(is_cancelled)
 
     def note_passages(self, chunks: Sequence[Chunk]) -> None:
@@ -212,7 +215,7 @@ class EngineDocuments:
     def warm_one(self, warming: Warming, *, is_cancelled: IsCancelled | None = None) -> bool:
         """Processes the next variant of a warming; returns False if `is_cancelled` returned True first."""
         try:
-            self._documents.warm_one(warming, is_cancelled)
+            self._warmer.warm_one(warming, is_cancelled)
         except PrefillCancelledError:
             return False
         return True

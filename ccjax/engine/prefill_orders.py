@@ -8,7 +8,7 @@ import logging
 import time
 
 from ccjax.cache.cached_prefill import CachedPrefill
-from ccjax.cache.documents.document_cache import DocumentCache
+from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.exclusive import Exclusive
 from ccjax.cache.rates import Rates
 from ccjax.cache.shared.prefill_order import PrefillOrder, order_for
@@ -61,7 +61,7 @@ class PrefillOrders:
         store: TieredStore,
         variants: VariantIndex,
         prefill: CachedPrefill,
-        documents: DocumentCache,
+        warmer: PassageWarmer,
         loop: BatchLoop,
         exclusive: Exclusive,
         *,
@@ -74,7 +74,7 @@ class PrefillOrders:
         self._store = store
         self._variants = variants
         self._prefill = prefill
-        self._documents = documents
+        self._warmer = warmer
         self._loop = loop
         self._exclusive = exclusive
         self._max_model_len = max_model_len
@@ -126,7 +126,7 @@ class PrefillOrders:
         try:
             found = PrefillOrder.decode(order.value)
             warming = found.warming(max_model_len=self._max_model_len, vocab_size=self._vocab_size)
-            shared = SharedWarming(self._documents, self._variants, self._store, self._rates, warming, self._exclusive)
+            shared = SharedWarming(self._warmer, self._variants, self._store, self._rates, warming, self._exclusive)
             results = shared.run(is_cancelled)
         except ValueError as error:  # placed by another version of this program, or by another program
             logger.warning("an order cannot be carried out: %s", error)

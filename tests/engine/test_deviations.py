@@ -176,7 +176,7 @@ def test_what_is_erased_is_not_prepared_afterwards(demo, erased, monkeypatch):
             engine.documents.erase("1")
             assert len(noted) == 1
         elif erased == "meanwhile":
-            monkeypatch.setattr(engine.documents._documents, "_run_prefill", erase_first)
+            monkeypatch.setattr(engine.documents._warmer, "_run_prefill", erase_first)
         while engine.cache.repair_one():
             pass
         is_held = bool(engine._variants.of_chunks({chunk.chunk_id}).get(chunk.chunk_id))

@@ -132,7 +132,7 @@ def test_what_the_disk_refuses_is_not_called_computed(start, monkeypatch):
 
 
 def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
-    engine, compute = start(), type(start().documents._documents).compute
+    engine, compute = start(), type(start().documents._warmer).compute
     seen = []
 
     def fail_once(self, warming, *args, **kwargs):
@@ -141,7 +141,7 @@ def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
             raise RuntimeError("device lost")
         return compute(self, warming, *args, **kwargs)
 
-    monkeypatch.setattr(type(engine.documents._documents), "compute", fail_once)
+    monkeypatch.setattr(type(engine.documents._warmer), "compute", fail_once)
     results = engine.documents.warm_shared([ANNA, BOB, CARLA])
     assert statuses(results) == ["computed", "failed", "computed"] and results[1].reason == "RuntimeError: device lost"
     assert leases(tmp_path) == [] and not engine._store._pins

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ccjax.cache.cached_prefill import CachedPrefill
-from ccjax.cache.documents.document_cache import Warming
+from ccjax.cache.documents.warming import Warming
 from ccjax.cache.variants import VariantIndex
 from ccjax.errors import RequestError
 from ccjax.policy.capture import make_variant_id

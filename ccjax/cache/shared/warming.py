@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from ccjax.cache.documents.document_cache import DocumentCache, Warming, WarmStatus
+from ccjax.cache.documents.warming import PassageWarmer, Warming, WarmStatus
 from ccjax.cache.exclusive import Exclusive
 from ccjax.cache.rates import Rates
 from ccjax.cache.variants import VariantIndex
@@ -51,7 +51,7 @@ class SharedWarming:
 
     def __init__(
         self,
-        documents: DocumentCache,
+        warmer: PassageWarmer,
         variants: VariantIndex,
         store: TieredStore,
         rates: Rates,
@@ -60,7 +60,7 @@ class SharedWarming:
     ) -> None:
         if store.claims is None:
             raise ValueError("store: wanted an engine with a store that outlasts it, to share work on")
-        self._documents = documents
+        self._warmer = warmer
         self._variants = variants
         self._store = store
         self._rates = rates
@@ -90,7 +90,7 @@ class SharedWarming:
     def _agree(self) -> None:
         """Claims what is missing and adopts what other processes stored meanwhile: a claim that was released may mean
         that the variant is stored."""
-        prompts = [prompt for prompt in self._warming.prompts if self._documents.held_id(prompt) is None]
+        prompts = [prompt for prompt in self._warming.prompts if self._warmer.held_id(prompt) is None]
         wanted = list(dict.fromkeys(_variant_id(prompt.chunks) for prompt in prompts))
         if not wanted:
             return
@@ -118,14 +118,14 @@ class SharedWarming:
         status: WarmStatus = "present"
         result = SharedVariant("present")
         with self._exclusive():
-            is_held = not self._documents.needs_computing(self._warming)
+            is_held = not self._warmer.needs_computing(self._warming)
         if variant_id in self._elsewhere and not is_held:
             result = SharedVariant("elsewhere", reason="another process computes it")
         elif not is_held:
             try:
-                num_tokens = self._documents.compute(self._warming, is_cancelled, wait=True)
+                num_tokens = self._warmer.compute(self._warming, is_cancelled, wait=True)
                 with self._exclusive():
-                    status = "no_room" if self._documents.held_id(prompt) is None else "computed"
+                    status = "no_room" if self._warmer.held_id(prompt) is None else "computed"
                 why = "the store has no room for it" if status == "no_room" else ""
                 result = SharedVariant(status, num_tokens, reason=why)
             except PrefillCancelledError:
@@ -136,7 +136,7 @@ class SharedWarming:
             finally:
                 self._claims.release((variant_id,))
         with self._exclusive():
-            self._documents.pass_over(self._warming, status)
+            self._warmer.pass_over(self._warming, status)
         return variant_id, result
 
     def _confirmed(self, variant_id: VariantId, result: SharedVariant) -> SharedVariant:
