@@ -257,7 +257,8 @@ class Response:
     @property
     def choices(self) -> tuple[Choice, ...]:
         """All requested answers."""
-        return (Choice(self.text, self.token_ids, self.finish_reason, self.logprobs), *self.others)
+        first = Choice(self.text, self.token_ids, self.finish_reason, self.logprobs, self.first_logits)
+        return (first, *self.others)
 
     @property
     def num_answer_tokens(self) -> int:

@@ -345,15 +345,26 @@ def test_versions_go_one_by_one_or_all_together(start, url):
     assert engine.cache.num_variants == 1
 
 
-def test_the_passages_that_a_new_version_still_has_are_kept(start):
+@pytest.mark.parametrize("salts", [("",), ("anna",), ("", "anna", "bob")])
+def test_the_passages_that_a_new_version_still_has_are_kept(start, salts):
+    """Those of every tenant."""
     engine = start()
     old = [Document(text, f"f#{n}", None, "old", None, "f") for n, text in enumerate(TEXTS.values())]
     new = [Document(old[n].text, f"f#{place}", None, "new", None, "f") for place, n in enumerate((1, 3))]
-    ask(engine, *old)
+
+    def asked(documents, salt):
+        messages, sampling = [{"role": "user", "content": "Who sings?"}], SamplingParams(max_new_tokens=1)
+        request = Request(messages=messages, documents=documents, sampling=sampling, cache_salt=salt)
+        return engine.run(request).reuse.per_document[1:]
+
+    for salt in salts:
+        asked(old, salt)
     removal = engine.documents.invalidate("f", keep=[*new, Document("Never asked for.", "f#2", None, "new", None, "f")])
-    assert (removal.chunks, removal.kept_chunks, removal.variants) == (2, 2, 2)
-    assert summary(engine) == {("f", "new"): (2, 2)}
-    assert [item.computed_tokens for item in ask(engine, *new).per_document[1:]] == [0, 0]
+    each = 2 * len(salts)
+    assert (removal.chunks, removal.kept_chunks, removal.variants) == (each, each, each)
+    assert summary(engine) == {("f", "new"): (each, each)}
+    for salt in salts:
+        assert [item.computed_tokens for item in asked(new, salt)] == [0, 0]
 
 
 def test_another_engine_stops_using_it_after_its_next_refresh(start, url, tmp_path):

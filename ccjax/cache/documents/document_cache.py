@@ -18,6 +18,7 @@ from ccjax.cache.documents.registry import Erasure, Link, Origin
 from ccjax.cache.variant_records import origin_of_record
 from ccjax.cache.variants import VariantIndex
 from ccjax.errors import EraseIncompleteError
+from ccjax.prompts import chunk_id, tenant_of
 from ccjax.store.spec import ShardRecord
 from ccjax.store.tiered import TieredStore
 from ccjax.types import Chunk, ChunkId
@@ -91,6 +92,7 @@ class DocumentCache:
         belong to another version of it.
 
         Args:
+          keep: without a tenant; their chunks of every tenant are kept.
           whole: also remove variants whose KV attended to the document, and uncommitted files on disk.
 
         Raises:
@@ -99,7 +101,13 @@ class DocumentCache:
         """
         self.apply_all()
         self._variants.look_into_all()  # once the erasure has begun, covered variants are dropped uncounted
-        stays = self.registry.learn([chunk for chunk in keep if self.registry.knows(chunk.chunk_id)])
+        tenants = {tenant_of(link.chunk_id) for link in self.registry.select(document_id, version).values()}
+        own = [
+            dataclasses.replace(chunk, chunk_id=chunk_id(chunk.token_ids, tenant))
+            for chunk in keep
+            for tenant in tenants
+        ]
+        stays = self.registry.learn([chunk for chunk in own if self.registry.knows(chunk.chunk_id)])
         links = {name: link for name, link in self.registry.select(document_id, version).items() if name not in stays}
         chunk_ids = self.registry.without_others(links)
         kept = {link.chunk_id for link in links.values()} - chunk_ids
