@@ -128,7 +128,8 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """All decisions for one prefill, made before any device work; can be executed and tested without the policy.
+    """The decisions for one prefill that are made before any device work; can be executed and tested without the
+    policy. The focus cut and the choice by deviation refine them between layers.
 
     Attributes:
       segments: in prompt order, covering the prompt without gaps; the last one is the question.
@@ -142,7 +143,6 @@ class PrefillPlan:
       pin: variants that must stay in their tier until the prefill is done.
     """
 
-    request_id: str
     segments: tuple[Segment, ...]
     focus_window: int | None = None
     focus_rule: str = "entropy"
@@ -172,7 +172,7 @@ class PrefillPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStats:
-    """Per-layer statistics, the only data that flows from the device back into policy during a prefill.
+    """Per-layer statistics that the focus cut (CacheCraft alg. 1) reads during a prefill.
 
     `question_mass_by_chunk` is the softmax mass of the question's tokens on every document, summed over question tokens
     and averaged over heads, in prompt order. The system prompt is left out: its first token is an attention sink, which
@@ -181,7 +181,6 @@ class LayerStats:
 
     layer: int
     question_mass_by_chunk: tuple[float, ...]
-    max_kv_deviation: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
-KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
+FindVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class CachedPrefill:
     ) -> PrefillPlan:
         """Plans a prompt with `ccjax.policy`."""
         chunks, num_question = prompt.planned_chunks, len(prompt.question)
-        return plan_prefill("", chunks, num_question, candidates, mode=mode, settings=settings or self.settings)
+        return plan_prefill(chunks, num_question, candidates, mode=mode, settings=settings or self.settings)
 
     def shared(self) -> SharedPrefill | None:
         """State for sharing a prefill's computation with other processes; None if none shares the store."""
@@ -323,7 +323,7 @@ class CachedPrefill:
         *,
         lossy: Collection[str] = (),
         as_stored: Collection[str] = (),
-        known: KnownVariants | None = None,
+        known: FindVariants | None = None,
     ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """The known variants of a prompt's chunks, except `failed` ones.
 

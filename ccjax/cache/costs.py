@@ -6,7 +6,7 @@ from ccjax.cache.rates import Rates
 from ccjax.policy.prefill_cost import PrefillGrid
 
 _BYTES_PER_S = {"device": 100e9, "host": 10e9, "disk": 1e9}
-_UNMEASURED_S_PER_TOKEN = 1e-3
+UNMEASURED_S_PER_TOKEN = 1e-3
 
 
 class MeasuredCosts:
@@ -25,7 +25,7 @@ class MeasuredCosts:
         `cached_tokens` (RAGCache eq. 4); without a profile, `num_tokens` times the measured cost of a token."""
         if self._grid is not None:
             return num_tokens * self._grid.prefill_s(cached_tokens, new_tokens) / new_tokens
-        return num_tokens * (self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN)
+        return num_tokens * (self._rates.seconds_per_token or UNMEASURED_S_PER_TOKEN)
 
     def full_prefill_s(self, num_tokens: int) -> float | None:
         """Seconds of a prefill that computes a whole prompt; None until one of similar size was measured."""
@@ -34,7 +34,7 @@ class MeasuredCosts:
     def usual_prefill_s(self, num_tokens: int) -> float:
         """As `full_prefill_s`, else an estimate from all measured prefills, else a typical value."""
         known_s = self.full_prefill_s(num_tokens) or self._rates.compute_s(num_tokens)
-        return num_tokens * _UNMEASURED_S_PER_TOKEN if known_s is None else known_s
+        return num_tokens * UNMEASURED_S_PER_TOKEN if known_s is None else known_s
 
     def load_s(self, tier: str, num_bytes: int) -> float:
         """Seconds to load `num_bytes` of KV from a tier."""

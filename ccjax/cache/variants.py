@@ -151,12 +151,8 @@ class VariantIndex:
         chunks = tuple(self.tokens.chunk(key) for key in (*meta.prefix_ids, meta.chunk_id))
         return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
 
-    def origin(self, meta: VariantMeta) -> Origin:
-        """Which chunks influenced the KV of a held variant; reads its record."""
-        return self.origin_of(meta.variant_id)
-
     def origin_of(self, variant_id: VariantId) -> Origin:
-        """`origin` by id; an empty one if the variant is not held."""
+        """Which chunks influenced a variant's KV; reads its record. Empty if the variant is not held."""
         held = self._by_id.get(variant_id)
         if held is not None:
             self._look_into(held)

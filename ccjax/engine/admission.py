@@ -170,18 +170,18 @@ class Admission:
         shared_s = 0.0 if self._shared is None else self._shared.waited_s
         outcome.load_wait_s += self._waited_s + shared_s
         return Prefilled(
-            self.prompt,
-            self.plan,
-            outcome,
-            self._ticket,
-            None if self._ticket is None else self._ticket.read_layers,
-            self._plan_s,
-            self._planned_at,
-            len(self._failed),
-            self._preloaded_bytes,
-            self._prefill.loads.load_s(self.plan, self._disk_bytes) or 0.0,
-            len(self._given_up),
-            self._shared,
+            prompt=self.prompt,
+            plan=self.plan,
+            result=outcome,
+            ticket=self._ticket,
+            read_layers=None if self._ticket is None else self._ticket.read_layers,
+            plan_s=self._plan_s,
+            planned_at=self._planned_at,
+            failed_loads=len(self._failed),
+            preloaded_bytes=self._preloaded_bytes,
+            load_s=self._prefill.loads.load_s(self.plan, self._disk_bytes) or 0.0,
+            given_up_loads=len(self._given_up),
+            shared=self._shared,
         )
 
     def close(self, *, ok: bool = True) -> None:

@@ -157,6 +157,7 @@ class Engine:
         )
         maintenance = Maintenance(self._prefill, background, self._variants, self._exclusive, max_model_len=limit)
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
+        passage_frame = PassageFrame(frame, self._builder)
         self._submission = RequestSubmission(
             model,
             self._prefill,
@@ -166,7 +167,7 @@ class Engine:
             self._shadow,
             self._settings,
             self.calibration,
-            lambda prompt: self.documents.frame.variant_ids(prompt),
+            passage_frame.variant_ids,
             is_shared=config.share_computation,
         )
         documents = DocumentCache(self._prefill, self._variants, self._store)
@@ -174,7 +175,7 @@ class Engine:
             self._prefill,
             background.run,
             self._variants,
-            PassageFrame(frame, self._builder),
+            passage_frame,
             self._exclusive,
             max_model_len=limit,
         )

@@ -89,8 +89,8 @@ class PrefillOrders:
             return 0
         now_s, num_placed = time.perf_counter(), 0
         late = [one for one in self._loop.waiting() if now_s - one.group.arrived_s >= after_s]
-        new = [one for one in late if one.request_id not in self._looked_at]
-        self._looked_at = frozenset(one.request_id for one in late)
+        new = [one for one in late if one.sequence_id not in self._looked_at]
+        self._looked_at = frozenset(one.sequence_id for one in late)
         for sequence in sorted(new, key=lambda one: one.group.arrived_s):
             try:
                 way = sequence.admission

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 
+from ccjax.cache.cached_prefill import Prefilled
 from ccjax.policy.contract import ReuseContract
-from ccjax.prompts import Prompt
-from ccjax.runner.plan_rows import PrefillOutcome
-from ccjax.types import DocumentReuse, PrefillPlan, ReuseMode, ReuseReport, Segment, VariantId
+from ccjax.types import DocumentReuse, ReuseMode, ReuseReport, Segment, VariantId
 
 
 def build_report(
-    plan: PrefillPlan,
-    prompt: Prompt,
-    result: PrefillOutcome,
+    prefilled: Prefilled,
     *,
     mode: ReuseMode,
     contract: ReuseContract,
     strategy: str,
     num_layers: int,
-    tiers: Mapping[str, str],
     framed: Collection[VariantId],
-    plan_s: float,
-    prefill_s: float,
-    failed_loads: int,
-    preloaded_bytes: int,
-    load_s: float,
-    given_up_loads: int,
 ) -> ReuseReport:
     """Reports what the prefill reused, per document and in total."""
+    prompt, plan, result = prefilled.prompt, prefilled.plan, prefilled.result
+    tiers: Mapping[str, str] = {} if prefilled.ticket is None else prefilled.ticket.tiers
     documents: list[DocumentReuse] = []
     number = 0
     splits = [_split(segment, result.repaired_tokens.get(index)) for index, segment in enumerate(plan.segments)]
@@ -72,12 +65,12 @@ def build_report(
         focus_cut_layer=result.focus_cut_layer,
         loaded_bytes=result.loaded_bytes,
         load_wait_s=result.load_wait_s,
-        plan_s=plan_s,
-        prefill_s=prefill_s,
-        failed_loads=failed_loads,
-        preloaded_bytes=preloaded_bytes,
-        load_s=load_s,
-        given_up_loads=given_up_loads,
+        plan_s=prefilled.plan_s,
+        prefill_s=time.perf_counter() - prefilled.planned_at,
+        failed_loads=prefilled.failed_loads,
+        preloaded_bytes=prefilled.preloaded_bytes,
+        load_s=prefilled.load_s,
+        given_up_loads=prefilled.given_up_loads,
         calibrated=contract.is_calibrated and bool(approximate),
         quality_target=contract.quality_target,
         quality_bound=bound if approximate else 1.0,

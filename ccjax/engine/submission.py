@@ -6,7 +6,6 @@ import dataclasses
 import queue
 import secrets
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 
@@ -148,21 +147,12 @@ class RequestSubmission:
     def report(self, prefilled: Prefilled, contract: ReuseContract, wanted: ReuseMode) -> ReuseReport:
         """Builds the report of what a prefill reused; `wanted` is the mode that was requested."""
         return build_report(
-            prefilled.plan,
-            prefilled.prompt,
-            prefilled.result,
+            prefilled,
             mode=wanted,
             contract=contract,
             strategy="full" if contract.mode == "off" else self._settings.strategy,
             num_layers=self._num_layers,
-            tiers=prefilled.ticket.tiers if prefilled.ticket is not None else {},
             framed=self._framed(prefilled.prompt),
-            plan_s=prefilled.plan_s,
-            prefill_s=time.perf_counter() - prefilled.planned_at,
-            failed_loads=prefilled.failed_loads,
-            preloaded_bytes=prefilled.preloaded_bytes,
-            load_s=prefilled.load_s,
-            given_up_loads=prefilled.given_up_loads,
         )
 
     def background_report(self, prefilled: Prefilled, mode: ReuseMode) -> ReuseReport:

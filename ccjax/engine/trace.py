@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ccjax.cache.cached_prefill import Prefilled
+from ccjax.cache.cached_prefill import FindVariants, Prefilled
 from ccjax.requests import RequestTrace, SegmentTrace, Span
-from ccjax.types import ChunkId, PrefillPlan, ReuseReport, Segment, VariantId, VariantMeta
-
-KnownVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
+from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 
 
 class Tracer:
     """Records the trace of one request. `load` may be called from any thread, the rest from the loop's thread only."""
 
-    def __init__(self, num_layers: int, variants: KnownVariants, full_prefill_s: Callable[[int], float | None]) -> None:
+    def __init__(self, num_layers: int, variants: FindVariants, full_prefill_s: Callable[[int], float | None]) -> None:
         """
         Args:
-          variants: returns the variants of chunks that are known without I/O.
+          variants: returns the variants of chunks, without waiting for the engine.
           full_prefill_s: estimates the seconds of a full prefill of this many tokens.
         """
         self._num_layers = num_layers

@@ -17,7 +17,6 @@ from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, V
 
 
 def plan_prefill(
-    request_id: str,
     chunks: Sequence[PromptChunk],
     question_tokens: int,
     candidates: Mapping[ChunkId, Sequence[VariantMeta]],
@@ -77,7 +76,6 @@ def plan_prefill(
         hkvd_counts = counts_by_layer(num_candidates, kept_ratio, settings.num_layers)
     pin = dict.fromkeys(segment.variant_id for segment in segments if segment.variant_id is not None)
     return PrefillPlan(
-        request_id=request_id,
         segments=tuple(segments),
         focus_window=settings.focus_window if num_candidates and not hkvd_counts else None,
         focus_rule=settings.focus_rule,

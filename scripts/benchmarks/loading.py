@@ -226,7 +226,7 @@ def _plan(lengths: Sequence[int], recompute_ratio: float) -> PrefillPlan:
         role = "question" if number == len(lengths) - 1 else "document"
         segments.append(Segment(role=role, start=start, num_tokens=length, **action))
         start += length
-    return PrefillPlan("ideal", tuple(segments))
+    return PrefillPlan(tuple(segments))
 
 
 def _row(case: LoadingCase, ideal_s: float, num_layers: int, repetitions: int) -> dict[str, Any]:

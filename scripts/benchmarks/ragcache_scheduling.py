@@ -90,9 +90,7 @@ class Tree:
     def plan(self, prompt: Prompt) -> PrefillPlan:
         """Matches the prompt in the tree, and plans it."""
         candidates = self.index.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-        return plan_prefill(
-            "", prompt.planned_chunks, len(prompt.question), candidates, mode="bounded", settings=SETTINGS
-        )
+        return plan_prefill(prompt.planned_chunks, len(prompt.question), candidates, mode="bounded", settings=SETTINGS)
 
     def use(self, plan: PrefillPlan) -> None:
         """Informs the policy of a prefill, and credits the reused variants."""
@@ -136,11 +134,11 @@ def computed_tokens(plan: PrefillPlan) -> int:
     return sum(one.num_tokens if one.action == "compute" else len(one.recompute_offsets) for one in plan.segments)
 
 
-def work_of(request_id: str, plan: PrefillPlan) -> SequenceWork:
+def work_of(sequence_id: str, plan: PrefillPlan) -> SequenceWork:
     """A planned request as the scheduler knows it."""
     num_new = computed_tokens(plan)
     num_pages = -(-plan.num_tokens // _PAGE_TOKENS)
-    return SequenceWork(request_id, num_new, num_pages, max_new_tokens=1, cached_tokens=plan.num_tokens - num_new)
+    return SequenceWork(sequence_id, num_new, num_pages, max_new_tokens=1, cached_tokens=plan.num_tokens - num_new)
 
 
 class FullQueue:
@@ -170,26 +168,26 @@ class FullQueue:
 
     def come(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Adds a planned request."""
-        request_id = str(next(self._numbers))
+        sequence_id = str(next(self._numbers))
         self.scheduler.add(
-            SequenceWork(request_id, plan.num_tokens, -(-plan.num_tokens // _PAGE_TOKENS), max_new_tokens=1)
+            SequenceWork(sequence_id, plan.num_tokens, -(-plan.num_tokens // _PAGE_TOKENS), max_new_tokens=1)
         )
-        self.scheduler.replan(work_of(request_id, plan))
-        self.waiting[request_id] = prompt
+        self.scheduler.replan(work_of(sequence_id, plan))
+        self.waiting[sequence_id] = prompt
 
     def serve(self) -> None:
         """Forms a pack and ends it, with the answers in it."""
         self.scheduler.expire(0.0)
         self.scheduler.next_pack(0.0, _NEVER_FULL, _COSTS)
         self.scheduler.after_layer(0.0)
-        for request_id in self.scheduler.pack_done(0.0):
-            self.scheduler.remove(request_id)
-            del self.waiting[request_id]
+        for sequence_id in self.scheduler.pack_done(0.0):
+            self.scheduler.remove(sequence_id)
+            del self.waiting[sequence_id]
 
     def plan_window(self) -> None:
         """Plans all queued requests again, as the engine does before a pack if the cache has changed."""
-        for request_id, prompt in self.waiting.items():
-            self.scheduler.replan(work_of(request_id, self._tree.plan(prompt)))
+        for sequence_id, prompt in self.waiting.items():
+            self.scheduler.replan(work_of(sequence_id, self._tree.plan(prompt)))
 
 
 def spend(tree: Tree, num_requests: int, num_slots: int, advance: Callable[[int], None]) -> Spent:

@@ -140,7 +140,7 @@ def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any
 
 def _plan(index: VariantIndex, chunks: list[ChunkId]) -> None:
     prompt = [PromptChunk(chunk, NUM_TOKENS) for chunk in chunks]
-    plan_prefill("", prompt, 16, index.of_chunks(set(chunks)), mode="bounded", settings=PlannerSettings())
+    plan_prefill(prompt, 16, index.of_chunks(set(chunks)), mode="bounded", settings=PlannerSettings())
 
 
 def _median(costs: list[CallCost]) -> CallCost:

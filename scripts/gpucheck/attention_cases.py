@@ -62,7 +62,8 @@ class Case:
         self.k_pos = np.where(np.arange(slots) < used, np.arange(slots), UNUSED).astype(np.int32)
         self.segment = np.minimum(np.arange(slots) // 23, 6).astype(np.int32)
         self.segment[:5] = -1  # belongs to no segment
-        self.q_request = self.k_request = None
+        self.q_request: np.ndarray | None = None
+        self.k_request: np.ndarray | None = None
         self.k_frequencies = None if theta is None else frequencies(head_dim, theta)
         self.scale = head_dim**-0.5
 
@@ -89,7 +90,7 @@ class Case:
 
     def expected(self):
         visible = self.k_pos[None] <= self.q_pos[:, None]
-        if self.q_request is not None:
+        if self.q_request is not None and self.k_request is not None:
             visible &= self.k_request[None] == self.q_request[:, None]
         onehot = (self.segment[:, None] == np.arange(self.num_segments)).astype(np.float64)
         k = self.k

@@ -213,9 +213,7 @@ class ReplicaCache:
             candidates = {
                 key: [meta for meta in metas if meta.variant_id not in without] for key, metas in candidates.items()
             }
-        return plan_prefill(
-            "", view.chunks, question_tokens, candidates, mode=self.settings.reuse, settings=self._planner
-        )
+        return plan_prefill(view.chunks, question_tokens, candidates, mode=self.settings.reuse, settings=self._planner)
 
     def _summed(self, view: PromptView, plan: PrefillPlan) -> Planned:
         computed = recomputed = hits = documents = 0

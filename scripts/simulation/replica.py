@@ -67,7 +67,7 @@ class SimulatedJob:
     """A request between arrival and its last token."""
 
     number: int
-    request_id: str
+    sequence_id: str
     arrival_s: float
     passages: Passages
     answer_tokens: int
@@ -141,7 +141,7 @@ class SimulatedReplica:
         lengths = (self._workload.system_tokens, *passages.num_tokens, self._workload.question_tokens)
         job.tail_slots = -lengths[-1] % PAGE_TOKENS
         job.work = SequenceWork(
-            job.request_id,
+            job.sequence_id,
             prefill_tokens=sum(lengths),
             prompt_pages=sum(map(num_pages, lengths)),
             max_new_tokens=answer_tokens,
@@ -153,7 +153,7 @@ class SimulatedReplica:
         except AdmissionQueueFullError:
             self._outcome.num_refused += 1
             return
-        self._jobs[job.request_id] = self._waiting[job.request_id] = job
+        self._jobs[job.sequence_id] = self._waiting[job.sequence_id] = job
         if self._preloads:
             planned = self.cache.plan(passages, self._workload.system_tokens, self._workload.question_tokens)
             num_bytes = sum(map(self.cache.store.unread_bytes, planned.plan.pin))
@@ -181,7 +181,7 @@ class SimulatedReplica:
             self._plan_first()
         pack = self.scheduler.next_pack(self.now_s, self._free_pages, self._as_costs(), shared_pages=_none_shared)
         self._carry_out(pack)
-        pieces = [piece for piece in pack.pieces if self._jobs[piece.request_id].ticket is not None]
+        pieces = [piece for piece in pack.pieces if self._jobs[piece.sequence_id].ticket is not None]
         if pieces:
             self._run_pack(pieces)
         elif pack.pieces:
@@ -222,7 +222,7 @@ class SimulatedReplica:
             )
         pages = sum(num_pages(one.num_tokens) for one in planned.plan.segments) - sum(map(num_pages, shared))
         job.work = SequenceWork(
-            job.request_id,
+            job.sequence_id,
             prefill_tokens=planned.computed,
             prompt_pages=pages,
             max_new_tokens=job.answer_tokens,
@@ -235,8 +235,8 @@ class SimulatedReplica:
     def _carry_out(self, pack: ScheduledPack) -> None:
         for preempted in pack.preempted:
             self._preempt(preempted)
-        for request_id in pack.admitted:
-            self._admit(self._jobs[request_id])
+        for sequence_id in pack.admitted:
+            self._admit(self._jobs[sequence_id])
 
     def _admit(self, job: SimulatedJob) -> None:
         """Pins, allocates pages and starts loading; a request whose plan had to change is queued again."""
@@ -249,7 +249,7 @@ class SimulatedReplica:
             self._plan(job)
             return
         assert job.work is not None
-        del self._waiting[job.request_id]
+        del self._waiting[job.sequence_id]
         job.ticket = ticket
         job.own_pages = job.work.pages_with(job.answered, PAGE_TOKENS)
         self._free_pages -= job.own_pages
@@ -279,7 +279,7 @@ class SimulatedReplica:
         return free_s
 
     def _run_pack(self, pieces: list) -> None:
-        jobs = [self._jobs[piece.request_id] for piece in pieces]
+        jobs = [self._jobs[piece.sequence_id] for piece in pieces]
         sizes: list[SimulatedPiece] = []
         host, num_begun, load_s = self._host_work, 0, 0.0
         for job, piece in zip(jobs, pieces, strict=True):
@@ -304,8 +304,8 @@ class SimulatedReplica:
         done = self.scheduler.pack_done(self.now_s)
         self._outcome.num_packs += 1
         kept = []
-        for request_id in done:
-            job = self._jobs[request_id]
+        for sequence_id in done:
+            job = self._jobs[sequence_id]
             assert job.planned is not None and job.ticket is not None
             if not job.is_prefilled:
                 job.is_prefilled = True
@@ -321,9 +321,9 @@ class SimulatedReplica:
         step = self.scheduler.next_decode(self._free_pages, self._as_costs())
         for preempted in step.preempted:
             self._preempt(preempted)
-        jobs = [self._jobs[request_id] for request_id in step.request_ids]
-        for request_id in step.draws:
-            self._jobs[request_id].own_pages += 1
+        jobs = [self._jobs[sequence_id] for sequence_id in step.sequence_ids]
+        for sequence_id in step.draws:
+            self._jobs[sequence_id].own_pages += 1
         self._free_pages -= len(step.draws)
         if jobs:
             seconds = self._costs.decode_s(len(jobs), sum(job.context for job in jobs))
@@ -344,17 +344,17 @@ class SimulatedReplica:
         self._outcome.latency_s[job.number] = self.now_s - job.arrival_s + self._host_work.apart_s
         mean = self._answer_tokens
         self._answer_tokens = job.answered if mean is None else 0.9 * mean + 0.1 * job.answered
-        self.scheduler.remove(job.request_id)
-        del self._jobs[job.request_id]
+        self.scheduler.remove(job.sequence_id)
+        del self._jobs[job.sequence_id]
         self._release(job)
 
-    def _preempt(self, request_id: str) -> None:
+    def _preempt(self, sequence_id: str) -> None:
         """Frees the pages of a preempted request, which is planned again and starts at the front of the queue."""
-        job = self._jobs[request_id]
+        job = self._jobs[sequence_id]
         self._outcome.num_preempted += 1
         self._release(job)
         job.planned = job.disk_at_s = None
-        self._waiting = {request_id: job, **self._waiting}
+        self._waiting = {sequence_id: job, **self._waiting}
 
     def _release(self, job: SimulatedJob) -> None:
         self._free_pages += job.own_pages
@@ -371,6 +371,6 @@ class SimulatedReplica:
         return self._scheduler_costs
 
 
-def _none_shared(request_id: str) -> int:
+def _none_shared(sequence_id: str) -> int:
     """The device tier's pages are separate from the requests' here."""
     return 0

@@ -50,7 +50,7 @@ def test_requests_in_line_are_planned_again_for_changes_of_their_own_chunks_only
     plan = TokenSequence.plan
 
     def counted(sequence: TokenSequence, at: int) -> None:
-        planned.append(sequence.request_id)
+        planned.append(sequence.sequence_id)
         plan(sequence, at)
 
     with model.engine(max_num_seqs=1, reorder_window=8) as engine:

@@ -49,7 +49,7 @@ def plan(depth: int = NUM_LAYERS) -> PrefillPlan:
         role = "question" if name == "q" else "document"
         segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(name), **kind))
         start += length
-    return PrefillPlan("test", tuple(segments), preload_depth=depth)
+    return PrefillPlan(tuple(segments), preload_depth=depth)
 
 
 class SteeredTicket(Memory):

@@ -87,7 +87,7 @@ def as_json(ids) -> bytes:
 def seen_by(engine: Engine, document: Document) -> list:
     """Variants whose computation attended to a document."""
     key = key_of(engine, document)
-    return [meta for meta in engine._variants if key in engine._variants.origin(meta).seen]
+    return [meta for meta in engine._variants if key in engine._variants.origin_of(meta.variant_id).seen]
 
 
 def summary(engine: Engine) -> dict[tuple[str, str | None], tuple[int, int]]:

@@ -203,7 +203,7 @@ def test_prompts_that_nobody_reads_go_after_cached_chunks_and_oldest_first(wante
     assert pages.num_pages == 2 + 3 + sum(unread)
     gone = pages.reclaim(wanted)
     assert [prompt.num_pages for _, prompt in gone] == dropped
-    assert all(group.prompt is None and group not in pages.shared for group, _ in gone)
+    assert all(group.shared_prompt is None and group not in pages.shared for group, _ in gone)
     assert (cache.num_free, cache.evictable) == (free, evictable)
     assert pages.num_pages == 2 + 3 + sum(unread)
 
@@ -276,11 +276,11 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
         def noted(sequence: TokenSequence):
             group = sequence.group
             preempt(sequence)
-            if group.prompt is not None:
-                record = engine._loop._scheduler._scheduler._get(sequence.request_id)
+            if group.shared_prompt is not None:
+                record = engine._loop._scheduler._scheduler._get(sequence.sequence_id)
                 assert (record.work.prefill_tokens, record.own_pages) == (1, sequence.num_own_pages)
             others = sum(one.is_decoding for one in group.open)
-            preempted.append((sequence.request_id, others, group.prompt is not None))
+            preempted.append((sequence.sequence_id, others, group.shared_prompt is not None))
 
         monkeypatch.setattr(engine._loop._sequences, "_preempt", noted)
         held = engine._pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 4)
@@ -318,13 +318,13 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
             if not starved and len(client.deltas) > 20:
                 scheduler, sequences = engine._loop._scheduler._scheduler, engine._loop._sequences
                 for sequence in [one for one in sequences.all() if one.is_decoding]:
-                    scheduler._preempt(scheduler._get(sequence.request_id))
+                    scheduler._preempt(scheduler._get(sequence.sequence_id))
                     sequences._preempt(sequence)
                 held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
                 sequences.reclaim(1)
                 starved.append(engine._pool.num_free)
                 for sequence in sequences.all():  # they wait, with the whole prompt to compute
-                    assert scheduler._get(sequence.request_id).work.prefill_tokens == sum(map(len, segments))
+                    assert scheduler._get(sequence.sequence_id).work.prefill_tokens == sum(map(len, segments))
                 del held
             return decode()
 

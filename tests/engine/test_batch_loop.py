@@ -262,7 +262,7 @@ def test_when_pages_run_out_requests_are_preempted_and_answer_all_the_same():
     with MODEL.engine(max_model_len=512, device_cache_bytes=least * PAGE, max_num_seqs=8) as engine:
         preempted = []
         sequences, preempt = engine._loop._sequences, engine._loop._sequences._preempt
-        sequences._preempt = lambda sequence: preempted.append(sequence.request_id) or preempt(sequence)
+        sequences._preempt = lambda sequence: preempted.append(sequence.sequence_id) or preempt(sequence)
         filled(engine, asked, 0)
         wanted = [engine.run(ask(one, "off", tokens=80)) for one in asked]
         assert not preempted

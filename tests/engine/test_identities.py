@@ -122,7 +122,7 @@ def _plan(lengths, actions):
         role = "question" if number == len(lengths) - 1 else "document"
         segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind))
         start += length
-    return PrefillPlan("test", tuple(segments))
+    return PrefillPlan(tuple(segments))
 
 
 def test_recomputed_rows_leave_nothing_of_the_cached_ones():

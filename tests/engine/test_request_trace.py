@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,6 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
     """The segments of a prompt with two reused chunks, with three and two recomputed tokens."""
     ids = [ChunkId("a"), ChunkId("b")]
     plan = PrefillPlan(
-        "",
         (
             *(
                 Segment("document", "reuse", 8 * at, 8, key, VariantId(f"v{key}"), offsets, cfo=0.3, fidelity="approx")
@@ -32,23 +33,15 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
         hkvd_counts_by_layer=counts,
     )
     prompt = Prompt(tuple(Chunk(key, tuple(range(8))) for key in ids), False, (1, 2, 3, 4), 1)
-    prefilled = Prefilled(prompt, plan, outcome, None, None, 0.0, 0.0, 0)
+    ticket = types.SimpleNamespace(tiers={"va": "host", "vb": "disk"})
+    prefilled = Prefilled(prompt, plan, outcome, ticket, None, 0.0, 0.0, 0)
     report = build_report(
-        plan,
-        prompt,
-        outcome,
+        prefilled,
         mode="bounded",
         contract=reuse_contract("bounded", None, PlannerSettings(), None),
         strategy="cachecraft",
         num_layers=NUM_LAYERS,
-        tiers={"va": "host", "vb": "disk"},
         framed=(),
-        plan_s=0.0,
-        prefill_s=0.0,
-        failed_loads=0,
-        preloaded_bytes=0,
-        load_s=0.0,
-        given_up_loads=0,
     )
     tracer = Tracer(NUM_LAYERS, lambda _: {}, lambda num_tokens: num_tokens / 10)
     tracer.prefilled(prefilled, report)

@@ -44,7 +44,7 @@ class World:
             chunk = None if name == "q" else ChunkId(name)
             segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=chunk, **kind))
             start += length
-        return PrefillPlan("test", tuple(segments), **settings)
+        return PrefillPlan(tuple(segments), **settings)
 
     def read_layers(self, variant, first, last):
         return self.kv[variant][first:last].astype(np.float32)
@@ -137,7 +137,7 @@ def test_captured_kv_and_metadata_are_the_oracles(ranking_layers):
         chunk = None if name == "q" else ChunkId(name)
         segments.append(Segment(role=role, action="compute", start=start, num_tokens=LENGTHS[name], chunk_id=chunk))
         start += LENGTHS[name]
-    plan = PrefillPlan("test", tuple(segments))
+    plan = PrefillPlan(tuple(segments))
     model = DeviceModel(MODEL.loaded.params, MODEL.config)
     captured = dict(
         (meta.chunk_id, (meta, kv))

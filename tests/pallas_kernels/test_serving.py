@@ -26,7 +26,7 @@ def plan(*actions):
         role = "question" if number == len(LENGTHS) - 1 else "document"
         segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind))
         start += length
-    return PrefillPlan("test", tuple(segments))
+    return PrefillPlan(tuple(segments))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

@@ -83,8 +83,8 @@ class SimulatedEngine:
         shared = self._pages_of(self.pinned())
         return self.settings.num_pages - own - shared - self.held_elsewhere
 
-    def shared_pages(self, request_id):
-        return self._pages_of(self.jobs[request_id].chunks - self.pinned())
+    def shared_pages(self, sequence_id):
+        return self._pages_of(self.jobs[sequence_id].chunks - self.pinned())
 
     def active(self):
         return [job for job in self.jobs.values() if job.is_admitted]
@@ -96,17 +96,17 @@ class SimulatedEngine:
         work = dataclasses.replace(work, shared_pages=sum(self.chunk_pages[name] for name in chunks))
         self.scheduler.add(work)
         job = Job(work, len(self.jobs), answer_tokens, frozenset(chunks), self.now_s, num_answers=num_answers)
-        self.jobs[work.request_id] = job
+        self.jobs[work.sequence_id] = job
 
-    def _fork(self, request_id):
+    def _fork(self, sequence_id):
         """Adds the other answers to the prompt of a request that just got its first token, if they can fit at all."""
-        first = self.jobs[request_id]
+        first = self.jobs[sequence_id]
         count, first.num_answers = first.num_answers - 1, 1
         sibling = self._reading(first.work)
         all_pages = sibling.most_pages(self.settings.page_tokens) + first.work.shared_pages + first.work.prompt_pages
         if not count or all_pages > self.settings.num_pages:
             return
-        prompt = f"prompt of {request_id}"
+        prompt = f"prompt of {sequence_id}"
         first.alone = first.work
         self.chunk_pages[prompt] = first.work.prompt_pages
         first.chunks |= {prompt}
@@ -115,10 +115,10 @@ class SimulatedEngine:
         first.work = dataclasses.replace(first.work, prompt_pages=0, shared_pages=shared_pages)
         self.scheduler.share(first.work)
         for number in range(count):
-            name = f"{request_id}/{number}"
-            work = dataclasses.replace(self._reading(first.work), request_id=name)
-            self.scheduler.add(work, after=request_id)
-            alone = dataclasses.replace(first.alone, request_id=name)
+            name = f"{sequence_id}/{number}"
+            work = dataclasses.replace(self._reading(first.work), sequence_id=name)
+            self.scheduler.add(work, after=sequence_id)
+            alone = dataclasses.replace(first.alone, sequence_id=name)
             self.jobs[name] = Job(work, len(self.jobs), first.answer_tokens, first.chunks, self.now_s, alone=alone)
 
     def _reading(self, work):
@@ -140,25 +140,25 @@ class SimulatedEngine:
                     assert work is not None
                     self.replan(work)
 
-    def end(self, request_id, how):
-        job = self.jobs[request_id]
-        assert job.end is None, f"{request_id} ended twice"
+    def end(self, sequence_id, how):
+        job = self.jobs[sequence_id]
+        assert job.end is None, f"{sequence_id} ended twice"
         job.end = how
         self._release(job)
 
-    def cancel(self, request_id):
-        self.scheduler.remove(request_id)
-        self.end(request_id, "cancelled")
+    def cancel(self, sequence_id):
+        self.scheduler.remove(sequence_id)
+        self.end(sequence_id, "cancelled")
 
     def replan(self, work):
-        job = self.jobs[work.request_id]
+        job = self.jobs[work.sequence_id]
         self.scheduler.replan(work)
         job.work = work
         self._release(job)
 
-    def hold(self, request_id):
-        self.scheduler.hold(request_id)
-        self._release(self.jobs[request_id])
+    def hold(self, sequence_id):
+        self.scheduler.hold(sequence_id)
+        self._release(self.jobs[sequence_id])
 
     def _release(self, job):
         job.num_pages = job.num_computed = job.num_slots = 0
@@ -168,9 +168,9 @@ class SimulatedEngine:
 
     def tick(self):
         """Runs a layer or a decode step; False if there is nothing to run."""
-        for request_id in self.scheduler.expire(self.now_s):
-            assert self.jobs[request_id].work.deadline_s <= self.now_s
-            self.end(request_id, "expired")
+        for sequence_id in self.scheduler.expire(self.now_s):
+            assert self.jobs[sequence_id].work.deadline_s <= self.now_s
+            self.end(sequence_id, "expired")
         assert not any(
             job.end is None and job.work.deadline_s is not None and job.work.deadline_s <= self.now_s
             for job in self.jobs.values()
@@ -194,7 +194,7 @@ class SimulatedEngine:
         raise AssertionError(f"not idle after {max_ticks} steps: {self.unended()}")
 
     def unended(self):
-        return [job.work.request_id for job in self.jobs.values() if job.end is None]
+        return [job.work.sequence_id for job in self.jobs.values() if job.end is None]
 
     def _pages_of(self, chunks):
         return sum(self.chunk_pages[name] for name in chunks)
@@ -214,11 +214,11 @@ class SimulatedEngine:
         assert self.free_pages >= 0, "next_pack drew pages that are not free"
         self._drop_prompts()
         assert sum(piece.num_tokens for piece in pack.pieces) <= self.settings.max_num_batched_tokens
-        contexts = [self.jobs[piece.request_id].context_tokens for piece in pack.pieces]
+        contexts = [self.jobs[piece.sequence_id].context_tokens for piece in pack.pieces]
         assert sum(contexts) <= self._most_context or len(contexts) == 1
-        assert len({piece.request_id for piece in pack.pieces}) == len(pack.pieces)
+        assert len({piece.sequence_id for piece in pack.pieces}) == len(pack.pieces)
         for piece in pack.pieces:
-            job = self.jobs[piece.request_id]
+            job = self.jobs[piece.sequence_id]
             assert job.is_admitted and not job.is_decoding and piece.num_tokens > 0
             assert piece.start == job.num_computed, "a piece was left out, or comes twice"
             assert piece.is_last == (piece.start + piece.num_tokens == job.total_tokens)
@@ -233,10 +233,10 @@ class SimulatedEngine:
         """Asserts that the pack has as much work as possible, in order of importance. `pinned` is the state before the
         pack: a chunk that several newly admitted requests read was counted for each."""
         spare = self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces)
-        completed = {piece.request_id for piece in pack.pieces if piece.is_last}
-        begun = [job for job in self.active() if not job.is_decoding and job.work.request_id not in completed]
+        completed = {piece.sequence_id for piece in pack.pieces if piece.is_last}
+        begun = [job for job in self.active() if not job.is_decoding and job.work.sequence_id not in completed]
         most = self.settings.max_num_batched_tokens
-        room = self._most_context - sum(self.jobs[piece.request_id].context_tokens for piece in pack.pieces)
+        room = self._most_context - sum(self.jobs[piece.sequence_id].context_tokens for piece in pack.pieces)
         stuck = [
             job
             for job in begun
@@ -247,19 +247,19 @@ class SimulatedEngine:
         assert not (spare and begun), "tokens of an admitted prompt were left out"
         for piece in pack.pieces:
             is_whole = piece.is_last or piece.num_tokens == most
-            assert is_whole or self.jobs[piece.request_id].work.is_divisible, "cut where it may not be"
+            assert is_whole or self.jobs[piece.sequence_id].work.is_divisible, "cut where it may not be"
         for piece in pack.pieces:
-            priority = self.jobs[piece.request_id].work.priority
+            priority = self.jobs[piece.sequence_id].work.priority
             assert all(priority <= job.work.priority for job in begun), "priority inversion in the pack"
         head = self.scheduler._queue.head()
         if head is None:
             return
-        job = self.jobs[head.request_id]
+        job = self.jobs[head.sequence_id]
         entered = [self.jobs[name].work.priority for name in pack.admitted]
         assert max(entered, default=job.work.priority) <= job.work.priority, "priority inversion at admission"
         fits_pack = job.work.is_divisible or min(job.total_tokens, most) <= spare
         fits_pack = fits_pack and (not pack.pieces or job.context_tokens <= room)
-        if spare and fits_pack and not stuck and head.request_id not in pack.preempted:
+        if spare and fits_pack and not stuck and head.sequence_id not in pack.preempted:
             others = [one for one in self.active() if one.work.priority <= job.work.priority]
             lesser = [one for one in self.active() if one.work.priority > job.work.priority]
             num_slots = len(job.token_times_s)
@@ -292,12 +292,12 @@ class SimulatedEngine:
         assert self.pack is not None
         expected = []
         for piece in self.pack.pieces:
-            job = self.jobs[piece.request_id]
+            job = self.jobs[piece.sequence_id]
             if not job.is_admitted:  # preempted, cancelled, replanned or late
                 continue
             job.num_computed += piece.num_tokens
             if piece.is_last:
-                expected.append(piece.request_id)
+                expected.append(piece.sequence_id)
         done = self.scheduler.pack_done(self.now_s)
         assert list(done) == expected
         self.pack = None
@@ -310,7 +310,7 @@ class SimulatedEngine:
 
     def decode(self):
         step = self.scheduler.next_decode(self.free_pages, self.costs)
-        survivors = [job for job in self.active() if job.work.request_id not in step.preempted]
+        survivors = [job for job in self.active() if job.work.sequence_id not in step.preempted]
         for name in step.preempted:
             lost = self.jobs[name]
             assert all(job.rank < lost.rank for job in survivors), "a less important one was kept"
@@ -320,15 +320,15 @@ class SimulatedEngine:
             )
         self._preempt(step.preempted)
         for name in step.draws:
-            assert name in step.request_ids
+            assert name in step.sequence_ids
             self.jobs[name].num_pages += 1
         assert self.free_pages >= 0, "next_decode drew pages that are not free"
         self._drop_prompts()
-        ranks = [self.jobs[name].rank for name in step.request_ids]
+        ranks = [self.jobs[name].rank for name in step.sequence_ids]
         assert ranks == sorted(set(ranks)) and len(ranks) <= self.settings.max_num_seqs
         self.now_s += self.decode_s
         self.scheduler.decode_done(self.now_s)
-        for name in step.request_ids:
+        for name in step.sequence_ids:
             job = self.jobs[name]
             assert job.is_decoding and job.end is None
             job.num_slots += 1
@@ -341,8 +341,8 @@ class SimulatedEngine:
         job.token_times_s.append(self.now_s)
         assert len(job.token_times_s) <= job.work.max_new_tokens
         if len(job.token_times_s) == job.answer_tokens:
-            self.scheduler.remove(job.work.request_id)
-            self.end(job.work.request_id, "complete")
+            self.scheduler.remove(job.work.sequence_id)
+            self.end(job.work.sequence_id, "complete")
 
     def _preempt(self, preempted: tuple[str, ...]):
         for name in preempted:

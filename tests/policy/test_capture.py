@@ -146,7 +146,7 @@ class TestShouldCapture:
 class TestVariantsToCompute:
     def planned(self, known):
         chunks = prompt("ABC", 10)
-        return plan_prefill("", chunks, 3, known, mode="bounded", settings=PlannerSettings())
+        return plan_prefill(chunks, 3, known, mode="bounded", settings=PlannerSettings())
 
     def test_all_chunks_of_a_new_prompt_in_order_with_what_stands_before_them(self):
         found = variants_to_compute(self.planned({}), {})

@@ -34,7 +34,7 @@ def plan(
     grouped: dict[ChunkId, list[VariantMeta]] = {}
     for meta in candidates or ():
         grouped.setdefault(meta.chunk_id, []).append(meta)
-    return plan_prefill("r1", chunks, question_tokens, grouped, mode=mode, settings=PlannerSettings(**settings))
+    return plan_prefill(chunks, question_tokens, grouped, mode=mode, settings=PlannerSettings(**settings))
 
 
 def summary(segments: tuple[Segment, ...]) -> list[tuple[str, str, int]]:
@@ -86,7 +86,7 @@ def cases(draw):
 def run(case) -> PrefillPlan:
     chunks, question_tokens, variants, mode, settings = case
     grouped = {chunk.chunk_id: [m for m in variants if m.chunk_id == chunk.chunk_id] for chunk in chunks}
-    return plan_prefill("r1", chunks, question_tokens, grouped, mode=mode, settings=settings)
+    return plan_prefill(chunks, question_tokens, grouped, mode=mode, settings=settings)
 
 
 class TestIdentities:
@@ -182,7 +182,7 @@ class TestRecompute:
 
     def test_settings_are_handed_on(self):
         got = plan("A", focus_rule="largest_gap")
-        assert (got.request_id, got.focus_rule) == ("r1", "largest_gap")
+        assert got.focus_rule == "largest_gap"
 
 
 class TestInvariants:
@@ -314,7 +314,7 @@ class TestErrors:
 
     def test_a_variant_filed_under_another_chunk_is_refused(self):
         with pytest.raises(ValueError, match="candidates"):
-            plan_prefill("r", prompt("A"), 1, {ChunkId("A"): [variant("B")]}, mode="exact", settings=PlannerSettings())
+            plan_prefill(prompt("A"), 1, {ChunkId("A"): [variant("B")]}, mode="exact", settings=PlannerSettings())
 
     def test_a_broken_ranking_is_refused(self):
         with pytest.raises(ValueError, match="token_ranking"):

@@ -46,7 +46,7 @@ class TestPieces:
         scheduler.add(SequenceWork("long", 23, 1, 5, flow="y", is_divisible=False))
         scheduler.add(SequenceWork("whole", 8, 1, 5, flow="z", is_divisible=False))
         packs = [start(scheduler) for _ in range(6)]
-        assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
+        assert [[(piece.sequence_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
             [("begun", 4)],  # whole is next (tag 10 + 8), but needs 8
             [("whole", 8)],  # long needs 10
             [("long", 10)],
@@ -62,7 +62,7 @@ class TestPieces:
         scheduler.add(SequenceWork("long", 5, 1, 5, cached_tokens=60, flow="z"))
         scheduler.add(SequenceWork("c", 6, 1, 5, flow="w"))
         packs = [start(scheduler) for _ in range(4)]
-        assert [[piece.request_id for piece in pack.pieces] for pack in packs] == [["a", "b"], ["long"], ["c"], []]
+        assert [[piece.sequence_id for piece in pack.pieces] for pack in packs] == [["a", "b"], ["long"], ["c"], []]
 
     def test_nobody_new_takes_what_an_indivisible_prompt_waits_for(self):
         scheduler = build(max_num_batched_tokens=10)
@@ -164,7 +164,7 @@ class TestAdmission:
     def test_ids_are_unique_until_they_are_removed(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 1))
-        with pytest.raises(ValueError, match="request_id.*'a'"):
+        with pytest.raises(ValueError, match="sequence_id.*'a'"):
             scheduler.add(SequenceWork("a", 5, 1, 1))
         scheduler.remove("a")
         with pytest.raises(KeyError, match="'a'"):
@@ -184,7 +184,7 @@ class TestPriority:
         scheduler.add(SequenceWork("low", 30, 1, 1, priority=1))
         start(scheduler)
         scheduler.add(SequenceWork("high", 10, 1, 1))
-        assert [piece.request_id for piece in start(scheduler).pieces] == ["high"]
+        assert [piece.sequence_id for piece in start(scheduler).pieces] == ["high"]
         assert start(scheduler).pieces == (ScheduledPiece("low", 10, 10, is_last=False),)
 
     def test_pages_and_seats_of_less_important_ones_are_taken_the_least_important_first(self):
@@ -235,8 +235,8 @@ class TestDecode:
         scheduler.add(SequenceWork("c", 5, 3, 5))
         assert decode(scheduler, 2).draws == ("a", "b")
         for _ in range(3):
-            assert decode(scheduler, 0) == DecodeStep(request_ids=("a", "b"))
-        assert decode(scheduler, 0) == DecodeStep(preempted=("b",), request_ids=("a",), draws=("a",))
+            assert decode(scheduler, 0) == DecodeStep(sequence_ids=("a", "b"))
+        assert decode(scheduler, 0) == DecodeStep(preempted=("b",), sequence_ids=("a",), draws=("a",))
         # b has 5 tokens: 4 with slots from decode steps, and the last is prefilled as well; so 3 + 2 pages
         assert start(scheduler, 4) == ScheduledPack()
         assert start(scheduler, 8).pieces == (
@@ -246,9 +246,9 @@ class TestDecode:
 
     def test_one_that_finds_nobody_less_important_sits_out(self):
         scheduler = self.run_pair()
-        assert decode(scheduler, 1) == DecodeStep(request_ids=("a",), draws=("a",))
-        assert decode(scheduler, 0) == DecodeStep(request_ids=("a",))
-        assert decode(scheduler, 1) == DecodeStep(request_ids=("a", "b"), draws=("b",))
+        assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a",), draws=("a",))
+        assert decode(scheduler, 0) == DecodeStep(sequence_ids=("a",))
+        assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a", "b"), draws=("b",))
 
     def test_what_is_in_prefill_gives_way_too_and_starts_over(self):
         scheduler = build(max_num_batched_tokens=10)
@@ -266,8 +266,8 @@ class TestDecode:
         scheduler.add(SequenceWork("a", 5, 2, 2))
         scheduler.add(SequenceWork("b", 5, 2, 50))
         start(scheduler)
-        assert decode(scheduler, 2).request_ids == ("a", "b")
-        assert decode(scheduler, 0).request_ids == ("b",)
+        assert decode(scheduler, 2).sequence_ids == ("a", "b")
+        assert decode(scheduler, 0).sequence_ids == ("b",)
         assert scheduler.num_decoding == 1 and scheduler.num_running == 2
 
     def test_the_oldest_always_gets_through(self):
@@ -291,7 +291,7 @@ class TestAlone:
             scheduler.add(SequenceWork(name, count, 1, 5))
         scheduler.set_alone("alone", True)
         packs = [start(scheduler) for _ in range(5)]
-        assert [[(piece.request_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
+        assert [[(piece.sequence_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
             [("a", 3)],
             [("alone", 10)],
             [("alone", 2)],
@@ -305,7 +305,7 @@ class TestAlone:
         start(scheduler)
         scheduler.add(SequenceWork("b", 3, 1, 5))
         scheduler.set_alone("b", True)
-        assert [piece.request_id for piece in scheduler.next_pack(0.0, 100, COSTS).pieces] == ["b"]
+        assert [piece.sequence_id for piece in scheduler.next_pack(0.0, 100, COSTS).pieces] == ["b"]
         assert not scheduler.after_layer(100.0) and not scheduler.num_decoding
         scheduler.pack_done(100.0)
         assert (scheduler.num_decoding, scheduler.decoding_alone) == (1, ("b",))
@@ -319,11 +319,11 @@ class TestAlone:
         for _ in range(4):
             start(scheduler)
         assert scheduler.decoding_alone == ("b", "d") and scheduler.num_decoding == 2
-        assert decode(scheduler).request_ids == ("a", "c")
-        assert scheduler.next_decode(100, COSTS, alone="d").request_ids == ("d",)
+        assert decode(scheduler).sequence_ids == ("a", "c")
+        assert scheduler.next_decode(100, COSTS, alone="d").sequence_ids == ("d",)
         scheduler.decode_done(0.0)
         scheduler.set_alone("d", False)
-        assert decode(scheduler).request_ids == ("a", "c", "d")
+        assert decode(scheduler).sequence_ids == ("a", "c", "d")
         with pytest.raises(KeyError, match="'e'"):
             scheduler.set_alone("e", True)
 
@@ -334,7 +334,7 @@ class TestAlone:
         start(scheduler)
         scheduler.replan(SequenceWork("a", 2, 1, 5))
         scheduler.add(SequenceWork("b", 3, 1, 5))
-        assert [[one.request_id for one in start(scheduler).pieces] for _ in range(2)] == [["a"], ["b"]]
+        assert [[one.sequence_id for one in start(scheduler).pieces] for _ in range(2)] == [["a"], ["b"]]
         assert scheduler.decoding_alone == ("a",)
 
     def test_its_step_takes_a_page_from_the_less_important_only(self):
@@ -346,4 +346,4 @@ class TestAlone:
             start(scheduler)
         assert scheduler.next_decode(0, COSTS, alone="b") == DecodeStep(("c",), ("b",), ("b",))
         scheduler.decode_done(0.0)
-        assert "a" in [record.request_id for record in scheduler._decoding()]
+        assert "a" in [record.sequence_id for record in scheduler._decoding()]

@@ -18,7 +18,7 @@ def sibling(number: int, **changes) -> SequenceWork:
     return dataclasses.replace(work, **changes)
 
 
-def none_shared(request_id: str) -> int:
+def none_shared(sequence_id: str) -> int:
     return 0
 
 
@@ -70,7 +70,7 @@ def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
     scheduler.pack_done(0.0)
     step = decode(scheduler, free_pages=0)  # "old" needs a new page
     assert step.preempted == ("a/1",)
-    assert (step.request_ids, step.draws) == (("old", "a/0"), ("old",))
+    assert (step.sequence_ids, step.draws) == (("old", "a/0"), ("old",))
 
 
 def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None:
@@ -100,7 +100,7 @@ def test_a_sibling_that_is_preempted_comes_again_with_one_token_and_its_answer()
         decode(scheduler)
     assert decode(scheduler, free_pages=0).preempted == ("a/1",)
     (piece,) = start(scheduler).pieces
-    assert (piece.request_id, piece.start, piece.num_tokens) == ("a/1", 0, 1 + 7)
+    assert (piece.sequence_id, piece.start, piece.num_tokens) == ("a/1", 0, 1 + 7)
 
 
 def test_a_parked_prompt_counts_once_it_is_to_be_read_again() -> None:
@@ -125,7 +125,7 @@ def test_sharing_is_for_those_that_decode_and_changes_nothing_else() -> None:
     with pytest.raises(NeverFitsError):
         scheduler.share(dataclasses.replace(READING, shared_pages=10))
     with pytest.raises(KeyError):
-        scheduler.share(dataclasses.replace(READING, request_id="b"))
+        scheduler.share(dataclasses.replace(READING, sequence_id="b"))
     with pytest.raises(KeyError):
         scheduler.add(sibling(1), after="b")
     assert "a/1" not in scheduler and scheduler.num_waiting == 0

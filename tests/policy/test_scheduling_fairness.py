@@ -110,7 +110,7 @@ def served(scheduler):
     pack = scheduler.next_pack(0.0, 10**6, COSTS)
     for name in scheduler.pack_done(0.0):
         scheduler.remove(name)
-    return {piece.request_id: piece.num_tokens for piece in pack.pieces}
+    return {piece.sequence_id: piece.num_tokens for piece in pack.pieces}
 
 
 @given(

@@ -113,7 +113,7 @@ class TestHold:
     def test_only_who_was_just_admitted(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 9))
-        with pytest.raises(ValueError, match="request_id: wanted one in prefill, got 'a', state waiting"):
+        with pytest.raises(ValueError, match="sequence_id: wanted one in prefill, got 'a', state waiting"):
             scheduler.hold("a")
         start(scheduler)
         with pytest.raises(ValueError, match="state decode"):

@@ -30,7 +30,7 @@ CANDIDATES = {
 
 
 def decided(strategy: str, mode: Any = "bounded", **settings) -> list[tuple[str | None, tuple[int, ...]]]:
-    plan = plan_prefill("r", PROMPT, 3, CANDIDATES, mode=mode, settings=PlannerSettings(strategy=strategy, **settings))
+    plan = plan_prefill(PROMPT, 3, CANDIDATES, mode=mode, settings=PlannerSettings(strategy=strategy, **settings))
     return [(segment.variant_id, segment.recompute_offsets) for segment in plan.segments[:-1]]
 
 
@@ -103,7 +103,7 @@ class TestAuto:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: b, ids("D")[0]: d}
         chunks = prompt("SABD", system=True)
         planned = PlannerSettings(strategy=strategy, **{"repair_cap": 1.0, **settings})
-        plan = plan_prefill("r", chunks, 3, candidates, mode=mode, settings=planned)
+        plan = plan_prefill(chunks, 3, candidates, mode=mode, settings=planned)
         return [segment.recompute_offsets for segment in plan.segments[2:-1]]
 
     LOW, HIGH = (0.3, 0.1, 0, 0, 0, 0, 0, 0, 0, 0.2), (0, 0, 0.9, 0.8, 0.25, 0, 0, 0, 0, 0.7)
@@ -171,7 +171,7 @@ class TestAuto:
         def chosen(*variants: VariantMeta, strategy: str = "auto", names: str = "SAB") -> str | None:
             candidates = {ids("B")[0]: variants}
             settings = PlannerSettings(strategy=strategy)
-            plan = plan_prefill("r", prompt(names, system=True), 3, candidates, mode="bounded", settings=settings)
+            plan = plan_prefill(prompt(names, system=True), 3, candidates, mode="bounded", settings=settings)
             return plan.segments[-2].variant_id
 
         assert chosen(alone, framed, live) == live.variant_id
@@ -205,7 +205,7 @@ class TestH2O:
     def decided(self, *variants: VariantMeta, **settings) -> tuple[str | None, tuple[int, ...]]:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: list(variants)}
         planned = PlannerSettings(strategy="h2o", **settings)
-        plan = plan_prefill("r", prompt("SAB", system=True), 3, candidates, mode="bounded", settings=planned)
+        plan = plan_prefill(prompt("SAB", system=True), 3, candidates, mode="bounded", settings=planned)
         return plan.segments[2].variant_id, plan.segments[2].recompute_offsets
 
     DREW = (0.1, 3, 0.2, 5, 0.3, 0.3, 4, 0, 0, 0)
@@ -228,7 +228,7 @@ class TestSet:
         candidates = {name: [meta for meta in variants if meta.chunk_id == name] for name in ids(names)}
         chunks = prompt(names, system=system)
         settings = PlannerSettings(strategy="set")
-        plan = plan_prefill("r", chunks, 3, candidates, mode="bounded", settings=settings)
+        plan = plan_prefill(chunks, 3, candidates, mode="bounded", settings=settings)
         assert not any(segment.recompute_offsets for segment in plan.segments)
         return [
             (segment.variant_id and segment.variant_id.split("|")[1], segment.fidelity) for segment in plan.segments
@@ -279,7 +279,7 @@ class TestRandom:
     def offsets(self, meta: VariantMeta, ratio: float) -> tuple[int, ...]:
         settings = PlannerSettings(strategy="random", recompute_ratio=ratio)
         chunks = prompt(f"S{meta.chunk_id}", meta.num_tokens, system=True)
-        plan = plan_prefill("r", chunks, 3, {meta.chunk_id: [meta]}, mode="bounded", settings=settings)
+        plan = plan_prefill(chunks, 3, {meta.chunk_id: [meta]}, mode="bounded", settings=settings)
         return plan.segments[1].recompute_offsets
 
     def test_variants_of_one_chunk_are_drawn_apart(self):
@@ -326,7 +326,6 @@ def test_the_naive_strategy_ignores_a_forced_share():
 
 def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
     plan = plan_prefill(
-        "r",
         prompt("AB"),
         3,
         {ids("B")[0]: [variant("B", "A")]},

@@ -233,7 +233,9 @@ class DocumentCache:
         """Deletes everything that an erasure covers; returns the number of variants, their bytes by tier, and the names
         that could not be deleted. Variants whose records were not read before the erasure began are not counted."""
         self._drop_unprepared()
-        held = [meta for meta in self._variants if erasure.takes(meta.chunk_id, self._variants.origin(meta))]
+        held = [
+            meta for meta in self._variants if erasure.takes(meta.chunk_id, self._variants.origin_of(meta.variant_id))
+        ]
         num_bytes = dict.fromkeys(self._store.usage(), 0)
         for meta in held:
             for tier in self._store.tiers_of(meta.variant_id):

@@ -27,7 +27,9 @@ class AvailablePages:
     @property
     def num_pages(self) -> int:
         """Free pages, plus those of unused cached chunks and of shared prompts that no admitted sequence reads."""
-        return self._num_evictable + sum(one.prompt.num_pages for one in self.shared if one.prompt and one.is_unread)
+        return self._num_evictable + sum(
+            one.shared_prompt.num_pages for one in self.shared if one.shared_prompt and one.is_unread
+        )
 
     def reclaim(self, num_pages: int) -> list[tuple[SequenceGroup, SharedPrompt]]:
         """Frees pages until `num_pages` are free, if possible. Returns the shared prompts dropped for this, oldest
@@ -48,11 +50,11 @@ class AvailablePages:
 
     def drop(self, group: SequenceGroup) -> SharedPrompt:
         """Frees a shared prompt that no sequence reads, and returns it."""
-        prompt, group.prompt = group.prompt, None
-        assert prompt is not None
+        shared_prompt, group.shared_prompt = group.shared_prompt, None
+        assert shared_prompt is not None
         self.shared.remove(group)
-        prompt.drop()
-        return prompt
+        shared_prompt.drop()
+        return shared_prompt
 
     @property
     def _num_evictable(self) -> int:

@@ -24,9 +24,9 @@ class LockedScheduler:
         self._scheduler = Scheduler(settings)
         self._lock = lock
 
-    def __contains__(self, request_id: object) -> bool:
+    def __contains__(self, sequence_id: object) -> bool:
         with self._lock:
-            return request_id in self._scheduler
+            return sequence_id in self._scheduler
 
     @property
     def num_waiting(self) -> int:
@@ -64,21 +64,21 @@ class LockedScheduler:
         with self._lock:
             self._scheduler.add(work, after=after)
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, sequence_id: str) -> None:
         with self._lock:
-            self._scheduler.remove(request_id)
+            self._scheduler.remove(sequence_id)
 
     def replan(self, work: SequenceWork) -> None:
         with self._lock:
             self._scheduler.replan(work)
 
-    def hold(self, request_id: str) -> None:
+    def hold(self, sequence_id: str) -> None:
         with self._lock:
-            self._scheduler.hold(request_id)
+            self._scheduler.hold(sequence_id)
 
-    def set_alone(self, request_id: str, is_alone: bool) -> None:
+    def set_alone(self, sequence_id: str, is_alone: bool) -> None:
         with self._lock:
-            self._scheduler.set_alone(request_id, is_alone)
+            self._scheduler.set_alone(sequence_id, is_alone)
 
     def share(self, work: SequenceWork) -> None:
         with self._lock:

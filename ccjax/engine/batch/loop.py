@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from ccjax.cache.costs import UNMEASURED_S_PER_TOKEN
 from ccjax.cache.rates import Rates
 from ccjax.cache.variants import VariantIndex
 from ccjax.engine.batch.failures import as_request_error
@@ -36,7 +37,6 @@ from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-_UNMEASURED_S_PER_TOKEN = 1e-3
 _LOOK_S = 0.002
 _PAUSED_LOOK_S = 0.05
 """Interval of checks for cancelled requests while another thread has paused the loop."""
@@ -243,8 +243,8 @@ class BatchLoop:
         sequences, scheduler = self._sequences, self._scheduler
         self._refresh()
         alone = scheduler.decoding_alone
-        for request_id in alone:
-            self._decode(alone=request_id)
+        for sequence_id in alone:
+            self._decode(alone=sequence_id)
         if not sequences.has_pages():
             self._wait_briefly()
             return
@@ -280,7 +280,7 @@ class BatchLoop:
         sequences.admit(pack.admitted)
         pieces = []
         for piece in pack.pieces:
-            sequence = sequences.get(piece.request_id)
+            sequence = sequences.get(piece.sequence_id)
             if sequence is not None and sequence.job is not None:
                 pieces.append((sequence, Piece(sequence.job, piece.start, piece.start + piece.num_tokens)))
         if pack.pieces and not pieces:
@@ -367,7 +367,7 @@ class BatchLoop:
         step = self._scheduler.next_decode(sequences.pages.num_pages, self._costs(), alone=alone)
         sequences.preempt(step.preempted)
         sequences.reclaim(len(step.draws))
-        decoding = [sequences[request_id] for request_id in step.request_ids]
+        decoding = [sequences[sequence_id] for sequence_id in step.sequence_ids]
         drawn, on_device_s = [], started_s
         try:
             if decoding:
@@ -393,5 +393,5 @@ class BatchLoop:
 
     def _costs(self) -> StepCosts:
         """The recently measured costs of steps."""
-        token_s = self._rates.seconds_per_token or _UNMEASURED_S_PER_TOKEN
+        token_s = self._rates.seconds_per_token or UNMEASURED_S_PER_TOKEN
         return StepCosts(token_s, self._decode_step_s, self._sequences.answer_tokens)

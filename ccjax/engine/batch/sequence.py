@@ -35,8 +35,9 @@ class SequenceGroup:
       num_answers: number of sequences in total.
       num_started: number of sequences created so far.
       open: created sequences that have not ended.
-      prompt: the shared KV of the prompt, set when the first of several sequences has its first token; reset to None if
-        its pages are reclaimed while no admitted sequence reads them.
+      prompt: the prompt itself.
+      shared_prompt: the prompt's KV, set when the first of several sequences has its first token; reset to None if its
+        pages are reclaimed while no admitted sequence reads them.
       reuse: what the prefill reused; None before it is complete.
       arrived_s: `time.perf_counter` at the arrival of the request.
       started_s: `time.perf_counter` when the request first left the queue; None before.
@@ -78,12 +79,12 @@ class SequenceGroup:
         self.arrived_s = time.perf_counter() - assemble_s
         self.deadline_s = None if request.timeout_s is None else self.arrived_s + request.timeout_s
         self.sampling = request.sampling
-        self.tokens = prompt
+        self.prompt = prompt
         self.emit = emit
         self.is_cancelled = is_cancelled
         self.new_admission = new_admission
         self.new_answer = new_answer
-        self.prompt: SharedPrompt | None = None
+        self.shared_prompt: SharedPrompt | None = None
         self.reuse: ReuseReport | None = None
         self._prompt_logits: np.ndarray | None = None
         self.started_s: float | None = None
@@ -98,7 +99,7 @@ class SequenceGroup:
     @property
     def is_unread(self) -> bool:
         """True if the shared prompt is in the pool and no admitted sequence reads it."""
-        return self.prompt is not None and not any(one.reads_prompt for one in self.open)
+        return self.shared_prompt is not None and not any(one.reads_prompt for one in self.open)
 
     def mark_started(self) -> None:
         """Records when a sequence first left the queue; later calls have no effect."""
@@ -136,7 +137,7 @@ class SequenceGroup:
                 token_ids=first.token_ids,
                 finish_reason=first.finish_reason,
                 reuse=self.reuse,
-                num_prompt_tokens=self.tokens.num_tokens,
+                num_prompt_tokens=self.prompt.num_tokens,
                 ttft_s=self._ttft_s,
                 total_s=self._total_s,
                 logprobs=first.logprobs,
@@ -153,11 +154,11 @@ class TokenSequence:
     """The state of one answer.
 
     Attributes:
-      request_id: its id in the scheduler.
+      sequence_id: its id in the scheduler.
       admission: plans and loads its prefill. The admission that computed a shared prompt belongs to the `SharedPrompt`.
       job: its prefill, set at admission; None while it waits.
       is_decoding: True once its prompt is computed.
-      reads_prompt: True while it is admitted and reads `group.prompt`.
+      reads_prompt: True while it is admitted and reads `group.shared_prompt`.
       planned_at: the last argument of `plan`; None before.
       num_retries: number of retries after failed steps that it was part of.
     """
@@ -169,7 +170,7 @@ class TokenSequence:
           seed: the sampling seed of the whole group.
           index: its index in the group; the first sequence creates the others with `fork`.
         """
-        self.request_id = f"{request_id}/{index}"
+        self.sequence_id = f"{request_id}/{index}"
         self.group = group
         self.admission = group.new_admission()
         self.job: PrefillJob | None = None
@@ -179,7 +180,7 @@ class TokenSequence:
         self.num_retries = 0
         self._name, self._request_seed, self._index = request_id, seed, index
         self._seed = seed_of(seed, index)
-        self._prompt = group.tokens
+        self._prompt = group.prompt
         self._answer = group.new_answer(index)
         self._last: tuple[Delta, Choice] | None = None
         self._tokens: list[int] = []
@@ -222,8 +223,10 @@ class TokenSequence:
         if plan is None:
             self._work = self._unplanned()
             return self._work
-        group, prompt = self.group, self.group.prompt
-        on_device = {key for key in plan.pin if tier_of(key) == DEVICE} if prompt is None else prompt.shards
+        group, shared_prompt = self.group, self.group.shared_prompt
+        on_device = (
+            {key for key in plan.pin if tier_of(key) == DEVICE} if shared_prompt is None else shared_prompt.shards
+        )
         shared = shared_segments(plan, on_device)
         counts = [num_pages(segment.num_tokens) for segment in plan.segments]
         computed = sum(
@@ -231,7 +234,7 @@ class TokenSequence:
             for segment in plan.segments
         )
         self._work = SequenceWork(
-            self.request_id,
+            self.sequence_id,
             prefill_tokens=computed,
             prompt_pages=sum(count for index, count in enumerate(counts) if index not in shared),
             max_new_tokens=self._prompt.max_new_tokens,
@@ -252,9 +255,9 @@ class TokenSequence:
 
     def num_shared_pages(self, is_pinned: Callable[[str], bool]) -> int:
         """Pages of cached chunks, or of its shared prompt, that are reclaimable now and would not be if it ran."""
-        prompt = self.group.prompt
-        if prompt is not None:
-            return prompt.num_pages if self.group.is_unread else 0
+        shared_prompt = self.group.shared_prompt
+        if shared_prompt is not None:
+            return shared_prompt.num_pages if self.group.is_unread else 0
         plan = self.admission.plan
         if plan is None or not self._work.shared_pages:
             return 0
@@ -263,7 +266,7 @@ class TokenSequence:
 
     def plan(self, at: int) -> None:
         """Plans its prefill, or plans it again, unless its prompt is shared; `at` is the count of variant changes."""
-        if self.group.prompt is None:
+        if self.group.shared_prompt is None:
             self.admission.settle()
         self.planned_at = at
 
@@ -274,8 +277,8 @@ class TokenSequence:
 
     @property
     def _plan(self) -> PrefillPlan | None:
-        prompt = self.group.prompt
-        return self.admission.plan if prompt is None else prompt.plan
+        shared_prompt = self.group.shared_prompt
+        return self.admission.plan if shared_prompt is None else shared_prompt.plan
 
     # -- admitted ----------------------------------------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class TokenSequence:
 
     def claim_prompt(self) -> None:
         """Marks a shared prompt as read before admission, so that it is not dropped meanwhile."""
-        self.reads_prompt = self.group.prompt is not None
+        self.reads_prompt = self.group.shared_prompt is not None
 
     def agree(self) -> bool:
         """Returns False if it has to wait for what another process computes; call `claim_prompt` first."""
@@ -301,7 +304,7 @@ class TokenSequence:
         """Number of own pages that `start_prefill` will allocate; call `open` first."""
         plan = self._plan
         assert plan is not None
-        chunks = self.admission.on_device if self.group.prompt is None else self.group.prompt.shards
+        chunks = self.admission.on_device if self.group.shared_prompt is None else self.group.shared_prompt.shards
         shared = shared_segments(plan, chunks)
         counts = (num_pages(s.num_tokens) for index, s in enumerate(plan.segments) if index not in shared)
         tail_slots = -plan.segments[-1].num_tokens % PAGE_TOKENS
@@ -313,16 +316,18 @@ class TokenSequence:
         Raises:
           TierFullError: too few pages are free.
         """
-        plan, prompt = self._plan, self.group.prompt
+        plan, shared_prompt = self._plan, self.group.shared_prompt
         assert plan is not None
         chunks: Mapping[VariantId, PagedShard]
-        chunks = {key: pool.get(key) for key in self.admission.on_device} if prompt is None else prompt.shards
+        chunks = (
+            {key: pool.get(key) for key in self.admission.on_device} if shared_prompt is None else shared_prompt.shards
+        )
         pages = RequestPages(pool, plan, chunks)
         for _ in self._tokens:
             pages.append()
         token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
-        contexts = None if prompt is not None else self.admission.load(pages.shared)
-        collect = prompt is None and self.admission.collects and self.group.reuse is None
+        contexts = None if shared_prompt is not None else self.admission.load(pages.shared)
+        collect = shared_prompt is None and self.admission.collects and self.group.reuse is None
         num_logits = min(self.group.sampling.prompt_logits, plan.segments[-1].num_tokens)
         self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect, num_logits=num_logits)
 
@@ -354,7 +359,7 @@ class TokenSequence:
     def share(self) -> SequenceWork:
         """Shares its prompt with the other sequences of its group; returns its own work from now on."""
         assert self.job is not None
-        self.group.prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
+        self.group.shared_prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
         self.admission = self.group.new_admission()
         self.reads_prompt = True
         self._work = sharing_work(self._work)
@@ -382,7 +387,7 @@ class TokenSequence:
         prompt = self._prompt
         lengths = [len(chunk.token_ids) for chunk in prompt.chunks] + [len(prompt.question)]
         return SequenceWork(
-            self.request_id,
+            self.sequence_id,
             prefill_tokens=prompt.num_tokens,
             prompt_pages=sum(map(num_pages, lengths)),
             max_new_tokens=prompt.max_new_tokens,

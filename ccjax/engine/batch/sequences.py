@@ -75,12 +75,12 @@ class Sequences:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __getitem__(self, request_id: str) -> TokenSequence:
-        return self._by_id[request_id]
+    def __getitem__(self, sequence_id: str) -> TokenSequence:
+        return self._by_id[sequence_id]
 
-    def get(self, request_id: str) -> TokenSequence | None:
+    def get(self, sequence_id: str) -> TokenSequence | None:
         """The sequence with this id, or None if it has ended."""
-        return self._by_id.get(request_id)
+        return self._by_id.get(sequence_id)
 
     def all(self) -> tuple[TokenSequence, ...]:
         """A copy of all sequences; the only method that other threads may call."""
@@ -93,18 +93,18 @@ class Sequences:
 
     def add(self, sequences: Iterable[TokenSequence]) -> None:
         """Adds sequences that the scheduler already knows."""
-        self._by_id.update({one.request_id: one for one in sequences})
+        self._by_id.update({one.sequence_id: one for one in sequences})
 
     # -- from the queue to the first step ------------------------------------------------------------------------------
 
     def refresh(self, late: Iterable[str]) -> None:
         """Ends late sequences (those that the scheduler expired) and cancelled ones, and plans sequences again whose
         wait for another process is over."""
-        for request_id in late:
-            if request_id in self._by_id:  # else it ended with another late sequence of its group
-                self.fail(self._by_id[request_id], too_late())
+        for sequence_id in late:
+            if sequence_id in self._by_id:  # else it ended with another late sequence of its group
+                self.fail(self._by_id[sequence_id], too_late())
         for sequence in self.all():
-            if sequence.request_id in self._by_id and sequence.group.is_cancelled():
+            if sequence.sequence_id in self._by_id and sequence.group.is_cancelled():
                 self.fail(sequence, CancelledError())
         for sequence in tuple(self._held):
             if sequence.admission.look():
@@ -127,7 +127,7 @@ class Sequences:
     def plan_waiting(self) -> None:
         """Plans the first sequences in the queue; again if variants of their chunks have changed since."""
         self._apply_changes()
-        unshared = [one for one in self._by_id.values() if one.group.prompt is None]
+        unshared = [one for one in self._by_id.values() if one.group.shared_prompt is None]
         waiting = [one for one in unshared if one.job is None and one not in self._held]
         num_free = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
         # Several, even if only one can be admitted: the order of the flows depends on how much each one computes. At
@@ -140,13 +140,13 @@ class Sequences:
             if sequence.planned_at is None or sequence.planned_at < changed_at:
                 self._plan(sequence)
 
-    def admit(self, request_ids: Sequence[str]) -> None:
+    def admit(self, sequence_ids: Sequence[str]) -> None:
         """Allocates the pages of sequences and starts loading; a sequence whose plan had to change is queued again."""
-        admitted = [self._by_id[request_id] for request_id in request_ids]
+        admitted = [self._by_id[sequence_id] for sequence_id in sequence_ids]
         for sequence in admitted:
             sequence.claim_prompt()
         for sequence in admitted:
-            if sequence.request_id in self._by_id:
+            if sequence.sequence_id in self._by_id:
                 self._admit(sequence)
 
     def _admit(self, sequence: TokenSequence) -> None:
@@ -155,7 +155,7 @@ class Sequences:
                 sequence.plan(self._variants.changes.count)
             sequence.mark_started()
             if not sequence.agree():
-                self._scheduler.hold(sequence.request_id)
+                self._scheduler.hold(sequence.sequence_id)
                 self._held.append(sequence)
                 return
             sequence.open()
@@ -188,9 +188,9 @@ class Sequences:
         except NeverFitsError as error:
             self.fail(sequence, error)
 
-    def shared_pages(self, request_id: str) -> int:
+    def shared_pages(self, sequence_id: str) -> int:
         """Shared pages of a sequence that are reclaimable now and would not be if it ran."""
-        return self._by_id[request_id].num_shared_pages(self._store.is_pinned)
+        return self._by_id[sequence_id].num_shared_pages(self._store.is_pinned)
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 
@@ -206,15 +206,15 @@ class Sequences:
             self._dropped(group, self.pages.drop(group))
         return bool(unread)
 
-    def preempt(self, request_ids: Iterable[str]) -> None:
+    def preempt(self, sequence_ids: Iterable[str]) -> None:
         """Takes the pages of sequences that the scheduler has preempted and queued again."""
-        for request_id in request_ids:
-            self._preempt(self._by_id[request_id])
+        for sequence_id in sequence_ids:
+            self._preempt(self._by_id[sequence_id])
 
     def _preempt(self, sequence: TokenSequence) -> None:
         self.num_preemptions += 1
         self._take_pages(sequence)
-        if sequence.group.prompt is not None:  # it reads the shared prompt and computes less than before
+        if sequence.group.shared_prompt is not None:  # it reads the shared prompt and computes less than before
             self._replan(sequence)
 
     def share_prompt(self, sequence: TokenSequence) -> None:
@@ -222,12 +222,12 @@ class Sequences:
         that wait."""
         group = sequence.group
         waiting, new = self._waiting(group), sequence.fork()
-        if group.prompt is not None or not (waiting or new):
+        if group.shared_prompt is not None or not (waiting or new):
             return
         self._scheduler.share(sequence.share())
         self.pages.shared.append(group)
         for one in new:
-            self._scheduler.add(one.work(self._store.tier_of), after=sequence.request_id)
+            self._scheduler.add(one.work(self._store.tier_of), after=sequence.sequence_id)
         self.add(new)
         for one in waiting:
             self._replan(one)
@@ -301,16 +301,16 @@ class Sequences:
 
     def _forget(self, sequence: TokenSequence) -> None:
         """Removes a sequence and frees its pages; with the last one of a group, also those of the shared prompt."""
-        self._by_id.pop(sequence.request_id, None)
+        self._by_id.pop(sequence.sequence_id, None)
         if sequence in self._held:
             self._held.remove(sequence)
-        if sequence.request_id in self._scheduler:  # else the scheduler expired it
-            self._scheduler.remove(sequence.request_id)
+        if sequence.sequence_id in self._scheduler:  # else the scheduler expired it
+            self._scheduler.remove(sequence.sequence_id)
         self._release_pages(sequence)
         sequence.admission.release()
         group = sequence.group
         group.open.remove(sequence)
-        if group.prompt is not None and not group.open:
+        if group.shared_prompt is not None and not group.open:
             self._closing.append(self.pages.drop(group).admission)
 
     # -- what failed ---------------------------------------------------------------------------------------------------
@@ -339,14 +339,14 @@ class Sequences:
         if is_lost:
             self.pack = None  # removing sequences from it would run steps over the lost pages
         for sequence in sequences:
-            if self._by_id.get(sequence.request_id) is not sequence or sequence.job is None:
+            if self._by_id.get(sequence.sequence_id) is not sequence or sequence.job is None:
                 continue
             if sequence.num_retries >= self._max_retries:
                 self.fail(sequence, error)
                 continue
             sequence.num_retries += 1
             self.num_retries += 1
-            self._scheduler.set_alone(sequence.request_id, True)
+            self._scheduler.set_alone(sequence.sequence_id, True)
             self._requeue(sequence)
         if is_lost:
             self.lose_pages()
@@ -355,8 +355,8 @@ class Sequences:
     def rejoin(self, sequence: TokenSequence) -> None:
         """Lets a sequence share steps again after a decode step of its own. In its last retry it stays alone, so that
         another sequence's failure cannot end it."""
-        if sequence.request_id in self._by_id and sequence.num_retries < self._max_retries:
-            self._scheduler.set_alone(sequence.request_id, False)
+        if sequence.sequence_id in self._by_id and sequence.num_retries < self._max_retries:
+            self._scheduler.set_alone(sequence.sequence_id, False)
 
     def lose_pages(self) -> None:
         """Queues all running sequences again and drops shared prompts, because the contents of the pool are lost."""

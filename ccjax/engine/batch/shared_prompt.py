@@ -40,7 +40,7 @@ class SharedPrompt:
         if not segments[-1].num_tokens:
             segments.pop()
         last = dataclasses.replace(question, start=plan.num_tokens - 1, num_tokens=1)
-        self.plan = PrefillPlan(plan.request_id, (*segments, last))
+        self.plan = PrefillPlan((*segments, last))
         self.shards = {one.variant_id: shard for one, shard in zip(segments, shards, strict=False) if one.variant_id}
         self.num_pages = sum(shard.num_pages for shard in self._own)
         self.admission = admission

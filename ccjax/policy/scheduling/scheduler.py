@@ -41,8 +41,8 @@ class Scheduler:
         self._step_s = 0.0
         self._mark_s = 0.0
 
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._sequences
+    def __contains__(self, sequence_id: object) -> bool:
+        return sequence_id in self._sequences
 
     @property
     def num_waiting(self) -> int:
@@ -62,7 +62,7 @@ class Scheduler:
     @property
     def decoding_alone(self) -> tuple[str, ...]:
         """Ids of the sequences that need decode steps of their own, most important first."""
-        return tuple(one.request_id for one in sorted(self._decoding(), key=lambda one: one.rank) if one.is_alone)
+        return tuple(one.sequence_id for one in sorted(self._decoding(), key=lambda one: one.rank) if one.is_alone)
 
     def unserved_tokens(self) -> int:
         """Tokens still to be prefilled, over all sequences without a first token."""
@@ -84,8 +84,8 @@ class Scheduler:
           AdmissionQueueFullError: the queue is full; `retry_after_s` estimates when it is not.
           ValueError: its id is in use, or `tail_slots` is a page or more.
         """
-        if work.request_id in self._sequences:
-            raise ValueError(f"request_id: wanted one that is not scheduled, got {work.request_id!r}")
+        if work.sequence_id in self._sequences:
+            raise ValueError(f"sequence_id: wanted one that is not scheduled, got {work.sequence_id!r}")
         self.settings.check_fits(work)
         sequence = ScheduledSequence(work, self._num_arrived, self.settings.page_tokens)
         if after is None:
@@ -94,19 +94,19 @@ class Scheduler:
         else:
             sequence.tag = self._admitted[after].tag
         self._num_arrived += 1
-        self._sequences[work.request_id] = sequence
+        self._sequences[work.sequence_id] = sequence
         self._queue.enqueue(sequence)
         self._set_deadline(sequence)
 
-    def remove(self, request_id: str) -> None:
+    def remove(self, sequence_id: str) -> None:
         """Forgets a sequence that is complete, cancelled or failed. May be called at any time, even while it runs.
 
         Raises:
           KeyError: it is not scheduled.
         """
-        sequence = self._get(request_id)
-        del self._sequences[request_id]
-        self._deadlines.discard(request_id)
+        sequence = self._get(sequence_id)
+        del self._sequences[sequence_id]
+        self._deadlines.discard(sequence_id)
         if sequence.tag is None:
             self._queue_limit.free(sequence)
         self._withdraw(sequence)
@@ -122,7 +122,7 @@ class Scheduler:
           ValueError: flow, priority or `max_new_tokens` differ.
           NeverFitsError: as for `add`; nothing has changed then.
         """
-        sequence = self._get(work.request_id)
+        sequence = self._get(work.sequence_id)
         sequence.work.check_change(work)
         self.settings.check_fits(work)
         if sequence.tag is None:
@@ -138,7 +138,7 @@ class Scheduler:
             self._queue.enqueue(sequence)
         self._set_deadline(sequence)
 
-    def hold(self, request_id: str) -> None:
+    def hold(self, sequence_id: str) -> None:
         """Suspends a sequence that was just admitted and must wait for something that the scheduler does not control:
         it frees its pages and leaves the queue until `replan` puts it back at the front of its flow.
 
@@ -146,28 +146,28 @@ class Scheduler:
           KeyError: it is not scheduled.
           ValueError: it is not in prefill.
         """
-        sequence = self._get(request_id)
+        sequence = self._get(sequence_id)
         if sequence.state != "prefill":
-            raise ValueError(f"request_id: wanted one in prefill, got {request_id!r}, state {sequence.state}")
+            raise ValueError(f"sequence_id: wanted one in prefill, got {sequence_id!r}, state {sequence.state}")
         self._withdraw(sequence)
         self._queue.discard(sequence)
         sequence.state = "held"
 
-    def set_alone(self, request_id: str, is_alone: bool) -> None:
+    def set_alone(self, sequence_id: str, is_alone: bool) -> None:
         """Sets whether a sequence shares steps with others, from the next step on. One that runs alone has packs of its
         own, without decode steps between their layers, and takes part only in decode steps requested for it.
 
         Raises:
           KeyError: it is not scheduled.
         """
-        self._get(request_id).is_alone = is_alone
+        self._get(sequence_id).is_alone = is_alone
 
     def share(self, work: SequenceWork) -> None:
         """Replaces the work of a decoding sequence whose prompt pages are shared from now on. Raises ValueError if it
         is not decoding, and what `replan` raises."""
-        sequence = self._get(work.request_id)
+        sequence = self._get(work.sequence_id)
         if sequence.state != "decode":
-            raise ValueError(f"request_id: wanted one that decodes, got {work.request_id!r}, in {sequence.state}")
+            raise ValueError(f"sequence_id: wanted one that decodes, got {work.sequence_id!r}, in {sequence.state}")
         sequence.work.check_change(work)
         self.settings.check_fits(work)
         sequence.work = work
@@ -228,9 +228,9 @@ class Scheduler:
             if not self._piece_tokens(head, budget):
                 is_closed = True
                 continue
-            wanted = head.own_pages + (shared_pages(head.request_id) if shared_pages else head.work.shared_pages)
+            wanted = head.own_pages + (shared_pages(head.sequence_id) if shared_pages else head.work.shared_pages)
             victims = self._victims_for(head, wanted, free_pages)
-            if victims is None or head.request_id in preempted:
+            if victims is None or head.sequence_id in preempted:
                 self._is_blocked = True
                 continue
             for victim in victims:
@@ -238,7 +238,7 @@ class Scheduler:
                 preempted.append(self._preempt(victim))
             free_pages -= wanted
             self._admit(head)
-            admitted.append(head.request_id)
+            admitted.append(head.sequence_id)
             budget -= self._put_in_pack(head, budget)
         return ScheduledPack(tuple(preempted), tuple(admitted), tuple(self._pack.values()))
 
@@ -247,14 +247,14 @@ class Scheduler:
         on."""
         done = []
         for piece in self._pack.values():
-            sequence = self._sequences[piece.request_id]
+            sequence = self._sequences[piece.sequence_id]
             sequence.tokens_left -= piece.num_tokens
             if not sequence.tokens_left:
                 self._queue.discard(sequence)
                 sequence.state = "decode"
                 sequence.num_answered += 1
                 sequence.last_token_s = now_s
-                done.append(piece.request_id)
+                done.append(piece.sequence_id)
         self._pack = {}
         return tuple(done)
 
@@ -297,7 +297,7 @@ class Scheduler:
         for sequence in ranked:
             if sequence.state != "decode":  # in prefill, or preempted just now
                 continue
-            if sequence.request_id != alone if alone is not None else sequence.is_alone:
+            if sequence.sequence_id != alone if alone is not None else sequence.is_alone:
                 continue
             if sequence.draws_page:
                 while not free_pages and victims[-1] is not sequence:
@@ -307,8 +307,8 @@ class Scheduler:
                 if not free_pages:
                     continue
                 free_pages -= 1
-                draws.append(sequence.request_id)
-            self._step[sequence.request_id] = sequence
+                draws.append(sequence.sequence_id)
+            self._step[sequence.sequence_id] = sequence
         return DecodeStep(tuple(preempted), tuple(self._step), tuple(draws))
 
     def decode_done(self, now_s: float) -> None:
@@ -338,16 +338,16 @@ class Scheduler:
         mean_tokens = self._queue_limit.num_tokens / self._queue_limit.num_queued
         return wait_s + (num_starts - 1) * mean_tokens * costs.token_s
 
-    def _get(self, request_id: str) -> ScheduledSequence:
-        if request_id not in self._sequences:
-            raise KeyError(f"request_id: wanted one that is scheduled, got {request_id!r}")
-        return self._sequences[request_id]
+    def _get(self, sequence_id: str) -> ScheduledSequence:
+        if sequence_id not in self._sequences:
+            raise KeyError(f"sequence_id: wanted one that is scheduled, got {sequence_id!r}")
+        return self._sequences[sequence_id]
 
     def _set_deadline(self, sequence: ScheduledSequence) -> None:
         if sequence.work.deadline_s is None:
-            self._deadlines.discard(sequence.request_id)
+            self._deadlines.discard(sequence.sequence_id)
         else:
-            self._deadlines.put(sequence.request_id, (sequence.work.deadline_s, sequence.number))
+            self._deadlines.put(sequence.sequence_id, (sequence.work.deadline_s, sequence.number))
 
     def _decoding(self) -> list[ScheduledSequence]:
         return [one for one in self._admitted.values() if one.state == "decode" and not one.is_complete]
@@ -381,7 +381,7 @@ class Scheduler:
         if sequence.tag is None:
             self._queue_limit.free(sequence)
         self._queue.dequeue(sequence)
-        self._admitted[sequence.request_id] = sequence
+        self._admitted[sequence.sequence_id] = sequence
         sequence.state = "prefill"
 
     def _piece_tokens(self, sequence: ScheduledSequence, budget: int) -> int:
@@ -398,17 +398,17 @@ class Scheduler:
     def _put_in_pack(self, sequence: ScheduledSequence, budget: int) -> int:
         num_tokens = self._piece_tokens(sequence, budget)
         if num_tokens:
-            name, start = sequence.request_id, sequence.total_tokens - sequence.tokens_left
+            name, start = sequence.sequence_id, sequence.total_tokens - sequence.tokens_left
             self._pack[name] = ScheduledPiece(name, start, num_tokens, num_tokens == sequence.tokens_left)
             self._queue.serve(sequence, num_tokens)
         return num_tokens
 
     def _withdraw(self, sequence: ScheduledSequence) -> None:
         """Removes a sequence from the admitted ones and from the running pack and step."""
-        self._admitted.pop(sequence.request_id, None)
-        self._pack.pop(sequence.request_id, None)
+        self._admitted.pop(sequence.sequence_id, None)
+        self._pack.pop(sequence.sequence_id, None)
         if self._step is not None:
-            self._step.pop(sequence.request_id, None)
+            self._step.pop(sequence.sequence_id, None)
 
     def _preempt(self, sequence: ScheduledSequence) -> str:
         self._withdraw(sequence)
@@ -416,4 +416,4 @@ class Scheduler:
             self._queue.discard(sequence)
         sequence.start_over(sequence.work)
         self._queue.enqueue(sequence)
-        return sequence.request_id
+        return sequence.sequence_id

@@ -42,8 +42,8 @@ class ScheduledSequence:
         self.start_over(self.work)
 
     @property
-    def request_id(self) -> str:
-        return self.work.request_id
+    def sequence_id(self) -> str:
+        return self.work.sequence_id
 
     @property
     def rank(self) -> tuple[int, int]:

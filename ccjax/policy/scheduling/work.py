@@ -25,7 +25,7 @@ class SequenceWork:
     """A sequence as the scheduler sees it; checked on construction (ValueError naming the field).
 
     Attributes:
-      request_id: unique among the scheduled sequences.
+      sequence_id: unique among the scheduled sequences.
       prefill_tokens: prompt tokens that run through the model; with partial prefill only some of the prompt.
       prompt_pages: pages of its own for the prompt, all allocated at admission; 0 once they are shared
         (`Scheduler.share`).
@@ -42,7 +42,7 @@ class SequenceWork:
         computed together, such as those that drop tokens once the focus of the question is known (CacheCraft alg. 1).
     """
 
-    request_id: str
+    sequence_id: str
     prefill_tokens: int
     prompt_pages: int
     max_new_tokens: int
@@ -183,7 +183,7 @@ class ScheduledPiece:
     """Computed tokens `[start, start + num_tokens)` of a sequence, counted from the first one it computes; after a
     preemption the generated tokens follow those of the prompt. `is_last`: its next token is sampled afterwards."""
 
-    request_id: str
+    sequence_id: str
     start: int
     num_tokens: int
     is_last: bool
@@ -211,10 +211,10 @@ class DecodeStep:
 
     Attributes:
       preempted: sequences that free pages for it, to be carried out first, least important first.
-      request_ids: sequences that decode, most important first; may be empty.
+      sequence_ids: sequences that decode, most important first; may be empty.
       draws: those of them that allocate one more page first.
     """
 
     preempted: tuple[str, ...] = ()
-    request_ids: tuple[str, ...] = ()
+    sequence_ids: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
