@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ccjax.engine import Engine, EngineConfig, Request, Response
+    from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
     from ccjax.types import Document, ReuseReport
 
 __version__ = "0.1.0"
@@ -19,10 +19,11 @@ _EXPORTS = {
     "EngineConfig": "ccjax.engine",
     "Request": "ccjax.engine",
     "Response": "ccjax.engine",
+    "SamplingParams": "ccjax.engine",
     "Document": "ccjax.types",
     "ReuseReport": "ccjax.types",
 }
-__all__ = ["Document", "Engine", "EngineConfig", "Request", "Response", "ReuseReport"]
+__all__ = ["Document", "Engine", "EngineConfig", "Request", "Response", "ReuseReport", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -91,7 +91,7 @@ class Request:
       messages: chat turns `{"role", "content"}`; passages are inserted at the start of the first user turn.
       prompt: plain text without chat template; passages are inserted before it.
       segments: token ids of callers that tokenize themselves: system, passages..., question.
-      documents: passages in prompt order, each a unit of caching.
+      documents: passages in prompt order, each a unit of caching; mappings are converted. None with `segments`.
       truncate: drop passages from the end until the prompt fits, instead of rejecting the request.
       priority: lower numbers are served first, as in vLLM; requests of higher numbers wait and may be preempted.
       flow: the client; requests of one priority are scheduled fairly between flows, by computed tokens.
@@ -124,6 +124,9 @@ class Request:
             raise RequestError("cache_salt", f"wanted a string, got {type(self.cache_salt).__name__}")
         if sum(value is not None for value in (self.messages, self.prompt, self.segments)) != 1:
             raise RequestError("messages", "wanted exactly one of messages, prompt and segments")
+        object.__setattr__(self, "documents", documents_from(self.documents))
+        if self.documents and self.segments is not None:
+            raise RequestError("documents", f"wanted none with segments, which have them, got {len(self.documents)}")
         if self.reuse not in REUSE_MODES:
             raise RequestError("reuse", f"wanted one of {REUSE_MODES}, got {self.reuse!r}")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > MOST_PRIORITY:

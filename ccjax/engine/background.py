@@ -1,4 +1,4 @@
-"""Background prefills: requests of the lowest priority in the batch loop."""
+"""Prefills without a client: requests in the batch loop, of the lowest priority unless their caller waits."""
 
 from __future__ import annotations
 

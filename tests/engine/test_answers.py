@@ -182,7 +182,7 @@ def pages_with(free, evictable, prompts):
     cache = Cache(free, evictable)
     pages = AvailablePages(cache, cache, cache)
     for count, is_read in prompts:
-        pages.shared.append(SimpleNamespace(prompt=Prompt(cache, count), is_unread=not is_read))
+        pages.shared.append(SimpleNamespace(shared_prompt=Prompt(cache, count), is_unread=not is_read))
     return cache, pages
 
 
@@ -199,7 +199,7 @@ def pages_with(free, evictable, prompts):
 )
 def test_prompts_that_nobody_reads_go_after_cached_chunks_and_oldest_first(wanted, dropped, free, evictable):
     cache, pages = pages_with(2, 3, [(4, False), (5, True), (7, False)])
-    unread = [one.prompt.num_pages for one in pages.shared if one.is_unread]
+    unread = [one.shared_prompt.num_pages for one in pages.shared if one.is_unread]
     assert pages.num_pages == 2 + 3 + sum(unread)
     gone = pages.reclaim(wanted)
     assert [prompt.num_pages for _, prompt in gone] == dropped

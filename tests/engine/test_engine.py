@@ -11,6 +11,7 @@ from ccjax.engine import EngineConfig, Request, SamplingParams
 from ccjax.errors import ConfigError, ContextLengthError, RequestError
 from ccjax.kernels import dispatch
 from ccjax.store.errors import StoreIdentityError
+from ccjax.types import Document
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=2)
@@ -191,6 +192,26 @@ def test_too_long_is_an_error_unless_truncated():
         with pytest.raises(ContextLengthError, match="100"):
             engine.prefill_logits([1] * 101)
         assert engine.prefill_logits([1] * 100).shape == (100, 97)
+
+
+@pytest.mark.parametrize(
+    ("documents", "named"),
+    [
+        ("a text", "documents: wanted a list"),
+        ([5], r"documents\[0\]: wanted a mapping"),
+        ([{"text": "a"}, {"title": "b"}], r"documents\[1\]"),
+        ([{"text": 7}], r"documents\[0\]"),
+    ],
+)
+def test_bad_documents_of_a_request_are_named(documents, named):
+    with pytest.raises(RequestError, match=named):
+        Request(prompt="Who?", documents=documents)
+
+
+def test_documents_of_a_request_may_be_mappings_but_not_beside_segments():
+    assert Request(prompt="Who?", documents=[{"text": "a", "id": "7"}]).documents == (Document("a", "7"),)
+    with pytest.raises(RequestError, match="documents: wanted none with segments"):
+        Request(segments=[[1], [2]], documents=[Document("a")])
 
 
 @pytest.mark.parametrize(
