@@ -210,6 +210,7 @@ def fingerprint(questions: Sequence[QAQuestion]) -> str:
 
 def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> None:
     from ccjax.evaluation.ways import parse_way
+    from ccjax.policy.calibration import confidence_of_each, fewest_answers
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     for name, found in calibration.trials.items():
@@ -226,6 +227,10 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
         if chosen is None:
             text = "it will be served as without a calibration, and with exact reuse where a request has a target"
             console.print(f"{name}: no setting keeps {calibration.target:.1%}; {text}")
+            fewest = fewest_answers(calibration.target, confidence_of_each(found, calibration.confidence))
+            if found[0].num_answers < fewest:
+                asked = f"{found[0].num_answers} answers cannot show it even if all are kept"
+                console.print(f"{name}: {asked}; ask more questions, so that at least {fewest} are answered")
         for way, layers in calibration.settings["focus_cut_layers"].items():
             if parse_way(way).strategy == name:
                 counts = ", ".join(f"{layer} ({count})" for layer, count in layers.items())

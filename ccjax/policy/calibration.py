@@ -16,7 +16,7 @@ from ccjax.policy._checks import check_count, check_mass, check_ratio
 from ccjax.policy.focus import check_focus_rule
 
 VERSION = 1
-_LARGEST_BET = 0.95
+_LARGEST_BET = 0.99
 """Share of the stake that can be lost at once; any below 1 gives a bound."""
 
 
@@ -127,6 +127,18 @@ def mean_lower_bound(shares: Sequence[float], confidence: float) -> float:
         middle = (low + high) / 2.0
         low, high = (middle, high) if is_refuted(middle) else (low, middle)
     return low
+
+
+def fewest_answers(target: float, confidence: float) -> int:
+    """How many answers it takes at least to show, by `kept_lower_bound`, that the target share is kept.
+
+    Raises:
+      ValueError: a target outside 0 to below 1, or a confidence below 0.5 or not below 1.
+    """
+    _check_confidence(confidence)
+    if not 0.0 <= target < 1.0:
+        raise ValueError(f"target: wanted a share from 0 to below 1, got {target!r}")
+    return max(1, math.ceil(math.log(1.0 - confidence) / math.log(target))) if target else 1
 
 
 def _check_confidence(confidence: float) -> None:

@@ -150,6 +150,23 @@ def test_passages_of_requests_are_prepared_in_idle_time_the_reused_ones_first(de
         assert not engine.cache.repair_one() and not engine._store._pins
 
 
+def test_a_passage_that_cannot_be_prepared_does_not_keep_others_from_it(demo, monkeypatch, caplog):
+    with Engine(demo, EngineConfig(strategy="auto")) as engine:
+        engine.generate("Who sings?", documents(2), max_new_tokens=1)
+        run, failed = engine._background.run, []
+
+        def fail_once(*args, **kwargs):
+            if not failed:
+                failed.append(True)
+                raise MemoryError("no room")
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(engine.documents._warmer, "_run_prefill", fail_once)
+        while engine.cache.repair_one():
+            pass
+        assert framed(engine) == {"0"} and "could not be prepared" in caplog.text and not engine._store._pins
+
+
 def framed(engine):
     """The documents with a variant behind the frame that was compared."""
     frame = tuple(chunk.chunk_id for chunk in engine.documents.frame.chunks(""))

@@ -45,7 +45,7 @@ def gamblers_stake(mean, shares, confidence):
     stake, var_hat = 1.0, 0.25
     for t, x in enumerate(shares, 1):
         bet = (2.0 * np.log(1.0 / alpha) / (n * var_hat)) ** 0.5
-        stake *= 1.0 + min(bet, 0.95 / mean) * (x - mean)
+        stake *= 1.0 + min(bet, 0.99 / mean) * (x - mean)
         most = max(most, stake)
         mus = [(0.5 + sum(shares[:i])) / (i + 1) for i in range(1, t + 1)]
         var_hat = (0.25 + sum((shares[i] - mus[i]) ** 2 for i in range(t))) / (t + 1)
@@ -61,6 +61,13 @@ def test_at_the_bound_of_a_mean_a_gambler_wins_just_enough():
     one = Trial(0.1, 40, 36, recompute_ratio=0.1, shares=tuple(shares))
     assert one.kept_at_least(0.95) == bound
     assert mean_lower_bound([0.0] * 50, 0.95) == 0.0 < mean_lower_bound([1.0] * 50, 0.95) < 0.95
+
+
+@pytest.mark.parametrize(("target", "confidence"), [(0.95, 0.95), (0.95, 0.975), (0.5, 0.9), (0.99, 0.99)])
+def test_the_fewest_answers_that_can_show_a_target(target, confidence):
+    fewest = calibration.fewest_answers(target, confidence)
+    assert kept_lower_bound(fewest, fewest, confidence) >= target
+    assert fewest == 1 or kept_lower_bound(fewest - 1, fewest - 1, confidence) < target
 
 
 def test_the_bound_of_a_mean_holds_as_often_as_it_says():

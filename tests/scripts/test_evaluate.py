@@ -236,3 +236,4 @@ def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
     # 2 answers cannot show that 95 % of their tokens are kept: nothing is promised, and the exit code says so
     done = run("calibrate", "--limit", 2, *options[2:-5], "--strategies", "reuse", "--output", path)
     assert done.returncode == 1 and "served as without a calibration" in done.stdout
+    assert "reuse: 2 answers cannot show it even if all are kept" in " ".join(done.stdout.split())

@@ -12,10 +12,11 @@ _MOST_KEPT = 1000
 
 
 class UnpreparedPassages:
-    """The last 1,000 passages that requests computed, or reused out of context, and that have no framed variant yet.
+    """Passages of requests that idle time may prepare: the last 1,000 that were reused out of context, and the last
+    1,000 that were computed.
 
-    A passage that was reused with KV computed behind too little text comes first, since the next prompts will reuse it,
-    too; one that was merely computed may never be seen again. Not thread-safe.
+    Those that were reused from KV computed behind too little text come first, since the next prompts are likely to
+    reuse them, too. Not thread-safe.
     """
 
     def __init__(self) -> None:

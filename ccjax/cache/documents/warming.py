@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
@@ -15,6 +16,8 @@ from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.runner.plan_rows import computed_offsets
 from ccjax.types import Chunk, Document, ReuseMode, VariantId
+
+logger = logging.getLogger(__name__)
 
 WarmStatus = Literal["present", "computed", "no_room"]
 _WARM_STATUSES: tuple[WarmStatus, ...] = ("present", "computed", "no_room")
@@ -193,7 +196,7 @@ class PassageWarmer:
 
     def prepare_one(self, is_cancelled: IsCancelled | None, *, only_reused: bool) -> bool:
         """Computes the next of `CachedPrefill.unprepared` as `Engine.documents.warm` does; False if there is none, the
-        engine is in use, or `is_cancelled` returned True first.
+        engine is in use, or `is_cancelled` returned True first. A passage that fails is logged and not tried again.
 
         Args:
           only_reused: leave out passages that no request reused.
@@ -213,6 +216,8 @@ class PassageWarmer:
                 if not self._erasures_of(warming.next_prompt) - warming._erasures:
                     self._prefill.unprepared.note(alone, was_reused=was_reused)
             return False
+        except Exception:  # one passage must not keep the others from being prepared
+            logger.exception("passage %s: could not be prepared", alone.chunks[-1].chunk_id)
         return True
 
     def _next_to_prepare(self, only_reused: bool) -> tuple[Prompt, bool, Warming] | None:
