@@ -143,19 +143,16 @@ class Answer:
         self.search: SpeculativeAnswer | None = None
         if one.offers is not None:
             self.search = SpeculativeAnswer(
-                lambda request, emit, *, on_start: engine.submit(
-                    dataclasses.replace(request, documents=()), emit, on_start=on_start
-                ),
-                self._request_of,
+                lambda request, emit, *, on_start: engine.submit(self._as_segments(request), emit, on_start=on_start),
+                lambda documents: Request(prompt="", documents=documents),
                 lambda: 0,
                 max_pending=1,
             )
 
-    def _request_of(self, documents: Sequence[Document]) -> Request:
-        order = tuple(int(document.id) for document in documents)
-        return dataclasses.replace(
-            dataclasses.replace(self.one, order=order).request(self.reuse), documents=tuple(documents)
-        )
+    def _as_segments(self, request: Request) -> Request:
+        """The request of this example over the documents of `request`."""
+        order = tuple(int(document.id) for document in request.documents)
+        return dataclasses.replace(self.one, order=order).request(self.reuse)
 
     def look(self) -> None:
         """Advances the search if it is not finished."""
@@ -170,7 +167,7 @@ class Answer:
         if self.search is None:
             cancel = self.engine.submit(self.one.request(self.reuse), self.events.append, on_start=on_start)
         else:
-            request = self._request_of(found(self.one.order))
+            request = Request(prompt="", documents=found(self.one.order))
             cancel = self.search.start(request, self.events.append, on_start=on_start)
         if self.one.is_given_up:
             cancel()
