@@ -7,8 +7,8 @@ import time
 import uuid
 from collections.abc import Callable
 
-from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
-from ccjax.engine.admission import Admission
+from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
+from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.loop import BatchLoop
@@ -30,10 +30,10 @@ class BackgroundPrefills:
     it must not be made on the batch loop's thread or while the loop is paused."""
 
     def __init__(
-        self, loop: BatchLoop, prefill: CachedPrefill, report: Callable[[Prefilled, ReuseMode], ReuseReport]
+        self, loop: BatchLoop, planner: PrefillPlanner, report: Callable[[Prefilled, ReuseMode], ReuseReport]
     ) -> None:
         self._loop = loop
-        self._prefill = prefill
+        self._planner = planner
         self._report = report
 
     def run(
@@ -77,7 +77,7 @@ class BackgroundPrefills:
             emit=events.put,
             on_start=lambda: None,
             is_cancelled=asked,
-            new_admission=lambda: Admission(self._prefill, prompt, mode, is_cancelled=asked),
+            new_prefill=lambda: PlannedPrefill(self._planner, prompt, mode, is_cancelled=asked),
             new_answer=lambda index: Answer(sampling, None, frozenset(), (), index=index),
             report=lambda prefilled: self._report(prefilled, mode),
             keep=kept,

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.cache.cached_prefill import CachedPrefill
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.documents.document_cache import DocumentCache
 from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
 from ccjax.cache.documents.pins import DocumentPins
 from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.identity import identity_for
+from ccjax.cache.prefill_capture import PrefillCapture
+from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.queue_preload import Preload, Preloader
 from ccjax.cache.rates import Rates
 from ccjax.cache.shared.index_updater import VariantIndexUpdater
@@ -126,9 +127,10 @@ class Engine:
             max_variants=config.max_variants,
             expected_share=lambda cci: expected_share(self._expected, cci),
         )
-        self._prefill = CachedPrefill(self._model, self._store, self._variants, self.rates, config, self._pool)
+        self._planner = PrefillPlanner(self._model, self._store, self._variants, self.rates, config, self._pool)
+        self._capture = PrefillCapture(self._model, self._store, self._variants, self._planner, config)
         self._preloader = Preloader(
-            self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._prefill.is_reading
+            self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._planner.is_reading
         )
         self._sizes = sizes_of(model.config, config)
         self._steps = StepCompiler(
@@ -152,15 +154,16 @@ class Engine:
         )
         self._background = background = BackgroundPrefills(
             self._loop,
-            self._prefill,
+            self._planner,
             lambda prefilled, mode: self._submission.background_report(prefilled, mode),
         )
-        maintenance = Maintenance(self._prefill, background, self._variants, self._exclusive, max_model_len=limit)
+        maintenance = Maintenance(self._capture, background, self._variants, self._exclusive, max_model_len=limit)
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
         passage_frame = PassageFrame(frame, self._builder)
         self._submission = RequestSubmission(
             model,
-            self._prefill,
+            self._planner,
+            self._capture,
             self._variants,
             self._costs,
             self._loop,
@@ -170,9 +173,9 @@ class Engine:
             passage_frame.variant_ids,
             is_shared=config.share_computation,
         )
-        documents = DocumentCache(self._prefill, self._variants, self._store)
+        documents = DocumentCache(self._capture.unprepared, self._variants, self._store)
         warmer = PassageWarmer(
-            self._prefill,
+            self._capture,
             background.run,
             self._variants,
             passage_frame,
@@ -214,7 +217,7 @@ class Engine:
             self.rates,
             self._store,
             self._variants,
-            self._prefill,
+            self._planner,
             warmer,
             self._loop,
             self._exclusive,
@@ -321,7 +324,7 @@ class Engine:
         Close the returned object once the request has its first token or is abandoned."""
         contract = self._submission.contract(request)
         return self._preloader.add(
-            lambda: self._prefill.wanted(self._assemble(request), contract.mode, contract.settings)
+            lambda: self._planner.would_load(self._assemble(request), contract.mode, contract.settings)
         )
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
 from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.planned_prefill import Prefilled
+from ccjax.cache.prefill_capture import PrefillCapture
 from ccjax.cache.variants import VariantIndex
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.policy.variants import choose_repair
@@ -43,7 +44,7 @@ class Maintenance:
 
     def __init__(
         self,
-        prefill: CachedPrefill,
+        capture: PrefillCapture,
         background: BackgroundPrefills,
         variants: VariantIndex,
         exclusive: Exclusive,
@@ -51,7 +52,7 @@ class Maintenance:
         max_model_len: int,
     ) -> None:
         self.counts = MaintenanceCounts()
-        self._prefill = prefill
+        self._capture = capture
         self._background = background
         self._exclusive = exclusive
         self._variants = variants
@@ -106,7 +107,7 @@ class Maintenance:
 
         def keep(prefilled: Prefilled) -> None:
             nonlocal repaired
-            repaired = self._prefill.replace_approximate(prefilled)
+            repaired = self._capture.replace_approximate(prefilled)
 
         with self._exclusive():
             prompt = self._variants.prompt_of(meta)  # fails if the chunk was erased meanwhile

@@ -7,9 +7,9 @@ import dataclasses
 import logging
 import time
 
-from ccjax.cache.cached_prefill import CachedPrefill
 from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.rates import Rates
 from ccjax.cache.shared.prefill_order import PrefillOrder, order_for
 from ccjax.cache.shared.warming import SharedVariant, SharedWarming
@@ -60,7 +60,7 @@ class PrefillOrders:
         rates: Rates,
         store: TieredStore,
         variants: VariantIndex,
-        prefill: CachedPrefill,
+        planner: PrefillPlanner,
         warmer: PassageWarmer,
         loop: BatchLoop,
         exclusive: Exclusive,
@@ -73,7 +73,7 @@ class PrefillOrders:
         self._rates = rates
         self._store = store
         self._variants = variants
-        self._prefill = prefill
+        self._planner = planner
         self._warmer = warmer
         self._loop = loop
         self._exclusive = exclusive
@@ -93,8 +93,8 @@ class PrefillOrders:
         self._looked_at = frozenset(one.sequence_id for one in late)
         for sequence in sorted(new, key=lambda one: one.group.arrived_s):
             try:
-                way = sequence.admission
-                needed = order_for(self._prefill, self._variants, way.prompt, way.mode, way.settings)
+                prefill = sequence.prefill
+                needed = order_for(self._planner, self._variants, prefill.prompt, prefill.mode, prefill.settings)
                 if needed is not None:
                     num_placed += orders.place(needed.key, needed.encode(), ORDER_S)
             except OSError as error:

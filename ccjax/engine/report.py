@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from ccjax.cache.cached_prefill import Prefilled
+from ccjax.cache.planned_prefill import Prefilled
 from ccjax.policy.contract import ReuseContract
 from ccjax.types import DocumentReuse, ReuseMode, ReuseReport, Segment, VariantId
 

@@ -9,10 +9,11 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator
 
-from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
 from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
+from ccjax.cache.prefill_capture import PrefillCapture
+from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.variants import VariantIndex
-from ccjax.engine.admission import Admission
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.loop import BatchLoop
@@ -35,13 +36,14 @@ class RequestSubmission:
 
     Args:
       framed: returns the variants of a prompt that were computed behind the frame.
-      is_shared: as for `Admission`.
+      is_shared: as for `PlannedPrefill`.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        prefill: CachedPrefill,
+        planner: PrefillPlanner,
+        capture: PrefillCapture,
         variants: VariantIndex,
         costs: MeasuredCosts,
         loop: BatchLoop,
@@ -53,7 +55,8 @@ class RequestSubmission:
         is_shared: bool,
     ) -> None:
         self._tokenizer, self._eos_ids, self._num_layers = model.tokenizer, model.eos_ids, model.config.num_layers
-        self._prefill = prefill
+        self._planner = planner
+        self._capture = capture
         self._variants = variants
         self._costs = costs
         self._loop = loop
@@ -101,8 +104,8 @@ class RequestSubmission:
             emit=emit,
             on_start=on_start,
             is_cancelled=gives_up,
-            new_admission=lambda: Admission(
-                self._prefill,
+            new_prefill=lambda: PlannedPrefill(
+                self._planner,
                 prompt,
                 contract.mode,
                 settings=contract.settings,
@@ -112,7 +115,7 @@ class RequestSubmission:
             ),
             new_answer=lambda index: Answer(sampling, self._tokenizer, self._eos_ids, prompt.question, index=index),
             report=lambda prefilled: self.report(prefilled, contract, request.reuse),
-            keep=self._prefill.keep,
+            keep=self._capture.keep,
             tracer=tracer,
         )
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed

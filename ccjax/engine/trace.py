@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ccjax.cache.cached_prefill import FindVariants, Prefilled
+from ccjax.cache.planned_prefill import Prefilled
+from ccjax.cache.prefill_planner import FindVariants
 from ccjax.requests import RequestTrace, SegmentTrace, Span
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
 

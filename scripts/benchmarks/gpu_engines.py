@@ -146,7 +146,7 @@ class Engines:
         else:
             engine = Engine(self._model, self._reusing(case.ratio))
             self._fill(engine)
-            engine._prefill.read_only = True  # every run reuses and recomputes the same number of tokens
+            engine._planner.read_only = True  # every run reuses and recomputes the same number of tokens
         self._engine, self._key = engine, key
         return engine
 

@@ -179,7 +179,7 @@ class ReplicaCache:
         return self._kv_spec.num_bytes(num_tokens)
 
     def keep(self, planned: Planned) -> None:
-        """Credits reused variants and stores computed chunks, as `CachedPrefill.keep` does."""
+        """Credits reused variants and stores computed chunks, as `PrefillCapture.keep` does."""
         if self.is_off:
             return
         plan, view = planned.plan, planned.view

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ccjax.cache import contexts
+from ccjax.cache import contexts, planned_prefill
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.reads import LoadFailedError, Patience
-from ccjax.engine import Request, SamplingParams, admission
+from ccjax.engine import Request, SamplingParams
 from ccjax.store.arrays import ShardReader
 from ccjax.types import VariantId
 from tests.engine.helpers import TinyModel, draw_segments
@@ -131,7 +131,7 @@ def fixed_times(monkeypatch):
     """A load is waited for as if tokens were computed in no time, and each look whether it is there took 50 ms."""
     clock = itertools.count(0.0, 0.05)
     monkeypatch.setattr(contexts, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(admission, "Patience", lambda seconds_per_token: Patience(1e-6))
+    monkeypatch.setattr(planned_prefill, "Patience", lambda seconds_per_token: Patience(1e-6))
 
 
 @pytest.mark.usefixtures("fixed_times")
@@ -141,8 +141,8 @@ def test_a_read_that_hangs_is_computed_instead_and_used_again_later(url, monkeyp
         wanted = off(engine).token_ids
         held = {meta.variant_id: meta for meta in engine._variants}
         plans = []
-        plan = engine._prefill.plan
-        monkeypatch.setattr(engine._prefill, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+        plan = engine._planner.plan
+        monkeypatch.setattr(engine._planner, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
         hanging = Hanging(monkeypatch, lengths)
         with caplog.at_level(logging.WARNING, logger="ccjax"):
             response = engine.generate_from_tokens(SEGMENTS, max_new_tokens=4)

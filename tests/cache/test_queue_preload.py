@@ -144,7 +144,7 @@ def test_two_layers_are_under_way_and_the_prefill_reads_on_from_there(engine, wi
     runner = threading.Thread(target=lambda: answers.append(engine.run(REQUEST)))
     runner.start()
     wire.wait_for(3 * 4 + NUM_LAYERS * 4)  # the last layer was started by either
-    wait_until(lambda: engine._prefill.is_reading, timeout_s=120)  # the prefill has counted what is there
+    wait_until(lambda: engine._planner.is_reading, timeout_s=120)  # the prefill has counted what is there
     wire.allow(10**6)
     runner.join(120)
     again.close()

@@ -267,7 +267,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
     random = np.random.default_rng(4)
     asked = [draw_segments(random, [60, 60], question=20) for _ in range(4)]
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=16) as engine:
-        engine._prefill.read_only = True
+        engine._planner.read_only = True
         requests = [ask(one, n=3, tokens=70, seed=number, temperature=1.0) for number, one in enumerate(asked)]
         wanted = [alone(engine, request) for request in requests]
         preempted = []
@@ -299,7 +299,7 @@ def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monk
     """While all answers wait, the pages of their prompt are needed. With two slots, two of them compute it."""
     segments = draw_segments(np.random.default_rng(5), [300], question=20)
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=2) as engine:
-        engine._prefill.read_only = True
+        engine._planner.read_only = True
         request = ask(segments, n=4, tokens=30, seed=1, temperature=1.0)
         wanted = alone(engine, request)
         dropped = []

@@ -46,7 +46,7 @@ def logits(moved: bool, ratio: float = 0.0):
     with MODEL.engine(max_model_len=512, fixes_positions=moved, **settings) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
         prompt = engine._assemble(Request(segments=SHUFFLED))
-        plan = engine._prefill.plan(prompt, "bounded", engine._prefill.usable(prompt))
+        plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
         response = engine.run(Request(segments=SHUFFLED, sampling=SamplingParams(1, first_logits=True)))
     assert response.first_logits is not None
     return response.first_logits, plan
@@ -81,7 +81,7 @@ def test_h2o_recomputes_what_drew_most_mass():
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
         metas = {meta.num_tokens: meta for meta in engine._variants}
         prompt = engine._assemble(Request(segments=SHUFFLED))
-        plan = engine._prefill.plan(prompt, "bounded", engine._prefill.usable(prompt))
+        plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
         report = engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse
     assert report.recomputed_tokens == 8 + 6 + 4
     # The capture includes the question: mass that every token receives, mean over heads and layers.

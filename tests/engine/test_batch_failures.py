@@ -331,7 +331,7 @@ def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, 
     with build(max_num_seqs=3, **settings) as engine:
         for segments in (*documents, SEGMENTS):
             engine.run(ask(segments, "exact", tokens=1))
-        engine._prefill.read_only = True
+        engine._planner.read_only = True
         assert all("host" in engine._store.tiers_of(key) for key in engine._store.ids(DEVICE))
         requests = [
             ask(segments, "exact", tokens=20, temperature=1.0, seed=number) for number, segments in enumerate(asked)

@@ -106,7 +106,7 @@ def settled(engine):
 def filled(engine, asked, count=3):
     for segments in asked[:count]:
         engine.run(ask(segments))
-    engine._prefill.read_only = True  # so that reuse does not depend on the order of arrival
+    engine._planner.read_only = True  # so that reuse does not depend on the order of arrival
 
 
 def check(got, wanted):

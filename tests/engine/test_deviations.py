@@ -181,7 +181,7 @@ def test_what_is_erased_is_not_prepared_afterwards(demo, erased, monkeypatch):
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         for asked in ([anna], [bob], [anna, bob]):
             engine.generate("Who sings?", asked, max_new_tokens=1)
-        noted, run = engine._prefill.unprepared, engine._background.run
+        noted, run = engine._capture.unprepared, engine._background.run
         (chunk,) = engine.documents.passage_chunks([bob])
         assert len(noted) == 2
 
@@ -203,7 +203,7 @@ def test_what_is_erased_is_not_prepared_afterwards(demo, erased, monkeypatch):
 
 def kv_of(engine, prompt):
     """Keys before RoPE and values of the last chunk, from a full prefill."""
-    plan = engine._prefill.plan(prompt, "exact", {})
+    plan = engine._planner.plan(prompt, "exact", {})
     result = run_plan(engine._model, prompt.token_ids, plan, collect=True)
     *_, (_, kv) = capture_variants(plan, result, {}, None)
     return kv

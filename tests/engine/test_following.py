@@ -211,7 +211,7 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
     answer(first)
     first.cache.flush()
     wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
-    run_layer, keep, known = Pack.run_layer, second._prefill.keep, []
+    run_layer, keep, known = Pack.run_layer, second._capture.keep, []
 
     def evict_first(pack) -> None:
         if pack._pool is second._pool and first.cache.num_variants and not pack._loading():  # all is in the pages
@@ -229,7 +229,7 @@ def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, mon
         keep(prefilled)
 
     monkeypatch.setattr(Pack, "run_layer", evict_first)
-    monkeypatch.setattr(second._prefill, "keep", look)
+    monkeypatch.setattr(second._planner, "keep", look)
     report = answer(second, [*permuted(SEGMENTS, (3, 2, 1, 0))[:-1], [5] * 40, SEGMENTS[-1]]).reuse
     assert report.reused_tokens > 0 and report.failed_loads == 0
     assert len(known) == NUM_CHUNKS and all(known)

@@ -131,7 +131,7 @@ def test_as_much_is_repaired_as_loading_hides(monkeypatch):
     ]:
         with model.engine(strategy="cacheblend", max_model_len=512, **settings) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
-            monkeypatch.setattr(engine._prefill.loads, "load_s", lambda plan, disk_bytes: 1.0)
+            monkeypatch.setattr(engine._planner.loads, "load_s", lambda plan, disk_bytes: 1.0)
             monkeypatch.setattr(engine.rates, "compute_s", lambda num_tokens: 2.0)
             report = engine.generate_from_tokens(shuffled, max_new_tokens=1, reuse=reuse).reuse
         assert report.recomputed_tokens == pytest.approx(150 * share * 1.2, abs=2)
@@ -144,12 +144,12 @@ def test_a_plan_whose_deviations_choose_has_no_focus_cut_and_fixed_pieces():
         with model.engine(strategy=strategy, max_model_len=512, recompute_ratio=0.2, focus_window=3) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
             prompt = engine._assemble(Request(segments=permuted(segments, [2, 1, 0])))
-            plan = engine._prefill.plan(prompt, "bounded", engine._prefill.usable(prompt))
+            plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
             assert dataclasses.replace(plan, focus_window=None).is_divisible == is_divisible
             assert (plan.focus_window is None) != is_divisible
             fixed = sum(plan.recomputed_tokens(segment) for segment in plan.segments)
             assert fixed == pytest.approx(150 * (1 + 8 * 0.2) / 9 if strategy == "cacheblend" else 150 * 0.2, abs=2)
             seen = []
             engine.rates.compute_s = seen.append
-            engine._prefill.loads._prefill_s(plan)
+            engine._planner.loads._prefill_s(plan)
             assert seen == [round(fixed + len(segments[-1]))]

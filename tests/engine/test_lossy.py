@@ -135,7 +135,7 @@ def test_a_repair_from_a_lossy_copy_is_kept_once_and_is_approximate(url):
 
 def evict_between_plan_and_load(engine: Engine, monkeypatch) -> list:
     """Evicts the copies in host memory after the first plan is made, as other threads may do; returns the plans."""
-    plans, plan = [], engine._prefill.plan
+    plans, plan = [], engine._planner.plan
 
     def plan_then_evict(*args):
         plans.append(plan(*args))
@@ -143,7 +143,7 @@ def evict_between_plan_and_load(engine: Engine, monkeypatch) -> list:
             assert engine._store.evict("host", [meta.variant_id for meta in engine._variants])
         return plans[-1]
 
-    monkeypatch.setattr(engine._prefill, "plan", plan_then_evict)
+    monkeypatch.setattr(engine._planner, "plan", plan_then_evict)
     return plans
 
 

@@ -63,7 +63,7 @@ def metas(engine):
 
 def asked(engine, passages, questions, reuse="bounded") -> list[np.ndarray]:
     """The result for each question after passages of which the first is exact; stores nothing."""
-    engine._prefill.read_only = True
+    engine._planner.read_only = True
     sampling = SamplingParams(1, prompt_logits=8)
     return [
         engine.run(

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from ccjax.cache.cached_prefill import Prefilled
+from ccjax.cache.planned_prefill import Prefilled
 from ccjax.engine.report import build_report
 from ccjax.engine.trace import Tracer
 from ccjax.policy.contract import reuse_contract

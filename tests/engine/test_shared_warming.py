@@ -180,7 +180,7 @@ def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_
 
 def kv_of(engine, prompt):
     """Keys before RoPE and values of the last chunk, from a full prefill."""
-    plan = engine._prefill.plan(prompt, "exact", {})
+    plan = engine._planner.plan(prompt, "exact", {})
     result = run_plan(engine._model, prompt.token_ids, plan, collect=True)
     *_, (_, kv) = capture_variants(plan, result, {}, None)
     return kv

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ccjax.cache import contexts
+from ccjax.cache import contexts, planned_prefill
 from ccjax.cache.shared import prefill as sharing
 from ccjax.cache.shared.prefill import SharedPrefill
-from ccjax.engine import EngineConfig, admission
+from ccjax.engine import EngineConfig
 from ccjax.engine.batch import loop, sequence, sequences
 from ccjax.errors import ConfigError
 from ccjax.policy.capture import variants_to_compute
@@ -123,7 +123,7 @@ def warm(engine) -> None:
 
 def claims_of(engine, segments, monkeypatch) -> list[VariantId]:
     """Claims the variants that computing the prompt would store, as another process does while it computes."""
-    prefill, seen = engine._prefill, []
+    prefill, seen = engine._planner, []
 
     def stop(plan, known):
         seen.extend(variants_to_compute(plan, known))
@@ -183,7 +183,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loop, sequences, sequence, admission, contexts):
+    for module in (loop, sequences, sequence, planned_prefill, contexts):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(sharing, "time", SimpleNamespace(perf_counter=clock.look))
     return clock

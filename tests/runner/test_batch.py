@@ -47,7 +47,7 @@ class Batch:
         """The request with its plan, pages and loads; `answered`: tokens that it drew before it was preempted."""
         engine, stack = self.engine, contextlib.ExitStack()
         prompt = engine._assemble(Request(segments=segments, sampling=SAMPLING, reuse=reuse))
-        plan = engine._prefill.plan(prompt, reuse, engine._prefill.usable(prompt) if reuse != "off" else {})
+        plan = engine._planner.plan(prompt, reuse, engine._planner.usable(prompt) if reuse != "off" else {})
         ticket = engine._store.prepare_load(plan.pin)
         assert not ticket.missing
         chunks = {key: engine._pool.get(key) for key, tier in ticket.tiers.items() if tier == "device"}
@@ -137,7 +137,7 @@ def test_random_packs_and_batches_give_what_each_request_gets_alone(seed, settin
         for segments in asked[:3]:
             alone(engine, segments)  # fills the store
         object.__setattr__(engine.config, "read_only", True)
-        engine._prefill.read_only = True
+        engine._planner.read_only = True
         wanted = [alone(engine, *one) for one in zip(asked, reuse, strict=True)]
         batch, free = Batch(engine), engine._pool.num_free
         waiting = list(enumerate(zip(asked, reuse, strict=True)))

@@ -13,8 +13,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ccjax.cache.cached_prefill import CachedPrefill
 from ccjax.cache.documents.registry import Erasure, Link, Origin
+from ccjax.cache.documents.unprepared import UnpreparedPassages
 from ccjax.cache.variant_records import origin_of_record
 from ccjax.cache.variants import VariantIndex
 from ccjax.errors import EraseIncompleteError
@@ -80,9 +80,9 @@ class DocumentCache:
     for yet: some 50 us each.
     """
 
-    def __init__(self, prefill: CachedPrefill, variants: VariantIndex, store: TieredStore) -> None:
+    def __init__(self, unprepared: UnpreparedPassages, variants: VariantIndex, store: TieredStore) -> None:
         self.registry = variants.documents
-        self._prefill = prefill
+        self._unprepared = unprepared
         self._variants = variants
         self._store = store
         self._next_tend = 0.0
@@ -254,7 +254,7 @@ class DocumentCache:
 
     def _drop_unprepared(self) -> None:
         """Drops erased passages from those that idle time would compute."""
-        self._prefill.unprepared.drop(lambda one: self.registry.is_erased(one, Origin(frozenset({one}))))
+        self._unprepared.drop(lambda one: self.registry.is_erased(one, Origin(frozenset({one}))))
 
     def _erase(self, erasure: Erasure, condemned: set[str]) -> tuple[str, ...]:
         """Deletes these variants and any others on disk that the erasure covers: other processes write until they learn

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
 from ccjax.cache.documents.frame import PassageFrame
 from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.planned_prefill import Prefilled
+from ccjax.cache.prefill_capture import PrefillCapture
 from ccjax.cache.variants import VariantIndex
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
@@ -43,6 +44,8 @@ class Warming:
 
     Attributes:
       is_urgent: its prefills are queued like clients' requests, not behind all of them.
+      erasures: the erasures that applied to the next variant when it was found missing; one more, and it is not stored.
+      kept: variants that must not be evicted for those still to come.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Warming:
         self.total = len(documents)
         self.compares = compares
         self.is_urgent = False
+        self.erasures: frozenset[str] = frozenset()
+        self.kept: set[VariantId] = set()
         self.prompts = tuple(prompt for some in prompts for prompt in some)
         self.done: list[WarmedDocument] = []
         self._left = collections.deque(
@@ -59,8 +64,6 @@ class Warming:
             for prompt in some
         )
         self._worst: WarmStatus = "present"
-        self._erasures: frozenset[str] = frozenset()
-        self._kept: set[VariantId] = set()
 
     @property
     def next_prompt(self) -> Prompt:
@@ -72,10 +75,11 @@ class Warming:
         """True once every document has a result."""
         return not self._left
 
-    def _pass_over(self, status: WarmStatus, held: VariantId | None) -> None:
+    def pass_over(self, status: WarmStatus, held: VariantId | None) -> None:
+        """Ends the next variant; `held` is its id if it is stored."""
         document, prompt, is_last = self._left.popleft()
         if held is not None:
-            self._kept.add(held)
+            self.kept.add(held)
         if _WARM_STATUSES.index(status) > _WARM_STATUSES.index(self._worst):
             self._worst = status
         if is_last:
@@ -111,7 +115,7 @@ class PassageWarmer:
 
     def __init__(
         self,
-        prefill: CachedPrefill,
+        capture: PrefillCapture,
         run_prefill: RunPrefill,
         variants: VariantIndex,
         frame: PassageFrame,
@@ -122,7 +126,7 @@ class PassageWarmer:
         self.frame = frame
         self._registry = variants.documents
         self._max_model_len = max_model_len
-        self._prefill = prefill
+        self._capture = capture
         self._run_prefill = run_prefill
         self._variants = variants
         self._exclusive = exclusive
@@ -148,7 +152,7 @@ class PassageWarmer:
         if self.held_id(prompt) is not None:
             self._registry.learn(prompt.chunks)
             return False
-        warming._erasures = self._erasures_of(prompt)
+        warming.erasures = self._erasures_of(prompt)
         return True
 
     def compute(self, warming: Warming, is_cancelled: IsCancelled | None, *, wait: bool = False) -> int:
@@ -158,7 +162,7 @@ class PassageWarmer:
         their KV is computed once and reused exactly. A document that was erased since `needs_computing` is not stored.
 
         Args:
-          wait: as in `CachedPrefill.store_new`.
+          wait: as in `PrefillCapture.store_new`.
 
         Raises:
           PrefillCancelledError: as `warm_one`.
@@ -171,20 +175,20 @@ class PassageWarmer:
         def keep(prefilled: Prefilled) -> None:
             nonlocal num_computed
             num_computed = len(computed_offsets(prefilled.plan))
-            if self._erasures_of(prompt) - warming._erasures:
+            if self._erasures_of(prompt) - warming.erasures:
                 return
             other = None
             if warming.compares and not is_alone:
                 alone_id = self.held_id(dataclasses.replace(prompt, chunks=_without_others(prompt)))
-                other = None if alone_id is None else self._prefill.stored_kv(alone_id)
-            self._prefill.store_new(prefilled, warming._kept, other, only_last=only_last, wait=wait)
+                other = None if alone_id is None else self._capture.stored_kv(alone_id)
+            self._capture.store_new(prefilled, warming.kept, other, only_last=only_last, wait=wait)
 
         self._run_prefill(prompt, "exact", keep, is_urgent=warming.is_urgent, is_cancelled=is_cancelled)
         return num_computed
 
     def pass_over(self, warming: Warming, status: WarmStatus) -> None:
         """Ends the next variant of a warming with this status."""
-        warming._pass_over(status, self.held_id(warming.next_prompt))
+        warming.pass_over(status, self.held_id(warming.next_prompt))
 
     def held_id(self, prompt: Prompt) -> VariantId | None:
         """The exact variant of a prompt's last chunk behind the chunks before it, if it is stored."""
@@ -195,7 +199,7 @@ class PassageWarmer:
         return None
 
     def prepare_one(self, is_cancelled: IsCancelled | None, *, only_reused: bool) -> bool:
-        """Computes the next of `CachedPrefill.unprepared` as `Engine.documents.warm` does; False if there is none, the
+        """Computes the next of `PrefillCapture.unprepared` as `Engine.documents.warm` does; False if there is none, the
         engine is in use, or `is_cancelled` returned True first. A passage that fails is logged and not tried again.
 
         Args:
@@ -213,8 +217,8 @@ class PassageWarmer:
                     self.pass_over(warming, "computed")
         except PrefillCancelledError:
             with self._exclusive():
-                if not self._erasures_of(warming.next_prompt) - warming._erasures:
-                    self._prefill.unprepared.note(alone, was_reused=was_reused)
+                if not self._erasures_of(warming.next_prompt) - warming.erasures:
+                    self._capture.unprepared.note(alone, was_reused=was_reused)
             return False
         except Exception:  # one passage must not keep the others from being prepared
             logger.exception("passage %s: could not be prepared", alone.chunks[-1].chunk_id)
@@ -223,7 +227,7 @@ class PassageWarmer:
     def _next_to_prepare(self, only_reused: bool) -> tuple[Prompt, bool, Warming] | None:
         """A passage as `UnpreparedPassages.pop` returns it, and a warming of its variants that are not stored. An
         erasure from now on applies to all of them."""
-        while found := self._prefill.unprepared.pop(only_reused=only_reused):
+        while found := self._capture.unprepared.pop(only_reused=only_reused):
             alone, was_reused = found
             framed = self.frame.around(alone)
             if framed is None or framed.num_tokens > self._max_model_len:
@@ -231,7 +235,7 @@ class PassageWarmer:
             missing = [prompt for prompt in (alone, framed) if self.held_id(prompt) is None]
             if missing:
                 warming = Warming([Document("")], [missing], compares=True)
-                warming._erasures = self._erasures_of(framed)
+                warming.erasures = self._erasures_of(framed)
                 return alone, was_reused, warming
         return None
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ccjax.cache.cached_prefill import CachedPrefill
 from ccjax.cache.documents.warming import Warming
+from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.variants import VariantIndex
 from ccjax.errors import RequestError
 from ccjax.policy.capture import make_variant_id
@@ -93,7 +93,7 @@ class PrefillOrder:
 
 
 def order_for(
-    prefill: CachedPrefill, variants: VariantIndex, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings
+    planner: PrefillPlanner, variants: VariantIndex, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings
 ) -> PrefillOrder | None:
     """The passages that a request would have to compute if it ran now, None if there are none; may be called beside a
     running prefill.
@@ -104,7 +104,7 @@ def order_for(
     """
     if mode == "off":
         return None
-    plan = prefill.plan(prompt, mode, prefill.usable(prompt, known=variants.peek), settings)
+    plan = planner.plan(prompt, mode, planner.usable(prompt, known=variants.peek), settings)
     first = int(prompt.has_system)
     missing = [index for index in range(first, len(prompt.chunks)) if plan.segments[index].action == "compute"]
     return PrefillOrder(prompt.chunks[: missing[-1] + 1], prompt.has_system) if missing else None

@@ -1,6 +1,6 @@
 """The thread that runs all requests of an engine, step by step.
 
-Data flow: a request's prompt is planned (`Admission`: which chunks are reused, which tokens are computed), and its
+Data flow: a request's prompt is planned (`PlannedPrefill`: which chunks are reused, which tokens are computed), and its
 `TokenSequence` waits in the queue until the scheduler (`ccjax.policy.scheduling`) admits it; it then allocates pages of
 the pool and starts to load. A `Pack` of pieces of several prompts runs through the layers, with decode steps between
 them; the last piece of a prompt yields the logits from which the first token is sampled. A decode step adds a token to
@@ -301,17 +301,17 @@ class BatchLoop:
         finished = []
         for sequence, drawn in done:
             try:
-                finished.append((sequence.group.keep, sequence.admission, sequence.finish_prefill()))
+                finished.append((sequence.group.keep, sequence.prefill, sequence.finish_prefill()))
                 sequences.share_prompt(sequence)
             except Exception as error:
                 logger.exception("a request failed behind its prefill")
                 sequences.fail(sequence, error)
             else:
                 sequences.append_token(sequence, drawn)
-        for keep, admission, prefilled in finished:  # after the first tokens are emitted
+        for keep, planned, prefilled in finished:  # after the first tokens are emitted
             if prefilled is not None:
                 keep(prefilled)
-            admission.release()
+            planned.release_claims()
         sequences.settle()
 
     def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, Drawn]]:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ccjax.cache.cached_prefill import Prefilled
-from ccjax.engine.admission import Admission
+from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.shared_prompt import SharedPrompt, reading_work, sharing_work
 from ccjax.engine.trace import Tracer
@@ -54,7 +53,7 @@ class SequenceGroup:
         emit: Emit,
         on_start: Callable[[], None],
         is_cancelled: Callable[[], bool],
-        new_admission: Callable[[], Admission],
+        new_prefill: Callable[[], PlannedPrefill],
         new_answer: Callable[[int], Answer],
         report: Callable[[Prefilled], ReuseReport],
         keep: Callable[[Prefilled], None],
@@ -82,7 +81,7 @@ class SequenceGroup:
         self.prompt = prompt
         self.emit = emit
         self.is_cancelled = is_cancelled
-        self.new_admission = new_admission
+        self.new_prefill = new_prefill
         self.new_answer = new_answer
         self.shared_prompt: SharedPrompt | None = None
         self.reuse: ReuseReport | None = None
@@ -155,7 +154,7 @@ class TokenSequence:
 
     Attributes:
       sequence_id: its id in the scheduler.
-      admission: plans and loads its prefill. The admission that computed a shared prompt belongs to the `SharedPrompt`.
+      prefill: its plan and loads. Those of the prefill that computed a shared prompt belong to the `SharedPrompt`.
       job: its prefill, set at admission; None while it waits.
       is_decoding: True once its prompt is computed.
       reads_prompt: True while it is admitted and reads `group.shared_prompt`.
@@ -172,7 +171,7 @@ class TokenSequence:
         """
         self.sequence_id = f"{request_id}/{index}"
         self.group = group
-        self.admission = group.new_admission()
+        self.prefill = group.new_prefill()
         self.job: PrefillJob | None = None
         self.is_decoding = False
         self.reads_prompt = False
@@ -258,7 +257,7 @@ class TokenSequence:
         shared_prompt = self.group.shared_prompt
         if shared_prompt is not None:
             return shared_prompt.num_pages if self.group.is_unread else 0
-        plan = self.admission.plan
+        plan = self.prefill.plan
         if plan is None or not self._work.shared_pages:
             return 0
         sizes = {s.variant_id: num_pages(s.num_tokens) for s in plan.segments if s.variant_id is not None}
@@ -267,18 +266,18 @@ class TokenSequence:
     def plan(self, at: int) -> None:
         """Plans its prefill, or plans it again, unless its prompt is shared; `at` is the count of variant changes."""
         if self.group.shared_prompt is None:
-            self.admission.settle()
+            self.prefill.make_plan()
         self.planned_at = at
 
     @property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
         """The chunks of its prompt."""
-        return tuple(chunk.chunk_id for chunk in self.admission.prompt.chunks)
+        return tuple(chunk.chunk_id for chunk in self.prefill.prompt.chunks)
 
     @property
     def _plan(self) -> PrefillPlan | None:
         shared_prompt = self.group.shared_prompt
-        return self.admission.plan if shared_prompt is None else shared_prompt.plan
+        return self.prefill.plan if shared_prompt is None else shared_prompt.plan
 
     # -- admitted ----------------------------------------------------------------------------------------------
 
@@ -286,25 +285,25 @@ class TokenSequence:
         """Records when it first left the queue; later calls have no effect."""
         self.group.mark_started()
 
-    def claim_prompt(self) -> None:
+    def read_shared_prompt(self) -> None:
         """Marks a shared prompt as read before admission, so that it is not dropped meanwhile."""
         self.reads_prompt = self.group.shared_prompt is not None
 
-    def agree(self) -> bool:
-        """Returns False if it has to wait for what another process computes; call `claim_prompt` first."""
-        return self.reads_prompt or self.admission.agree()
+    def claim(self) -> bool:
+        """Returns False if it has to wait for what another process computes; call `read_shared_prompt` first."""
+        return self.reads_prompt or self.prefill.claim()
 
-    def open(self) -> None:
+    def pin(self) -> None:
         """Pins the variants it reuses."""
         if not self.reads_prompt:
-            self.admission.open()
+            self.prefill.pin()
 
     @property
     def num_own_pages(self) -> int:
-        """Number of own pages that `start_prefill` will allocate; call `open` first."""
+        """Number of own pages that `start_prefill` will allocate; call `pin` first."""
         plan = self._plan
         assert plan is not None
-        chunks = self.admission.on_device if self.group.shared_prompt is None else self.group.shared_prompt.shards
+        chunks = self.prefill.on_device if self.group.shared_prompt is None else self.group.shared_prompt.shards
         shared = shared_segments(plan, chunks)
         counts = (num_pages(s.num_tokens) for index, s in enumerate(plan.segments) if index not in shared)
         tail_slots = -plan.segments[-1].num_tokens % PAGE_TOKENS
@@ -320,14 +319,14 @@ class TokenSequence:
         assert plan is not None
         chunks: Mapping[VariantId, PagedShard]
         chunks = (
-            {key: pool.get(key) for key in self.admission.on_device} if shared_prompt is None else shared_prompt.shards
+            {key: pool.get(key) for key in self.prefill.on_device} if shared_prompt is None else shared_prompt.shards
         )
         pages = RequestPages(pool, plan, chunks)
         for _ in self._tokens:
             pages.append()
         token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
-        contexts = None if shared_prompt is not None else self.admission.load(pages.shared)
-        collect = shared_prompt is None and self.admission.collects and self.group.reuse is None
+        contexts = None if shared_prompt is not None else self.prefill.start_loading(pages.shared)
+        collect = shared_prompt is None and self.prefill.collects and self.group.reuse is None
         num_logits = min(self.group.sampling.prompt_logits, plan.segments[-1].num_tokens)
         self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect, num_logits=num_logits)
 
@@ -353,14 +352,14 @@ class TokenSequence:
         outcome, self.job.result = self.job.result, PrefillOutcome()  # frees its memory before the answer is complete
         if self.reads_prompt:
             return None
-        prefilled = self.admission.prefilled(outcome)
+        prefilled = self.prefill.prefilled(outcome)
         return prefilled if self.group.record_prefill(prefilled) else None
 
     def share(self) -> SequenceWork:
         """Shares its prompt with the other sequences of its group; returns its own work from now on."""
         assert self.job is not None
-        self.group.shared_prompt = SharedPrompt(self.job.plan, self.job.pages, self.admission)
-        self.admission = self.group.new_admission()
+        self.group.shared_prompt = SharedPrompt(self.job.plan, self.job.pages, self.prefill)
+        self.prefill = self.group.new_prefill()
         self.reads_prompt = True
         self._work = sharing_work(self._work)
         return self._work

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from ccjax.cache.planned_prefill import PlannedPrefill
 from ccjax.cache.reads import LoadFailedError
 from ccjax.cache.variants import VariantIndex
-from ccjax.engine.admission import Admission
 from ccjax.engine.batch.available_pages import AvailablePages
 from ccjax.engine.batch.failures import CancelledError, as_request_error, too_late
 from ccjax.engine.batch.locked_scheduler import LockedScheduler, planning_order
@@ -68,7 +68,7 @@ class Sequences:
         self._max_retries = max_retries
         self._apply_changes = apply_changes
         self._held: list[TokenSequence] = []
-        self._closing: list[Admission] = []
+        self._closing: list[PlannedPrefill] = []
         self._ended: list[TokenSequence] = []
         self._lost_s: float | None = None
 
@@ -107,7 +107,7 @@ class Sequences:
             if sequence.sequence_id in self._by_id and sequence.group.is_cancelled():
                 self.fail(sequence, CancelledError())
         for sequence in tuple(self._held):
-            if sequence.admission.look():
+            if sequence.prefill.is_wait_over():
                 self._held.remove(sequence)
                 self._plan(sequence)
 
@@ -144,7 +144,7 @@ class Sequences:
         """Allocates the pages of sequences and starts loading; a sequence whose plan had to change is queued again."""
         admitted = [self._by_id[sequence_id] for sequence_id in sequence_ids]
         for sequence in admitted:
-            sequence.claim_prompt()
+            sequence.read_shared_prompt()
         for sequence in admitted:
             if sequence.sequence_id in self._by_id:
                 self._admit(sequence)
@@ -154,11 +154,11 @@ class Sequences:
             if sequence.planned_at is None:
                 sequence.plan(self._variants.changes.count)
             sequence.mark_started()
-            if not sequence.agree():
+            if not sequence.claim():
                 self._scheduler.hold(sequence.sequence_id)
                 self._held.append(sequence)
                 return
-            sequence.open()
+            sequence.pin()
             self.reclaim(sequence.num_own_pages)
             sequence.start_prefill(self._pool)
             is_as_scheduled = sequence.is_as_scheduled
@@ -169,7 +169,7 @@ class Sequences:
             return
         if not is_as_scheduled:
             self._release_pages(sequence)
-            sequence.admission.close(ok=False)
+            sequence.prefill.close(ok=False)
             self._replan(sequence)
 
     def _plan(self, sequence: TokenSequence) -> None:
@@ -234,7 +234,7 @@ class Sequences:
 
     def _dropped(self, group: SequenceGroup, prompt: SharedPrompt) -> None:
         """Makes the waiting sequences of a group compute their dropped prompt again."""
-        self._closing.append(prompt.admission)
+        self._closing.append(prompt.prefill)
         for sequence in self._waiting(group):
             sequence.planned_at = None
             self._replan(sequence)
@@ -245,7 +245,7 @@ class Sequences:
     def _take_pages(self, sequence: TokenSequence) -> None:
         self._release_pages(sequence)
         sequence.planned_at = None
-        self._closing.append(sequence.admission)
+        self._closing.append(sequence.prefill)
 
     def _release_pages(self, sequence: TokenSequence) -> None:
         if self.pack is not None and sequence.job is not None:
@@ -266,7 +266,7 @@ class Sequences:
             tokens, mean = float(sequence.num_drawn), self.answer_tokens
             self.answer_tokens = tokens if mean is None else 0.9 * mean + 0.1 * tokens
             self._forget(sequence)
-            self._closing.append(sequence.admission)
+            self._closing.append(sequence.prefill)
             self._ended.append(sequence)
 
     def settle(self) -> None:
@@ -274,8 +274,8 @@ class Sequences:
         the store settled. Nothing is unpinned between the layers of a pack, since promotion takes time."""
         if self.pack is None:
             closing, self._closing = self._closing, []
-            for admission in closing:
-                admission.close()
+            for prefill in closing:
+                prefill.close()
         ended, self._ended = self._ended, []
         for sequence in ended:
             try:
@@ -288,7 +288,7 @@ class Sequences:
         group = sequence.group
         for one in tuple(group.open):
             self._forget(one)
-            one.admission.close(ok=False)
+            one.prefill.close(ok=False)
         try:
             group.emit(as_request_error(error))
         except Exception:
@@ -307,11 +307,11 @@ class Sequences:
         if sequence.sequence_id in self._scheduler:  # else the scheduler expired it
             self._scheduler.remove(sequence.sequence_id)
         self._release_pages(sequence)
-        sequence.admission.release()
+        sequence.prefill.release_claims()
         group = sequence.group
         group.open.remove(sequence)
         if group.shared_prompt is not None and not group.open:
-            self._closing.append(self.pages.drop(group).admission)
+            self._closing.append(self.pages.drop(group).prefill)
 
     # -- what failed ---------------------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Sequences:
         """Removes a sequence from the pack because loading its reused KV failed; plans it again, ends or retries it."""
         if isinstance(cause, LoadFailedError):
             self._release_pages(sequence)
-            sequence.admission.fail(cause)
+            sequence.prefill.replan_without(cause)
             self._replan(sequence)
         elif isinstance(cause, PrefillCancelledError):
             self.fail(sequence, cause)
@@ -369,8 +369,8 @@ class Sequences:
         for group in tuple(self.pages.shared):
             self._dropped(group, self.pages.drop(group))
         closing, self._closing = self._closing, []
-        for admission in closing:
-            admission.close(ok=False)  # nothing may be promoted into lost pages
+        for prefill in closing:
+            prefill.close(ok=False)  # nothing may be promoted into lost pages
         self.has_pages()
 
     def start_over(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ccjax.engine.admission import Admission
+from ccjax.cache.planned_prefill import PlannedPrefill
 from ccjax.policy.scheduling import SequenceWork
 from ccjax.runner.pages import RequestPages
 from ccjax.runner.pool import PAGE_TOKENS, PagedShard
@@ -21,10 +21,10 @@ class SharedPrompt:
         again in a page of the sequence's own: its logits yield the sequence's first token.
       shards: pages of the reused segments of the plan.
       num_pages: pages that `drop` frees; pages of cached chunks do not count.
-      admission: pins the cached chunks that the prompt reads; close it after `drop`.
+      prefill: pins the cached chunks that the prompt reads; close it after `drop`.
     """
 
-    def __init__(self, plan: PrefillPlan, pages: RequestPages, admission: Admission) -> None:
+    def __init__(self, plan: PrefillPlan, pages: RequestPages, prefill: PlannedPrefill) -> None:
         """
         Args:
           plan: the plan of the prefill that computed the prompt.
@@ -43,7 +43,7 @@ class SharedPrompt:
         self.plan = PrefillPlan((*segments, last))
         self.shards = {one.variant_id: shard for one, shard in zip(segments, shards, strict=False) if one.variant_id}
         self.num_pages = sum(shard.num_pages for shard in self._own)
-        self.admission = admission
+        self.prefill = prefill
 
     def drop(self) -> None:
         """Frees the pages; no sequence may still read them."""

@@ -3,12 +3,15 @@ unavailable."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
-from ccjax.cache.cached_prefill import CachedPrefill, Prefilled
+from ccjax.cache.capture import ReadLayers
 from ccjax.cache.contexts import LayerLoader
+from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.reads import LoadFailedError, Patience
+from ccjax.cache.shared.prefill import SharedPrefill
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled
@@ -19,18 +22,42 @@ from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 
 
-class Admission:
-    """The plan and the loads of one prefill. Not thread-safe.
-
-    Call `settle`, `agree`, `open`, `load`, then `prefilled`, in this order; always call `close` at the end.
+@dataclasses.dataclass(frozen=True)
+class Prefilled:
+    """A finished prefill, as its report and capture need it.
 
     Attributes:
-      plan: the current plan; None before the first `settle`.
+      ticket: None if reuse was off.
+      shared: None if no other process was involved.
+      preloaded_bytes, load_s, given_up_loads: as in `ReuseReport`.
+    """
+
+    prompt: Prompt
+    plan: PrefillPlan
+    result: PrefillOutcome
+    ticket: LoadTicket | None
+    read_layers: ReadLayers | None
+    plan_s: float
+    planned_at: float
+    failed_loads: int
+    preloaded_bytes: int = 0
+    load_s: float = 0.0
+    given_up_loads: int = 0
+    shared: SharedPrefill | None = None
+
+
+class PlannedPrefill:
+    """The plan and the loads of one prefill. Not thread-safe.
+
+    Call `make_plan`, `claim`, `pin`, `start_loading`, then `prefilled`, in this order; always call `close` at the end.
+
+    Attributes:
+      plan: the current plan; None before the first `make_plan`.
     """
 
     def __init__(
         self,
-        prefill: CachedPrefill,
+        planner: PrefillPlanner,
         prompt: Prompt,
         mode: ReuseMode,
         *,
@@ -52,14 +79,14 @@ class Admission:
         self.prompt = prompt
         self.mode: ReuseMode = mode
         self.plan: PrefillPlan | None = None
-        self._prefill = prefill
-        self._settings = settings or prefill.settings
-        self._shared = prefill.shared() if is_shared and mode != "off" else None
+        self._planner = planner
+        self._settings = settings or planner.settings
+        self._shared = planner.shared() if is_shared and mode != "off" else None
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
         self._lossy: set[str] = set()
-        self._patience = Patience(prefill.rates.seconds_per_token)
+        self._patience = Patience(planner.rates.seconds_per_token)
         self._given_up: frozenset[VariantId] = frozenset()
         self._plan_s = self._waited_s = self._planned_at = 0.0
         self._disk_bytes = self._preloaded_bytes = 0
@@ -72,64 +99,64 @@ class Admission:
     @property
     def collects(self) -> bool:
         """True if the computed KV should be stored."""
-        return self.mode != "off" and not self._prefill.read_only
+        return self.mode != "off" and not self._planner.read_only
 
     @property
     def on_device(self) -> frozenset[VariantId]:
-        """The variants of the plan that are on the device; empty before `open`."""
+        """The variants of the plan that are on the device; empty before `pin`."""
         tiers = {} if self._ticket is None else self._ticket.tiers
         return frozenset(VariantId(key) for key, tier in tiers.items() if tier == DEVICE)
 
-    def settle(self) -> PrefillPlan:
+    def make_plan(self) -> PrefillPlan:
         """Plans with the variants available now, except those that failed before, and returns the plan."""
         started = time.perf_counter()
         if self.mode == "off":
-            self.plan = self._prefill.plan(self.prompt, self.mode, {})
+            self.plan = self._planner.plan(self.prompt, self.mode, {})
         else:
-            self.plan, self._given_up = self._prefill.loads.settle(
-                lambda without: self._prefill.plan(self.prompt, self.mode, self._usable(without), self._settings),
+            self.plan, self._given_up = self._planner.loads.settle(
+                lambda without: self._planner.plan(self.prompt, self.mode, self._usable(without), self._settings),
                 adapts_ratio=self.mode == "bounded" and self._settings.recompute_ratio is None,
             )
         self._planned_at = time.perf_counter()
         self._plan_s += self._planned_at - started
         return self.plan
 
-    def agree(self) -> bool:
+    def claim(self) -> bool:
         """Claims what the plan computes, so that other processes need not; plans again if new variants have appeared.
 
-        Returns False if it is better to wait for what another process computes: wait until `look` returns True, then
-        call `settle` and `agree` again.
+        Returns False if it is better to wait for what another process computes: wait until `is_wait_over`, then call
+        `make_plan` and `claim` again.
         """
         assert self.plan is not None
         while self._shared is not None:
             agreement = self._shared.settle(self.plan, self._usable())
             if agreement != "plan":
                 return agreement == "go"
-            self.settle()
+            self.make_plan()
         return True
 
-    def look(self) -> bool:
+    def is_wait_over(self) -> bool:
         """True once there is nothing left to wait for from other processes."""
         return self._shared is None or self._shared.look()
 
-    def open(self) -> PrefillPlan:
-        """Pins what the plan reuses, after `agree`. Plans again if a variant is no longer available as planned; returns
+    def pin(self) -> PrefillPlan:
+        """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns
         the plan that is pinned."""
         assert self.plan is not None
         while self.mode != "off":
-            loads = self._prefill.loads
+            loads = self._planner.loads
             self._disk_bytes = loads.disk_bytes(self.plan)
             self._preloaded_bytes = self._disk_bytes - loads.unread_bytes(self.plan)
-            self._ticket = self._prefill.pin(self.plan)
-            if not self._ticket.missing and self._prefill.is_as_planned(self._ticket, self.plan):
+            self._ticket = self._planner.pin(self.plan)
+            if not self._ticket.missing and self._planner.is_as_planned(self._ticket, self.plan):
                 break
             # Since planning, the exact copy of a variant, or all of its copies, disappeared.
             self._lossy.update(self._ticket.lossy)
             missing = {VariantId(key): ShardNotFoundError("no tier holds it any more") for key in self._ticket.missing}
-            self.fail(LoadFailedError(missing))
+            self.replan_without(LoadFailedError(missing))
         return self.plan
 
-    def load(self, shared: frozenset[int]) -> LayerLoader | None:
+    def start_loading(self, shared: frozenset[int]) -> LayerLoader | None:
         """Starts loading all that the plan reuses except the segments in `shared`; None if nothing is to be loaded."""
         assert self.plan is not None
         wanted = {
@@ -141,7 +168,7 @@ class Admission:
             return None
         assert self._ticket is not None
         self._patience.expect(wanted)
-        self._loader = self._prefill.loader(
+        self._loader = self._planner.loader(
             self._ticket,
             self.plan,
             self._patience,
@@ -151,14 +178,14 @@ class Admission:
         )
         return self._loader.__enter__()
 
-    def fail(self, error: LoadFailedError) -> None:
+    def replan_without(self, error: LoadFailedError) -> None:
         """Unpins, and plans again without the variants that `error` names, which cannot be read."""
         waited_s = 0.0 if self._loader is None else self._loader.waited_s
         self.close(ok=bool(waited_s))  # what was read completely and without errors may stay in memory
         self._failed.update(error.causes)
         self._waited_s += waited_s
-        self._prefill.leave_out(error, waited_s)
-        self.settle()
+        self._planner.leave_out(error, waited_s)
+        self.make_plan()
 
     def prefilled(self, outcome: PrefillOutcome) -> Prefilled:
         """Returns what report and capture need of a finished prefill. Ends loading; what was reused stays pinned."""
@@ -179,7 +206,7 @@ class Admission:
             planned_at=self._planned_at,
             failed_loads=len(self._failed),
             preloaded_bytes=self._preloaded_bytes,
-            load_s=self._prefill.loads.load_s(self.plan, self._disk_bytes) or 0.0,
+            load_s=self._planner.loads.load_s(self.plan, self._disk_bytes) or 0.0,
             given_up_loads=len(self._given_up),
             shared=self._shared,
         )
@@ -191,13 +218,13 @@ class Admission:
             self._loader = None
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
-            self._prefill.unpin(ticket, ok=ok)
+            self._planner.unpin(ticket, ok=ok)
 
-    def release(self) -> None:
+    def release_claims(self) -> None:
         """Releases the claims of this process on what it computes. May be repeated."""
         if self._shared is not None:
             self._shared.release()
             self._shared = None
 
     def _usable(self, without: frozenset[VariantId] = frozenset()) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        return self._prefill.usable(self.prompt, self._failed | without, lossy=self._lossy)
+        return self._planner.usable(self.prompt, self._failed | without, lossy=self._lossy)

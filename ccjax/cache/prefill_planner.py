@@ -1,0 +1,195 @@
+"""Prepares prefills over stored chunks: which variants may be reused, the plan, and the loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from ccjax.cache.contexts import LayerLoader, Pool
+from ccjax.cache.load_plan import LoadPlanner
+from ccjax.cache.rates import Rates
+from ccjax.cache.reads import LoadFailedError, Patience
+from ccjax.cache.shared.prefill import SharedPrefill
+from ccjax.cache.variant_records import own_platform
+from ccjax.cache.variants import VariantIndex
+from ccjax.config import EngineConfig
+from ccjax.policy.planner import plan_prefill
+from ccjax.policy.settings import PlannerSettings
+from ccjax.prompts import Prompt
+from ccjax.runner.cancellation import IsCancelled
+from ccjax.runner.device_model import DeviceModel
+from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.tiered import TieredStore
+from ccjax.store.usage import DISK, HOST
+from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
+
+logger = logging.getLogger(__name__)
+FindVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
+
+
+class PrefillPlanner:
+    """Plans and loads for the prefills of one engine. Not thread-safe, except `is_reading` and `would_load`.
+
+    Attributes:
+      read_only: nothing computed is stored, and nothing is claimed from other processes.
+      settings: the planner's settings unless a request has its own.
+      rates: measured rates of loading and computing.
+      loads: decides when loads begin, from these rates.
+    """
+
+    def __init__(
+        self,
+        model: DeviceModel,
+        store: TieredStore,
+        variants: VariantIndex,
+        rates: Rates,
+        config: EngineConfig,
+        pool: Pool | None = None,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._store = store
+        self._variants = variants
+        self.settings = config.planner_settings(model.config.num_layers)
+        self.read_only = config.read_only
+        self.rates = rates
+        self._loading = config.loading
+        self.loads = LoadPlanner(store, rates, model.config.num_layers)
+        self._loaders: list[weakref.ref[LayerLoader]] = []
+
+    @property
+    def is_reading(self) -> bool:
+        """True while a running prefill has reads in flight; callable from any thread."""
+        loaders = [reference() for reference in self._loaders]
+        return any(loader is not None and loader.is_reading for loader in loaders)
+
+    def would_load(
+        self, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings | None = None
+    ) -> dict[VariantId, int]:
+        """The variants that a plan made now would load, with their bytes; callable while a prefill runs."""
+        candidates = self.usable(prompt, known=self._variants.peek)
+        pinned = self.plan(prompt, mode, candidates, settings).pin
+        sizes = {meta.variant_id: meta.num_bytes for metas in candidates.values() for meta in metas}
+        return {variant_id: sizes[variant_id] for variant_id in pinned}
+
+    def plan(
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        candidates: Mapping[ChunkId, Sequence[VariantMeta]],
+        settings: PlannerSettings | None = None,
+    ) -> PrefillPlan:
+        """Plans a prompt with `ccjax.policy`."""
+        chunks, num_question = prompt.planned_chunks, len(prompt.question)
+        return plan_prefill(chunks, num_question, candidates, mode=mode, settings=settings or self.settings)
+
+    def shared(self) -> SharedPrefill | None:
+        """State for sharing a prefill's computation with other processes; None if none shares the store."""
+        claims = None if self.read_only else self._store.claims
+        if claims is None:
+            return None
+        return SharedPrefill(claims, self._variants, self.rates.seconds_per_token)
+
+    def loader(
+        self,
+        ticket: LoadTicket,
+        plan: PrefillPlan,
+        patience: Patience,
+        *,
+        skip: Collection[int] = (),
+        is_cancelled: IsCancelled | None = None,
+        on_layer: Callable[[int, float, float], None] | None = None,
+    ) -> LayerLoader:
+        """A context manager that loads a plan's variants layer by layer, except the segments in `skip`."""
+        num_layers = self._model.config.num_layers
+        loader = LayerLoader(
+            ticket,
+            plan,
+            shape=self._model.context_shape(plan),
+            dtype=self._model.dtype,
+            num_layers=num_layers,
+            patience=patience,
+            pool=self._pool,
+            skip=skip,
+            is_cancelled=is_cancelled,
+            lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
+            on_merge=self.rates.tiers[HOST].add,
+            turn=self._model.turned,
+            placement=self._model.context_placement,
+            on_layer=on_layer,
+        )
+        self._loaders = [
+            *(one for one in self._loaders if one() is not None),
+            weakref.ref(loader),
+        ]  # a new list, since `is_reading` may iterate over the old one in another thread
+        return loader
+
+    def pin(self, plan: PrefillPlan) -> LoadTicket:
+        """Pins the variants that a plan reuses."""
+        return self._store.prepare_load(plan.pin)
+
+    def is_as_planned(self, ticket: LoadTicket, plan: PrefillPlan) -> bool:
+        """False if the ticket reads a lossy copy of a variant that the plan treats as exact."""
+        return ticket.lossy.isdisjoint(_exactly_reused(plan))
+
+    def unpin(self, ticket: LoadTicket, *, ok: bool = True) -> None:
+        """Ends a load; with `ok`, completely read variants may move to a faster tier."""
+        self._variants.complete_load(ticket, ok=ok)
+
+    def usable(
+        self,
+        prompt: Prompt,
+        failed: Collection[str] = (),
+        *,
+        lossy: Collection[str] = (),
+        as_stored: Collection[str] = (),
+        known: FindVariants | None = None,
+    ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
+        """The known variants of a prompt's chunks, except `failed` ones.
+
+        Variants whose load would read, or did read (`lossy`), a lossy copy count as approximate, unless they are in
+        `as_stored`. So does float32 KV that another platform computed, whose rounding differs; in bfloat16 this
+        difference is smaller than that between shapes of prefills.
+
+        Args:
+          known: looks variants up; None for `VariantIndex.of_chunks`.
+        """
+
+        platform = own_platform()
+
+        def seen(meta: VariantMeta) -> VariantMeta:
+            is_lossy = meta.variant_id in lossy or self._store.is_lossy(meta.variant_id)
+            is_foreign = meta.platform not in (None, platform) and self._model.dtype == jnp.float32
+            is_approx = (is_lossy or is_foreign) and meta.variant_id not in as_stored
+            return dataclasses.replace(meta, fidelity="approx") if is_approx else meta
+
+        found = (known or self._variants.of_chunks)({chunk.chunk_id for chunk in prompt.chunks})
+        usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in found.items()}
+        return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
+
+    def leave_out(self, error: LoadFailedError, waited_s: float) -> None:
+        """Drops damaged and missing variants; late ones, and those on a failing disk, stay for later requests."""
+        late = [key for key, cause in error.causes.items() if isinstance(cause, TimeoutError)]
+        late_bytes = sum(map(self._store.unread_bytes, late))
+        if late_bytes:  # the reads continue, but the request may have ended by then
+            self.rates.tiers[DISK].add(late_bytes, waited_s)
+        for variant_id, cause in error.causes.items():
+            logger.warning("variant %s: %s; its chunk is computed instead", variant_id, cause)
+            if isinstance(cause, ShardCorruptError):
+                self._variants.discard(variant_id)
+            elif isinstance(cause, ShardNotFoundError):
+                self._variants.forget(variant_id)
+
+
+def _exactly_reused(plan: PrefillPlan) -> frozenset[VariantId]:
+    """The variants that the plan treats as equal to a full prefill's KV."""
+    return frozenset(
+        segment.variant_id
+        for segment in plan.segments
+        if segment.variant_id is not None and segment.fidelity == "exact"
+    )
