@@ -6,6 +6,8 @@ import concurrent.futures
 import functools
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +36,9 @@ from ccjax.runner.sampling import draw
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+
+_NICE = 15
+"""The lowest priority is 19; on idle cores none of them slows anything down."""
 
 
 class StepCompiler:
@@ -233,7 +238,9 @@ class BackgroundCompiler:
 
     def __init__(self, model: DeviceModel, steps: StepCompiler) -> None:
         self._model, self._steps = model, steps
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ccjax-compile")
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="ccjax-compile", initializer=_lower_priority
+        )
         self._next: concurrent.futures.Future[None] | None = None
         self._is_closed = False
 
@@ -263,6 +270,13 @@ class BackgroundCompiler:
             if not self._is_closed:  # after `close`, failures are expected: the page pool is closed
                 logger.exception("%s: could not be compiled ahead", key)
             self._model.sizes.give_up(key)
+
+
+def _lower_priority() -> None:
+    """Lets requests that come during a compilation have the cores first. Linux has a priority for each thread; threads
+    that this one starts inherit it."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _is_done(run: concurrent.futures.Future[None], is_cancelled: IsCancelled | None) -> bool:
