@@ -28,9 +28,10 @@ def capture_variants(
 ) -> Iterator[tuple[VariantMeta, np.ndarray]]:
     """Yields each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE.
 
-    Computed chunks are kept as computed, approximately reused ones as repaired (CacheCraft sec. 3.3 adds a variant for
-    each new prefix); `ccjax.policy.capture.should_capture` decides which. A repair that the focus cut short is not
-    kept: a later question that attends to the passage would take it for a complete one.
+    Computed chunks are kept as computed, approximately reused ones with their recomputed tokens (CacheCraft sec. 3.3
+    adds a variant for each new prefix); `ccjax.policy.capture.should_capture` decides which. A chunk whose
+    recomputation the focus cut short is not kept: a later question that attends to the passage would take it for a
+    complete one.
 
     Args:
       ranking_layers: layers whose masses rank a chunk's tokens (CacheCraft eq. 14); None for all, as in the paper.
@@ -42,7 +43,7 @@ def capture_variants(
         if segment.chunk_id is None:
             continue
         prefix_ids = tuple(earlier.chunk_id for earlier in before if earlier.chunk_id is not None)
-        is_whole = segment.action == "compute" or index not in result.unrepaired
+        is_whole = segment.action == "compute" or index not in result.partly_recomputed
         if is_whole and should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
             kv = _kv(result, segment, read_layers)
             yield _measured_meta(index, segment, before, prefix_ids, masses, ranking, kv.nbytes), kv

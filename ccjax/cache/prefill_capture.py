@@ -117,8 +117,8 @@ class PrefillCapture:
         """Stores variants of a prefill; returns how many."""
         prompt, plan = prefilled.prompt, prefilled.plan
         self._describe(plan)
-        # Chunks repaired from a lossy copy are stored, like those repaired from its exact original: errors do not
-        # accumulate, since nothing is stored from a repaired (approximate) variant. Unused lossy copies are replaced.
+        # Chunks partly recomputed from a lossy copy are stored, like those from its exact original: errors do not
+        # accumulate, since nothing is stored from an approximate variant. Unused lossy copies are replaced.
         known = self._planner.usable(prompt, as_stored=plan.pin)
         seen = self._seen(plan)
         kept = set() if kept is None else kept

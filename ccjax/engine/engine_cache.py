@@ -92,8 +92,8 @@ class EngineCache:
         if there is none, replaces one approximate variant by an exact one. Once the last tier is nearly full, passages
         that no request reused are left out.
 
-        Repaired chunks are stored as approximate variants. Exact ones can be reused behind their prefix in every mode,
-        and errors do not accumulate on them.
+        Chunks that were partly recomputed are stored as approximate variants. Exact ones can be reused behind their
+        prefix in every mode, and errors do not accumulate on them.
 
         Args:
           is_cancelled: called before every layer; once it returns True, nothing is changed.

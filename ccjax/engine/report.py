@@ -24,7 +24,7 @@ def build_report(
     tiers: Mapping[str, str] = {} if prefilled.ticket is None else prefilled.ticket.tiers
     documents: list[DocumentReuse] = []
     number = 0
-    splits = [_split(segment, result.repaired_tokens.get(index)) for index, segment in enumerate(plan.segments)]
+    splits = [_split(segment, result.recomputed_tokens_of.get(index)) for index, segment in enumerate(plan.segments)]
     for segment, chunk, split in zip(plan.segments, prompt.chunks, splits, strict=False):
         focused = None
         if segment.role == "document":
@@ -77,10 +77,10 @@ def build_report(
     )
 
 
-def _split(segment: Segment, repaired: int | None) -> tuple[int, int, int]:
-    """(reused, recomputed, computed) tokens of a segment. `repaired`: tokens chosen by deviation for recomputing, None
+def _split(segment: Segment, chosen: int | None) -> tuple[int, int, int]:
+    """(reused, recomputed, computed) tokens of a segment. `chosen`: tokens chosen by deviation for recomputing, None
     if deviation did not choose."""
     if segment.action == "compute":
         return 0, 0, segment.num_tokens
-    recomputed = len(segment.recompute_offsets) if repaired is None else repaired
+    recomputed = len(segment.recompute_offsets) if chosen is None else chosen
     return segment.num_tokens - recomputed, recomputed, 0

@@ -75,9 +75,9 @@ def _segments(
     traces = []
     parts = zip(plan.segments, prompt.chunks, report.per_document, strict=False)
     for index, (segment, chunk, told) in enumerate(parts):
-        offsets = _recomputed(segment, result.not_repaired)
+        offsets = _recomputed(segment, result.not_recomputed)
         runs = num_layers
-        if index in result.unrepaired:
+        if index in result.partly_recomputed:
             runs = _least_layers(plan) if result.focus_cut_layer is None else result.focus_cut_layer
         traces.append(
             SegmentTrace(
@@ -123,10 +123,10 @@ def _least_layers(plan: PrefillPlan) -> int:
     return next(drops, len(counts) - 1) + 1
 
 
-def _recomputed(segment: Segment, not_repaired: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """In-chunk offsets of the recomputed tokens. `not_repaired`: prompt offsets of the tokens that deviation did not
+def _recomputed(segment: Segment, not_recomputed: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """In-chunk offsets of the recomputed tokens. `not_recomputed`: prompt offsets of the tokens that deviation did not
     choose."""
-    if not not_repaired:
+    if not not_recomputed:
         return segment.recompute_offsets
-    left = {int(offset) - segment.start for offsets in not_repaired for offset in offsets}
+    left = {int(offset) - segment.start for offsets in not_recomputed for offset in offsets}
     return tuple(offset for offset in segment.recompute_offsets if offset not in left)

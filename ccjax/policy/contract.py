@@ -17,7 +17,7 @@ _NEVER_APPROXIMATE = ("full", "prefix")
 _PREPARED = ("prepared", "idle")
 """States of the cache (`ccjax calibrate --cached`) in which passages were computed behind the frame."""
 
-MOST_REPAIRED = 0.3
+MOST_RECOMPUTED = 0.3
 """The largest share that a calibration may recompute by default: beyond it reuse saves little."""
 
 
@@ -51,8 +51,8 @@ def reuse_contract(
     `off` and `exact` are fixed. `bounded` recomputes as much as the cheapest setting that keeps the target, or
     `settings.recompute_ratio` if that is more. Without a calibration of the strategy, or if no setting keeps a target
     named in the request, reuse is exact for that request; other requests are served according to `settings`. So a
-    calibration in which no setting up to `MOST_REPAIRED` keeps its own target changes nothing, and the bound is what it
-    measured for a share like that of `settings`. `fast` guarantees nothing.
+    calibration in which no setting up to `MOST_RECOMPUTED` keeps its own target changes nothing, and the bound is what
+    it measured for a share like that of `settings`. `fast` guarantees nothing.
 
     Raises:
       ValueError: a target outside 0 to 1.
@@ -70,7 +70,7 @@ def reuse_contract(
     if mode == "fast" and quality_target is None:
         return ReuseContract(mode, settings)
     is_for_prepared = calibration.settings.get("cached") in _PREPARED
-    if quality_target is None and (trial is None or _share(trial) > MOST_REPAIRED):
+    if quality_target is None and (trial is None or _share(trial) > MOST_RECOMPUTED):
         return ReuseContract(mode, settings, False, wanted, _bound_as_set(settings, calibration), is_for_prepared)
     if trial is None:
         return ReuseContract("exact", settings, True, wanted, 1.0)
@@ -86,7 +86,7 @@ def _share(trial: Trial) -> float:
 def _bound_as_set(settings: PlannerSettings, calibration: Calibration) -> float | None:
     """The share of answers kept by the trial that recomputes most among those that recompute no more than `settings`;
     None if there is none."""
-    share = settings.repair_cap if settings.recompute_ratio is None else settings.recompute_ratio
+    share = settings.recompute_cap if settings.recompute_ratio is None else settings.recompute_ratio
     below = [one for one in calibration.trials[settings.strategy] if one.focus_window is None and _share(one) <= share]
     return calibration.bound(settings.strategy, max(below, key=_share)) if below else None
 

@@ -42,8 +42,8 @@ class PlannerSettings:
       alpha: CacheCraft eq. 12, scales how much is recomputed; at least 0.
       recompute_ratio: in mode `bounded`, the share of every approximately reused chunk to recompute, instead of CFO.
       max_deviation: strategy `auto`, in mode `bounded` without `recompute_ratio`: the largest deviation of KV that is
-        not repaired (`VariantMeta.token_deviations`), so that each prompt gets as many tokens recomputed as it needs.
-      repair_cap: strategy `auto`, without `recompute_ratio`: the largest share of a prompt's approximately reused
+        not recomputed (`VariantMeta.token_deviations`), so that each prompt gets as many tokens recomputed as it needs.
+      recompute_cap: strategy `auto`, without `recompute_ratio`: the largest share of a prompt's approximately reused
         tokens to recompute.
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk to recompute.
       focus_window: CacheCraft alg. 1 w, in layers; None disables the focus cut.
@@ -57,7 +57,7 @@ class PlannerSettings:
     alpha: float = 1.0
     recompute_ratio: float | None = None
     max_deviation: float | None = None
-    repair_cap: float = 0.15
+    recompute_cap: float = 0.15
     fast_ratio: float = 0.05
     focus_window: int | None = None
     focus_rule: str = "entropy"
@@ -71,7 +71,7 @@ class PlannerSettings:
             check_ratio("recompute_ratio", self.recompute_ratio)
         if self.max_deviation is not None:
             check_mass("max_deviation", self.max_deviation)
-        check_ratio("repair_cap", self.repair_cap)
+        check_ratio("recompute_cap", self.recompute_cap)
         check_ratio("fast_ratio", self.fast_ratio)
         if self.focus_window is not None:
             check_count("focus_window", self.focus_window)

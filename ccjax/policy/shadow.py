@@ -59,7 +59,7 @@ class ShareControl:
             return dataclasses.replace(
                 settings,
                 alpha=settings.alpha * self.factor,
-                repair_cap=min(1.0, settings.repair_cap * self.factor),
+                recompute_cap=min(1.0, settings.recompute_cap * self.factor),
                 max_deviation=limit,
             )
         return dataclasses.replace(settings, recompute_ratio=min(1.0, settings.recompute_ratio * self.factor))

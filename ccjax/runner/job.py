@@ -89,8 +89,8 @@ class PrefillJob:
         if plan.hkvd_counts_by_layer:
             fixed = {index for index in reused if plan.segments[index].recompute_offsets}
             self._is_candidate = np.isin(self.segment_of, list(fixed))
-            self.result.unrepaired = frozenset(fixed)
-            self.result.repaired_tokens = {index: plan.segments[index].num_tokens for index in fixed}
+            self.result.partly_recomputed = frozenset(fixed)
+            self.result.recomputed_tokens_of = {index: plan.segments[index].num_tokens for index in fixed}
         self._focus = FocusState()
         self._pending: collections.deque[LayerRows] = collections.deque()
 
@@ -119,9 +119,9 @@ class PrefillJob:
         stays = ~self._is_candidate[offsets]
         stays[candidates[list(chosen)]] = True
         if not any(self.filters(earlier) for earlier in range(layer)):
-            self.result.not_repaired.append(offsets[~stays])
-            for index in self.result.repaired_tokens:
-                self.result.repaired_tokens[index] -= int((self.segment_of[offsets[~stays]] == index).sum())
+            self.result.not_recomputed.append(offsets[~stays])
+            for index in self.result.recomputed_tokens_of:
+                self.result.recomputed_tokens_of[index] -= int((self.segment_of[offsets[~stays]] == index).sum())
         return np.flatnonzero(stays)
 
     def add_layer(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
@@ -146,7 +146,7 @@ class PrefillJob:
             return None
         dropped = unfocused(self.plan, self._focus.decided)
         kept = rows_outside(self.plan, rows.offsets, dropped)
-        self.result.unrepaired = frozenset(
+        self.result.partly_recomputed = frozenset(
             index for index in dropped if np.isin(self.segment_of[rows.offsets], index).any()
         )
         if len(kept) == len(rows.offsets):

@@ -37,9 +37,9 @@ class PrefillOutcome:
       computed_token_layers: sum over layers of the tokens computed there.
       focused: indices of the focused documents once CacheCraft alg. 1 has decided, else None.
       focus_cut_layer: first layer that ran without the unfocused tokens; None if there was no cut.
-      unrepaired: segments in which not every token to recompute was computed in every layer.
-      repaired_tokens: for each segment recomputed by deviation, the number of tokens kept by the first choice.
-      not_repaired: prompt offsets of the tokens that the first choice by deviation dropped.
+      partly_recomputed: segments in which not every token to recompute was computed in every layer.
+      recomputed_tokens_of: for each segment recomputed by deviation, the number of tokens kept by the first choice.
+      not_recomputed: prompt offsets of the tokens that the first choice by deviation dropped.
       last_logits: [n, V] float32, of the last n tokens, if requested.
     """
 
@@ -47,9 +47,9 @@ class PrefillOutcome:
     computed_token_layers: int = 0
     focused: frozenset[int] | None = None
     focus_cut_layer: int | None = None
-    unrepaired: frozenset[int] = frozenset()
-    repaired_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
-    not_repaired: list[np.ndarray] = dataclasses.field(default_factory=list)
+    partly_recomputed: frozenset[int] = frozenset()
+    recomputed_tokens_of: dict[int, int] = dataclasses.field(default_factory=dict)
+    not_recomputed: list[np.ndarray] = dataclasses.field(default_factory=list)
     last_logits: np.ndarray | None = None
     loaded_bytes: int = 0
     load_wait_s: float = 0.0
@@ -96,7 +96,7 @@ def recomputed_share(plan: PrefillPlan, outcome: PrefillOutcome, index: int, num
     """The share, in [0, 1], of a reused segment's token-layers that was recomputed."""
     segment = plan.segments[index]
     share = plan.recomputed_tokens(segment) / segment.num_tokens
-    if outcome.focus_cut_layer is not None and index in outcome.unrepaired:
+    if outcome.focus_cut_layer is not None and index in outcome.partly_recomputed:
         share *= outcome.focus_cut_layer / num_layers
     return share
 

@@ -55,7 +55,7 @@ def test_a_new_variant_is_expected_to_cost_what_a_use_will_recompute():
     [
         ({"strategy": "auto"}, 0.15),
         ({"strategy": "auto", "alpha": 0.1}, 0.08),
-        ({"strategy": "auto", "repair_cap": 0.4}, 0.4),
+        ({"strategy": "auto", "recompute_cap": 0.4}, 0.4),
         ({"strategy": "auto", "recompute_ratio": 0.3}, 0.3),
         ({"strategy": "cachecraft"}, 0.8),
         ({"strategy": "legolink", "alpha": 0.5}, 0.4),

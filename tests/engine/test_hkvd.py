@@ -71,9 +71,9 @@ def test_what_deviates_most_is_computed_and_the_rest_reused():
     np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
     assert job.result.computed_token_layers == sum(map(len, rows)) == sum(COUNTS) + 5 * (25 + 8)
     segment_of = job.segment_of[rows[1]]
-    assert job.result.repaired_tokens == {index: int((segment_of == index).sum()) for index in (1, 3, 4, 5)}
-    assert sum(job.result.repaired_tokens.values()) == COUNTS[1]
-    assert job.result.unrepaired == {1, 3, 4, 5}
+    assert job.result.recomputed_tokens_of == {index: int((segment_of == index).sum()) for index in (1, 3, 4, 5)}
+    assert sum(job.result.recomputed_tokens_of.values()) == COUNTS[1]
+    assert job.result.partly_recomputed == {1, 3, 4, 5}
     # Mutants: one more token in one layer; slightly wrong keys, which change the deviations.
     assert np.abs(oracle(world, plan, (141, 60, 60, 32, 9))[0] - wanted).max() > 10 * TOLERANCE
     assert np.abs(run(world, plan, mutate=lambda kv: kv * 1.01)[0] - wanted).max() > 10 * TOLERANCE
@@ -85,7 +85,7 @@ def test_all_kept_is_a_full_prefill_of_what_is_not_exact():
     wanted, _ = run(world, plan)
     got, job = run(world, dataclasses.replace(plan, hkvd_counts_by_layer=(141,) * 5))
     np.testing.assert_array_equal(got, wanted)
-    assert job.result.repaired_tokens == {1: 33, 3: 20, 4: 37, 5: 51}
+    assert job.result.recomputed_tokens_of == {1: 33, 3: 20, 4: 37, 5: 51}
 
 
 def test_a_piece_keeps_its_share():

@@ -140,7 +140,7 @@ def test_kv_from_behind_other_text_is_better_than_kv_from_behind_the_instruction
     def divergence(**settings) -> float:
         return mean_kl(full, answers(**settings))
 
-    unrepaired = divergence(store=stores["default"], recompute_ratio=0.0)
+    unchanged = divergence(store=stores["default"], recompute_ratio=0.0)
     alone, framed = (divergence(store=stores[name]) for name in ("none", "default"))
-    print(f"KL: alone {alone:.4f}, framed {framed:.4f}, unrepaired {unrepaired:.4f}")
-    assert framed < 0.5 * alone and framed < 0.5 * unrepaired
+    print(f"KL: alone {alone:.4f}, framed {framed:.4f}, unchanged {unchanged:.4f}")
+    assert framed < 0.5 * alone and framed < 0.5 * unchanged

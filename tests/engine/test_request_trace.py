@@ -53,7 +53,7 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
 
 
 def test_a_focus_cut_ends_what_is_recomputed_of_the_others():
-    first, second = traced(PrefillOutcome(focused=frozenset({0}), focus_cut_layer=4, unrepaired=frozenset({1})))
+    first, second = traced(PrefillOutcome(focused=frozenset({0}), focus_cut_layer=4, partly_recomputed=frozenset({1})))
     assert (first.recomputed_offsets, first.recomputed_layers, first.focused) == ((0, 3, 7), 6, True)
     assert (second.recomputed_offsets, second.recomputed_layers, second.focused) == ((1, 2), 4, False)
     assert (first.tier, second.tier) == ("host", "disk")
@@ -61,9 +61,9 @@ def test_a_focus_cut_ends_what_is_recomputed_of_the_others():
 
 def test_where_deviation_chooses_the_marks_are_what_it_chose_first():
     outcome = PrefillOutcome(
-        unrepaired=frozenset({0, 1}),
-        repaired_tokens={0: 1, 1: 2},
-        not_repaired=[np.asarray([0, 7])],
+        partly_recomputed=frozenset({0, 1}),
+        recomputed_tokens_of={0: 1, 1: 2},
+        not_recomputed=[np.asarray([0, 7])],
     )
     first, second = traced(outcome, counts=(5, 5, 3, 2, 2, 1))
     assert (first.recomputed_offsets, second.recomputed_offsets) == ((3,), (1, 2))

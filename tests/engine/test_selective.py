@@ -184,13 +184,13 @@ def test_repaired_kv_is_captured_as_the_oracle_repairs_it(window):
     result = run_reusing(model, world.prompt, plan, world.read_layers, collect=True)
     parents = {name: [_parent(name, world)] for name in "sabcd"}
     captured = {meta.chunk_id: (meta, kv) for meta, kv in capture_variants(plan, result, parents, world.read_layers)}
-    whole = [str(s.chunk_id) for i, s in enumerate(plan.segments[:-1]) if i not in result.unrepaired]
-    assert (window is None) == (not result.unrepaired)
+    whole = [str(s.chunk_id) for i, s in enumerate(plan.segments[:-1]) if i not in result.partly_recomputed]
+    assert (window is None) == (not result.partly_recomputed)
     assert sorted(captured) == sorted(name for name in whole if name != "s")
 
     rows = [computed_offsets(plan)] * 5
     if window is not None:
-        after = computed_offsets(plan, dropped=result.unrepaired)
+        after = computed_offsets(plan, dropped=result.partly_recomputed)
         rows = rows[: result.focus_cut_layer] + [after] * (5 - result.focus_cut_layer)
     repaired = []
     selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows, contexts=repaired)

@@ -58,7 +58,7 @@ def test_the_cheapest_setting_that_keeps_the_target_is_planned_by(target, alpha,
     for mode in ("bounded",) if target is None else ("bounded", "fast"):
         found = contract(mode, target)
         assert (found.mode, found.settings.alpha, found.settings.recompute_ratio) == ("bounded", alpha, ratio)
-        # Trials ran without the focus cut, which would leave a part of that share unrepaired.
+        # Trials ran without the focus cut, which would leave a part of that share partly_recomputed.
         assert found.settings == dataclasses.replace(SETTINGS, alpha=alpha, recompute_ratio=ratio, focus_window=None)
         assert found.is_calibrated and found.quality_target == (0.9 if target is None else target)
         assert found.quality_bound == pytest.approx(bound, abs=1e-4)
@@ -81,7 +81,7 @@ def test_a_calibration_that_fails_takes_nothing_away():
     assert (found.mode, found.settings, found.quality_target) == ("bounded", SETTINGS, 0.96)
     assert found.quality_bound == pytest.approx(0.8725, abs=1e-4)
     assert contract("bounded", 0.96, calibration=dear).settings.alpha == 2.0
-    more = dataclasses.replace(SETTINGS, repair_cap=0.35)
+    more = dataclasses.replace(SETTINGS, recompute_cap=0.35)
     assert contract(settings=more, calibration=dear).quality_bound == pytest.approx(0.9534, abs=1e-4)
 
 

@@ -102,7 +102,7 @@ class TestAuto:
     ) -> list[tuple]:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: b, ids("D")[0]: d}
         chunks = prompt("SABD", system=True)
-        planned = PlannerSettings(strategy=strategy, **{"repair_cap": 1.0, **settings})
+        planned = PlannerSettings(strategy=strategy, **{"recompute_cap": 1.0, **settings})
         plan = plan_prefill(chunks, 3, candidates, mode=mode, settings=planned)
         return [segment.recompute_offsets for segment in plan.segments[2:-1]]
 
@@ -157,12 +157,12 @@ class TestAuto:
 
     def test_the_cap_holds_for_the_prompt_and_goes_where_kv_changes_most(self):
         b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
-        assert self.decided(b, d, repair_cap=0.15) == [(), (2, 3, 9)], "0.15 of 20"
-        forced = self.decided(b, d, repair_cap=0.15, recompute_ratio=0.3)
+        assert self.decided(b, d, recompute_cap=0.15) == [(), (2, 3, 9)], "0.15 of 20"
+        forced = self.decided(b, d, recompute_cap=0.15, recompute_ratio=0.3)
         assert forced == [(0, 9), (2, 3, 4, 9)], "a forced share is no less"
         never = [variant("B", "SAX")]
-        assert self.decided(never, d, repair_cap=0.15) == [(8, 9), (2, 3)], "each its own 0.15 of 10"
-        assert PlannerSettings().repair_cap == 0.15
+        assert self.decided(never, d, recompute_cap=0.15) == [(8, 9), (2, 3)], "each its own 0.15 of 10"
+        assert PlannerSettings().recompute_cap == 0.15
 
     def test_a_variant_that_saw_no_passage_comes_last_and_one_that_saw_one_before_it(self):
         """Eq. 12 would put it first, because its CCI is the smallest."""

@@ -62,4 +62,4 @@ def expected_share(settings: PlannerSettings, cci: float) -> float:
     if settings.strategy == "cacheblend":
         return DEFAULT_RATIO
     share = cache_fix_overhead(cci, 0.0, settings.alpha)
-    return min(share, settings.repair_cap) if settings.strategy == "auto" else share
+    return min(share, settings.recompute_cap) if settings.strategy == "auto" else share

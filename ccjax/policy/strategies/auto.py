@@ -21,8 +21,8 @@ def decide(
     chunks: Sequence[PromptChunk], candidates: Candidates, mode: ReuseMode, settings: PlannerSettings
 ) -> list[Decision]:
     """Exact reuse unchanged. Of the approximately reused chunks, recomputes as many tokens in all as `cachecraft`, but
-    at most `settings.repair_cap` of them; or, in mode `bounded` with `settings.max_deviation` and no forced share, all
-    that deviate more. Variants computed behind passages or the frame are preferred to others.
+    at most `settings.recompute_cap` of them; or, in mode `bounded` with `settings.max_deviation` and no forced share,
+    all that deviate more. Variants computed behind passages or the frame are preferred to others.
 
     Chunks without known deviations get their own number of tokens, by attention (CacheCraft eq. 14). All others share
     theirs: the highest deviations of any chunk, each weighted by the part of its old context that is missing, so that
@@ -33,7 +33,7 @@ def decide(
     scores: list[tuple[float, int, int]] = []
     budget = num_shared = 0
     is_forced = mode == "bounded" and settings.recompute_ratio is not None
-    cap = 1.0 if is_forced else settings.repair_cap
+    cap = 1.0 if is_forced else settings.recompute_cap
     for index, (chunk, choice) in enumerate(zip(chunks, choices, strict=True)):
         if choice is None or choice.exact:
             continue
