@@ -47,7 +47,7 @@ ALLOWED = {
     | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.loading": {"ccjax.policy", "ccjax.text", "ccjax.models.llama3", "ccjax.config", "ccjax.errors"},
     "ccjax.prompts": {"ccjax.policy", "ccjax.text", "ccjax.requests", "ccjax.types", "ccjax.errors"},
-    "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.types", "ccjax.errors"},
+    "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.config", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
     "ccjax.config": {"ccjax.policy", "ccjax.types", "ccjax.errors"},

@@ -9,6 +9,8 @@ from pydantic import ConfigDict, Field
 from ccjax.config.base import SettingsModel
 from ccjax.config.values import FolderPath
 
+IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
+
 
 class DocumentOptions(SettingsModel):
     """Documents that answers are based on; all readers of an index need the same options."""
@@ -21,7 +23,7 @@ class DocumentOptions(SettingsModel):
     """Never retrieve documents, with any model."""
     index_dir: FolderPath | None = None
     """Directory of the index; without it below ~/.cache/ccjax/index."""
-    index_kind: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
+    index_kind: IndexKind = "auto"
     """Kind of the vector index; auto is ivf for 50,000 passages and more, else flat."""
     index_recall: float = Field(default=0.95, gt=0, lt=1)
     """Target recall of ivf and hnsw: share of the nearest passages to find."""

@@ -13,10 +13,11 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 
+from ccjax.config.documents import DocumentOptions, IndexKind
 from ccjax.retrieval.catalog import (
     Catalog,
     IndexedDocument,
@@ -33,7 +34,7 @@ __all__ = ["IndexKind", "IndexSettings", "IndexUnusableError", "IndexedDocument"
 
 _log = logging.getLogger(__name__)
 
-IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
+_DEFAULTS = DocumentOptions()
 INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 LEAST_TRAINED = 50_000
 """Number of passages from which `auto` trains an IVF index: fewer are searched exactly in some milliseconds."""
@@ -78,7 +79,12 @@ class PassageIndex:
 
     @classmethod
     def open(
-        cls, directory: Path | None, settings: IndexSettings, *, kind: IndexKind = "auto", recall: float = 0.95
+        cls,
+        directory: Path | None,
+        settings: IndexSettings,
+        *,
+        kind: IndexKind = _DEFAULTS.index_kind,
+        recall: float = _DEFAULTS.index_recall,
     ) -> PassageIndex:
         """Opens the index in `directory`, creating an empty one if there is none; None keeps it in memory.
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.config.documents import DocumentOptions, IndexKind
 from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, PassageRow
 from ccjax.retrieval.changes import IndexChanges, find_changes
 from ccjax.retrieval.chunking import split
 from ccjax.retrieval.documents import MAX_FILE_BYTES, LoadedDocument
 from ccjax.retrieval.embedding import Embedder, default_embedder
 from ccjax.retrieval.filters import parse_filter
-from ccjax.retrieval.index import IndexKind, PassageIndex
+from ccjax.retrieval.index import PassageIndex
 from ccjax.retrieval.trained import Trained
 from ccjax.types import Document
 
@@ -27,6 +28,7 @@ Progress = Callable[[str, int, int], None]
 """Called as (stage, done, total); stages are `read` (files), `embed` (passages) and, when a large index is rebuilt,
 `train` (1) and `add` (passages)."""
 
+_DEFAULTS = DocumentOptions()
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -127,13 +129,13 @@ class Retriever:
         index_dir: str | Path | None = None,
         embedder: Embedder | None = None,
         count_tokens: Callable[[str], int],
-        chunk_tokens: int = 200,
-        overlap_tokens: int = 0,
+        chunk_tokens: int = _DEFAULTS.chunk_tokens,
+        overlap_tokens: int = _DEFAULTS.overlap_tokens,
         progress: Progress | None = None,
         strict: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
-        index_kind: IndexKind = "auto",
-        index_recall: float = 0.95,
+        index_kind: IndexKind = _DEFAULTS.index_kind,
+        index_recall: float = _DEFAULTS.index_recall,
     ) -> Retriever:
         """Opens a retriever over the files below `docs_dir` and updates its index.
 
