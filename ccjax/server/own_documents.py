@@ -10,7 +10,8 @@ from ccjax.engine import Engine
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
 from ccjax.retrieval import Passage, RefreshReport, Retriever
-from ccjax.server.worker import EngineWorker, QueueFullError, WorkerClosedError
+from ccjax.server.idle_thread import QueueFullError, WorkerClosedError
+from ccjax.server.worker import EngineWorker
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def drop_old_versions(retriever: Retriever, engine: Engine, worker: EngineWorker
     for document_id in (*report.changed, *report.removed):
         kept = [passage.as_document() for passage in retriever.passages(document_id)]
         try:
-            worker.call(functools.partial(engine.documents.invalidate, document_id, keep=kept)).result()
+            worker.thread.call(functools.partial(engine.documents.invalidate, document_id, keep=kept)).result()
         except (UnknownDocumentError, ReadOnlyError):  # never cached, or the store is read-only
             pass
         except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:

@@ -24,6 +24,7 @@ from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import DeadlineError, RequestError
 from ccjax.retrieval import Retriever
 from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.idle_thread import IdleWork, QueueFullError, WorkerClosedError
 from ccjax.server.keys import Key, Keys, salt_of
 from ccjax.server.live import LiveCounts
 from ccjax.server.metrics import ServerMetrics
@@ -35,7 +36,7 @@ from ccjax.server.settings import ServerSettings
 from ccjax.server.telemetry import RequestTelemetry
 from ccjax.server.tracing import Tracing
 from ccjax.server.warming import MOST_JOBS, WarmJob, WarmJobs
-from ccjax.server.worker import EngineWorker, IdleWork, Job, QueueFullError, WorkerClosedError
+from ccjax.server.worker import EngineWorker, Job
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class Service:
                 max_pending=self.settings.max_prefill_bs,
             )
         try:
-            with renamed(body.argument_names()), backend.worker.expecting():
+            with renamed(body.argument_names()), backend.worker.thread.paused():
                 documents = await self._documents(backend, body, begun, passages)
                 found_s = time.perf_counter()
                 request = request_of(documents)
@@ -274,7 +275,7 @@ class Service:
         """
         backend = self.backend
         with _taking():
-            future = backend.worker.call(lambda: function(backend.engine))
+            future = backend.worker.thread.call(lambda: function(backend.engine))
         try:
             # Shielded: an accepted operation is carried out even if the client does not wait for it.
             return await asyncio.shield(asyncio.wrap_future(future))
@@ -425,7 +426,7 @@ def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation 
 def _refresh_documents(backend: Backend) -> None:
     if own_documents.refresh(backend.retriever, backend.engine, backend.worker) and backend.preparation is not None:
         backend.preparation.restart()
-        backend.worker.call(lambda: None)  # wakes it up
+        backend.worker.thread.call(lambda: None)  # wakes it up
 
 
 def _place_orders(backend: Backend) -> None:

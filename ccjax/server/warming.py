@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from ccjax.engine import Engine, Warming
-from ccjax.server.worker import EngineWorker, QueueFullError, WorkerClosedError
+from ccjax.server.idle_thread import QueueFullError, WorkerClosedError
+from ccjax.server.worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class WarmJobs:
         with self._lock:
             if sum(other.status == "running" for other in self._jobs.values()) >= MOST_JOBS:
                 return None
-            worker.call((lambda: self._go_on(job, worker)) if at_once else (lambda: None))  # wakes it up
+            worker.thread.call((lambda: self._go_on(job, worker)) if at_once else (lambda: None))  # wakes it up
             self._jobs[job.id] = job
             finished = [key for key, other in self._jobs.items() if other.status != "running"]
             for key in finished[: max(0, len(finished) - _MOST_KEPT)]:
@@ -107,7 +108,7 @@ class WarmJobs:
             self._warm_one(job, lambda: False)
         if job.status == "running":
             try:
-                worker.call(lambda: self._go_on(job, worker))
+                worker.thread.call(lambda: self._go_on(job, worker))
             except (QueueFullError, WorkerClosedError):
                 job.at_once = job.warming.is_urgent = False  # then in idle time
 

@@ -1,36 +1,16 @@
-"""Jobs that hand requests to the engine, and a thread for work between requests.
-
-Verbs: `submit` hands a request to the engine, `Job.deltas` streams its answer, `Job.cancel` stops it at any stage,
-`call` runs a function on the thread, which otherwise does idle work, and `shut` and `close` end both.
-"""
+"""Jobs that hand requests to the engine: `EngineWorker.submit` hands one over, `Job.deltas` streams its answer,
+`Job.cancel` stops it at any stage, and `EngineWorker.shut` and `close` end all of them."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
-import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
 
 from ccjax.engine import Delta, Request, Response
-
-logger = logging.getLogger(__name__)
-
-_IDLE_AFTER_S = 0.1
-"""Idle work starts after this long without a request, not in the gap between two requests of one client."""
-
-_MOST_CALLS = 128
-"""Most calls that may wait for the thread."""
-
-Result = TypeVar("Result")
-
-IdleWork = Callable[[Callable[[], bool]], bool]
-"""Does one piece of idle work, polls its argument and stops once that returns True; returns whether more work may be
-left."""
+from ccjax.server.idle_thread import IdleThread, IdleWork, WorkerClosedError
 
 
 class Start(Protocol):
@@ -47,14 +27,6 @@ class OpenPreload(Protocol):
     def close(self) -> None:
         """Ends the reads; may be called twice."""
         ...
-
-
-class QueueFullError(Exception):
-    """The call queue is full."""
-
-
-class WorkerClosedError(Exception):
-    """The worker accepts no more requests."""
 
 
 class JobCancelledError(Exception):
@@ -130,7 +102,11 @@ class Job:
 
 
 class EngineWorker:
-    """Hands requests to the engine, which queues them."""
+    """Hands requests to the engine, which queues them.
+
+    Attributes:
+      thread: runs calls, and idle work while there is no job.
+    """
 
     def __init__(
         self,
@@ -153,19 +129,13 @@ class EngineWorker:
         """
         self.clock, self.sleep = clock, sleep
         self._start = start
-        self._idle_work = idle_work
-        self._is_idle_work_left = idle_work is not None
         self._preload = preload
         self._on_start = on_start
         self._on_end = on_end
         self._changed = threading.Condition()
         self._jobs: dict[Job, None] = {}
-        self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
-        self._is_calling = False
-        self._num_expected = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="ccjax-idle", daemon=True)
-        self._thread.start()
+        self.thread = IdleThread(lambda: bool(self._jobs), idle_work)
 
     @property
     def num_waiting(self) -> int:
@@ -182,27 +152,12 @@ class EngineWorker:
     @property
     def is_idle(self) -> bool:
         """True when no request and no call is left."""
-        with self._changed:
-            return not (self._jobs or self._calls or self._is_calling)
+        return not self._jobs and not self.thread.is_calling
 
     @property
     def is_closed(self) -> bool:
         """True once `shut` or `close` was called."""
         return self._closed
-
-    @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Context in which a request is being prepared and may already run in part: idle work pauses."""
-        with self._changed:
-            self._num_expected += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_expected -= 1
-                # Interrupted idle work resumes, even if no request came.
-                self._is_idle_work_left = self._idle_work is not None
-                self._changed.notify_all()
 
     def submit(
         self,
@@ -227,8 +182,7 @@ class EngineWorker:
             if self._preload is not None and self._jobs:
                 job.preload = self._preload(request)
             self._jobs[job] = None
-            self._is_idle_work_left = self._idle_work is not None
-            self._changed.notify_all()
+        self.thread.wake()
         try:
             start = start or self._start
             job.stop = start(request, lambda event: self._handle_event(job, event), on_start=lambda: self._begin(job))
@@ -237,29 +191,11 @@ class EngineWorker:
             raise
         return job
 
-    def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Runs a function on the worker's thread, after earlier calls. From any thread; idle work is reconsidered
-        afterwards.
-
-        Raises:
-          QueueFullError, WorkerClosedError: the call was not accepted.
-        """
-        future: Future[Result] = Future()
-        with self._changed:
-            if self._closed:
-                raise WorkerClosedError
-            if len(self._calls) >= _MOST_CALLS:
-                raise QueueFullError
-            self._calls.append((function, future))
-            self._is_idle_work_left = self._idle_work is not None
-            self._changed.notify_all()
-        return future
-
     def shut(self) -> None:
         """Accepts nothing more; existing jobs and calls continue."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
+        self.thread.shut()
 
     def break_off(self, reason: Exception) -> None:
         """Ends all jobs with `reason`, which their clients receive."""
@@ -273,15 +209,9 @@ class EngineWorker:
         self.shut()
         with self._changed:
             jobs = [] if drain else list(self._jobs)
-            futures = [] if drain else [future for _, future in self._calls]
-            if not drain:
-                self._calls.clear()
-            self._changed.notify_all()
         for job in jobs:
             job.cancel()
-        for future in futures:
-            future.set_exception(WorkerClosedError())
-        self._thread.join()
+        self.thread.close(drain=drain)
         with self._changed:
             self._changed.wait_for(lambda: not self._jobs)
 
@@ -340,53 +270,7 @@ class EngineWorker:
             job.ended_s = job.ended_s or self.clock()
             self._jobs.pop(job, None)
             self._changed.notify_all()
+        self.thread.wake()
         if was_here:
             job.on_leave(job.response)
         return was_here
-
-    # -- the thread --------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._closed or self._may_work_idly)
-                call = self._calls.popleft() if self._calls else None
-                self._is_calling = call is not None
-                if call is None and self._closed:
-                    return
-                if call is None and self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S):
-                    continue
-            if call is not None:
-                _complete(call[1], call[0])
-                self._is_calling = False
-            else:
-                self._work_idly()
-
-    @property
-    def _may_work_idly(self) -> bool:
-        """True when no request is present and idle work may be left."""
-        return self._is_idle_work_left and not (self._jobs or self._num_expected)
-
-    def _is_wanted(self) -> bool:
-        """True when something more urgent than idle work is waiting."""
-        return bool(self._jobs or self._calls or self._num_expected) or self._closed
-
-    def _work_idly(self) -> None:
-        assert self._idle_work is not None
-        with self._changed:
-            self._is_idle_work_left = False  # work arriving meanwhile may leave more behind
-        try:
-            is_left = self._idle_work(self._is_wanted)
-        except Exception:
-            logger.exception("idle work failed")
-            return
-        if is_left:
-            with self._changed:
-                self._is_idle_work_left = True
-
-
-def _complete(future: Future[Any], function: Callable[[], Any]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)

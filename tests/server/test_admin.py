@@ -272,7 +272,7 @@ def test_a_warm_job_yields_to_requests_and_can_be_cancelled(server: Server) -> N
         assert call(server, "GET", f"/warm/{job['id']}").json()["done"] == 0
         ended = call(server, "DELETE", f"/warm/{job['id']}")
         assert ended.status_code == 200 and ended.json()["status"] == "cancelled"
-    wait_until(lambda: server.service.backend.worker.call(lambda: True).result())
+    wait_until(lambda: server.service.backend.worker.thread.call(lambda: True).result())
     assert call(server, "GET", f"/warm/{job['id']}").json()["status"] == "cancelled"
     assert ask(server, ANNA)["per_document"][1]["computed_tokens"] > 0
 
@@ -290,7 +290,7 @@ def test_a_call_waits_for_the_running_request_and_health_does_not(server: Server
     ask(server, ANNA)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, busy(server):
         order = pool.submit(call, server, "DELETE", "/documents/anna?erase=true")
-        wait_until(lambda: server.service.backend.worker._is_calling, timeout_s=60)
+        wait_until(lambda: server.service.backend.worker.thread.is_calling, timeout_s=60)
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert not order.done()
     assert order.result().status_code == 200 and server.engine.documents.list() == ()

@@ -141,7 +141,7 @@ def test_a_request_during_a_repair_is_answered_and_the_repair_stops_between_laye
     with start_server() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         worker = server.service.backend.worker
         wait_until(at_rest)
-        with worker.expecting():  # no repair yet
+        with worker.thread.paused():  # no repair yet
             gate.open.set()
             leave_approximate(server)
             assert post(server, reuse="off").status_code == 200
@@ -169,7 +169,7 @@ def test_repairs_can_be_switched_off(start_server: StartServer) -> None:
         backend = server.service.backend
         assert backend.warm_jobs.add(warming, backend.worker, at_once=False)
         wait_until(lambda: warming.is_finished)  # there was idle time
-        assert backend.worker.call(lambda: num_approximate(server)).result()
+        assert backend.worker.thread.call(lambda: num_approximate(server)).result()
 
 
 def test_variants_of_another_engine_are_used_without_a_restart(

@@ -136,7 +136,7 @@ def test_nothing_is_prepared_if_disabled_or_read_only(start_server) -> None:
     for settings in ({"prepares": False}, {"prepares": True, "strategy": "full"}):
         with start_server(ServerSettings(), **settings) as server:
             backend = server.service.backend
-            wait_until(lambda worker=backend.worker: not worker._may_work_idly)
+            wait_until(lambda worker=backend.worker: not worker.thread._may_work_idly)
             assert server.engine.cache.num_variants == 0
 
 

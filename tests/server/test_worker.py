@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import ccjax.server.worker as worker_module
+import ccjax.server.idle_thread as idle_module
 from ccjax.engine import Delta, Request, Response, SamplingParams
 from ccjax.errors import OverloadError
-from ccjax.server.worker import EngineWorker, IdleWork, Job, JobCancelledError, QueueFullError, WorkerClosedError
+from ccjax.server.idle_thread import IdleWork, QueueFullError, WorkerClosedError
+from ccjax.server.worker import EngineWorker, Job, JobCancelledError
 from ccjax.types import ReuseReport
 
 REPORT = ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True)
@@ -163,10 +164,10 @@ def test_aborted_jobs_get_the_reason() -> None:
 def test_too_many_calls_are_refused() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         held = threading.Event()
-        futures = [worker.call(held.wait)]
+        futures = [worker.thread.call(held.wait)]
         with pytest.raises(QueueFullError):
             for _ in range(1000):
-                futures.append(worker.call(lambda: len(futures)))
+                futures.append(worker.thread.call(lambda: len(futures)))
         assert 100 < len(futures) < 200
         held.set()
         await asyncio.gather(*map(asyncio.wrap_future, futures))
@@ -177,13 +178,13 @@ def test_too_many_calls_are_refused() -> None:
 def test_a_worker_that_is_shut_finishes_its_jobs() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         held = threading.Event()
-        call = worker.call(held.wait)
+        call = worker.thread.call(held.wait)
         jobs = [worker.submit(request(prompt)) for prompt in ("a", "b")]
         worker.shut()
         with pytest.raises(WorkerClosedError):
             worker.submit(request("c"))
         with pytest.raises(WorkerClosedError):
-            worker.call(lambda: None)
+            worker.thread.call(lambda: None)
         steered.step.release(2)
         assert [await text(job) for job in jobs] == ["a", "b"]
         assert not worker.is_idle  # the call runs
@@ -279,7 +280,7 @@ def test_idle_work_yields_to_a_request() -> None:
 
 
 def test_idle_work_yields_to_a_request_in_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "_IDLE_AFTER_S", 0.0)
+    monkeypatch.setattr(idle_module, "_IDLE_AFTER_S", 0.0)
     begun, ended_work = threading.Event(), threading.Event()
 
     def endless(is_wanted: Callable[[], bool]) -> bool:
@@ -291,11 +292,11 @@ def test_idle_work_yields_to_a_request_in_preparation(monkeypatch: pytest.Monkey
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         await until(begun.is_set)
-        with worker.expecting():
+        with worker.thread.paused():
             await until(ended_work.is_set)
             begun.clear()
             for _ in range(3):  # its thread has time in between
-                await asyncio.wrap_future(worker.call(lambda: None))
+                await asyncio.wrap_future(worker.thread.call(lambda: None))
             assert not begun.is_set()
         await until(begun.is_set)
 
@@ -305,7 +306,7 @@ def test_idle_work_yields_to_a_request_in_preparation(monkeypatch: pytest.Monkey
 def test_interrupted_idle_work_resumes_if_the_expected_request_never_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_module, "_IDLE_AFTER_S", 0.0)
+    monkeypatch.setattr(idle_module, "_IDLE_AFTER_S", 0.0)
     begun, broken_off = threading.Event(), threading.Event()
 
     def endless(is_wanted: Callable[[], bool]) -> bool:
@@ -317,7 +318,7 @@ def test_interrupted_idle_work_resumes_if_the_expected_request_never_arrives(
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         await until(begun.is_set)
-        with worker.expecting():
+        with worker.thread.paused():
             await until(broken_off.is_set)
             begun.clear()
         await until(begun.is_set)
