@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from ccjax.evaluation.states import State
 from ccjax.evaluation.ways import Way
 from ccjax.loading.model import LoadedModel
 
-QUESTIONS_PER_PART = 20
+QUESTIONS_PER_PART = 10
 
 
 def measure_in_parts(
@@ -51,7 +52,7 @@ def measure_in_parts(
                 **options,
             )
             if resume is not None:
-                resume.add(kept)
+                resume.add(part, kept)
         results = [
             dataclasses.replace(new, answers=(*old.answers, *new.answers))
             for old, new in zip(results or [dataclasses.replace(one, answers=()) for one in kept], kept, strict=True)
@@ -60,11 +61,12 @@ def measure_in_parts(
 
 
 class ResultsFile:
-    """Results of some questions at a time: a JSONL file whose first line describes the measurement.
+    """Results of some questions at a time: a JSONL file whose first line describes the measurement. A later run may ask
+    more questions, if it begins with the same ones.
 
     Args:
       path: created if absent; an incomplete last line is dropped.
-      measured: all that results depend on, as JSON types.
+      measured: all that results depend on besides the questions, as JSON types.
 
     Raises:
       ValueError: the file has results of another measurement, or another format; names what differs.
@@ -73,14 +75,15 @@ class ResultsFile:
 
     def __init__(self, path: Path, measured: Mapping[str, Any]) -> None:
         self._path = path
-        self._kept: list[list[dict[str, Any]]] = []
+        self._kept: list[dict[str, Any]] = []
         wanted = json.loads(json.dumps(measured))
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         if lines:
             self._check(lines[0], wanted)
             self._kept = [json.loads(line) for line in whole[1:]]
-        path.write_text("".join(whole) or json.dumps(wanted) + "\n", "utf-8")
+        self._first_line = whole[0] if whole else json.dumps(wanted) + "\n"
+        self._write()
 
     def _check(self, line: str, wanted: dict[str, Any]) -> None:
         try:
@@ -95,19 +98,30 @@ class ResultsFile:
             )
 
     def part(self, index: int, questions: Sequence[QAQuestion]) -> list[WayResults] | None:
-        """The results of these questions, full prefill's first; None if they are not measured yet."""
+        """The results of these questions, full prefill's first; None if they are not all measured yet.
+
+        Raises:
+          ValueError: the file has results of other questions.
+        """
         if index >= len(self._kept):
+            return None
+        wanted, kept = _digests(questions), self._kept[index]["questions"]
+        if wanted[: len(kept)] != kept[: len(wanted)]:
+            raise ValueError(f"resume: wanted results of the same questions in {self._path}, got those of others")
+        if len(kept) < len(wanted):  # the last part of a run over fewer questions
+            del self._kept[index:]
+            self._write()
             return None
         return [
             WayResults(
                 Way(**{**row["way"], "ranking_layers": _tuple(row["way"]["ranking_layers"])}),
-                tuple(_answered(answer, one) for answer, one in zip(row["answers"], questions, strict=True)),
+                tuple(_answered(answer, one) for answer, one in zip(row["answers"], questions, strict=False)),
                 row["state"],
             )
-            for row in self._kept[index]
+            for row in self._kept[index]["results"]
         ]
 
-    def add(self, results: Sequence[WayResults]) -> None:
+    def add(self, questions: Sequence[QAQuestion], results: Sequence[WayResults]) -> None:
         """Adds the next part."""
         rows = [
             {
@@ -117,9 +131,19 @@ class ResultsFile:
             }
             for one in results
         ]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(rows) + "\n")
-        self._kept.append(rows)
+        self._kept.append({"questions": _digests(questions), "results": rows})
+        self._write()
+
+    def _write(self) -> None:
+        lines = (json.dumps(part) + "\n" for part in self._kept)
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text("".join([self._first_line, *lines]), "utf-8")
+        partial.replace(self._path)
+
+
+def _digests(questions: Sequence[QAQuestion]) -> list[str]:
+    texts = (f"{one.text}\t{one.documents}" for one in questions)
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
 
 def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -74,6 +74,32 @@ def test_an_interrupted_evaluation_goes_on_where_it_ended(model, tmp_path):
     assert kept == resumed, "all is read, times included"
 
 
+def test_more_questions_go_on_with_the_results_of_fewer(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "QUESTIONS_PER_PART", 2)
+    path, questions = tmp_path / "results.jsonl", demo_questions(2, (3,), kinds=KINDS[:2])[:4]
+
+    def asked(some):
+        counts = []
+        measure_in_parts(
+            model,
+            some,
+            WAYS,
+            tmp_path / f"{len(list(tmp_path.iterdir()))}",
+            resume=ResultsFile(path, {"model": "demo"}),
+            progress=lambda stage, done, total: counts.append(done),
+            **OPTIONS,
+        )
+        return len(counts)
+
+    three = asked(questions[:3])
+    assert asked(questions[:3]) == 0 and asked(questions[:1]) == 0, "all is known"
+    assert 0 < asked(questions) < three, "the full part is kept, the one of a single question is measured again"
+    assert asked(questions) == 0
+    with pytest.raises(ValueError, match="resume: wanted results of the same questions in .*results.jsonl"):
+        asked(questions[::-1])
+    assert asked(questions) == 0, "and nothing is lost"
+
+
 @pytest.mark.parametrize(
     ("first_line", "message"),
     [

@@ -79,7 +79,9 @@ def test_the_answer_is_complete_before_the_search(staged: Server, monkeypatch: p
 
     def stages(final: list[Passage]) -> Iterator[list[Passage]]:
         yield final
-        was_busy.append(not is_quiet(staged) and staged.service.backend.worker.thread._is_wanted())  # no idle work meanwhile
+        was_busy.append(
+            not is_quiet(staged) and staged.service.backend.worker.thread._is_wanted()
+        )  # no idle work meanwhile
         wait_until(lambda: is_quiet(staged), timeout_s=60)
         yield final
 
