@@ -123,7 +123,7 @@ evaluate: $(VENV)/.test  ## what reuse costs in answers, every strategy: docs/qu
 evaluate-real: $(VENV)/.test  ## the default options beside the published rules on SmolLM2, hours: build/quality-smollm2.md; needs the data folder
 	mkdir -p build
 	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --json \
-	  --prompt "Answer with the shortest words of the documents." --resume build/quality-smollm2.jsonl \
+	  --resume build/quality-smollm2.jsonl \
 	  --markdown build/quality-smollm2.md --title "What reuse costs in answers: SmolLM2" $(ARGS)
 
 clean:

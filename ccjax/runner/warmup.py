@@ -276,7 +276,8 @@ def _lower_priority() -> None:
     """Lets requests that come during a compilation have the cores first. Linux has a priority for each thread; threads
     that this one starts inherit it."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _is_done(run: concurrent.futures.Future[None], is_cancelled: IsCancelled | None) -> bool:
