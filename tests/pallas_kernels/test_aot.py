@@ -34,7 +34,7 @@ def test_figures_within_limits_and_slack_pass():
     ],
     ids=["a spill", "over shared memory", "a regression", "an unknown case"],
 )
-def test_anything_else_is_named(figures, known, wanted):
+def test_violations_name_exceeded_limits_regressions_and_unknown_cases(figures, known, wanted):
     found = violations("a100", "case", figures, LIMITS, known)
     assert len(found) == len(wanted) and all(part in line for part, line in zip(wanted, found, strict=True))
 
@@ -51,7 +51,7 @@ def test_the_committed_figures_are_within_limits(target):
 
 
 @pytest.mark.parametrize("target", [gpu, tpu], ids=["gpu", "tpu"])
-def test_the_quick_cases_have_every_kernel_and_a_control_of_each(target):
+def test_quick_cases_cover_every_kernel_and_include_a_control_for_each(target):
     cases = [case for case in ALL_CASES if case.name in QUICK]
     assert {case.name for case in cases} == QUICK
     assert QUICK_STEPS <= {case.name for case in STEP_CASES}
@@ -63,7 +63,7 @@ def test_the_quick_cases_have_every_kernel_and_a_control_of_each(target):
 
 
 @pytest.mark.parametrize("chip", tpu.CHIPS)
-def test_the_mass_costs_at_most_12_percent_of_the_tpu_kernel(chip):
+def test_computing_mass_adds_at_most_12_percent_to_the_tpu_kernel(chip):
     """Measured in bundles of the static schedule, for 16 segments."""
     figures = json.loads(TABLE.read_text())["tpu"]["figures"][chip]
     usual = next(case for case in ALL_CASES if case.name == "8B TP1, 15 % of 16k")
@@ -81,7 +81,7 @@ def small(case):
 
 
 @pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: case.name)
-def test_every_step_compiles_as_listed(case):
+def test_every_step_compiles_with_the_expected_memory_and_collectives(case):
     """On this machine: the arguments match the steps, and donated pages and contexts need no additional outputs."""
     figures = step_figures(compile_step(small(case), "xla", jax.devices(), "cpu"))
     assert {"argument_bytes", "result_bytes", "temp_bytes", "hbm_bytes", "flops"} <= figures.keys()
@@ -94,7 +94,7 @@ def test_every_step_compiles_as_listed(case):
         assert figures["other_collectives"] == 0 and 2 <= figures["sums"] <= (3 if case.num_segments else 2)
 
 
-def test_steps_that_must_not_pass_do_not():
+def test_memory_gate_rejects_mutated_steps():
     """Mutants for the memory gate, checked by the program's own function."""
     devices = jax.devices()
     seen = []
@@ -109,7 +109,7 @@ def test_steps_that_must_not_pass_do_not():
 
 
 @pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: case.name)
-def test_a_mesh_takes_each_array_by_the_names_of_its_axes(case):
+def test_step_arrays_are_sharded_by_axis_name(case):
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     split = {"heads", "kv_heads", "ffn", "vocab"}
 
@@ -125,6 +125,6 @@ def test_a_mesh_takes_each_array_by_the_names_of_its_axes(case):
     assert len(whole) == (case.step is paged_decode_step), "only the rotation of pages is the same for all heads"
 
 
-def test_the_steps_are_llama_3s_and_named_once():
+def test_step_cases_use_llama3_configs_and_have_unique_names():
     assert len({case.name for case in STEP_CASES}) == len(STEP_CASES)
     assert all(isinstance(case, StepCase) and case.config in (LLAMA3_8B, LLAMA3_70B) for case in STEP_CASES)

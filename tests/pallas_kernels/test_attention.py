@@ -51,7 +51,7 @@ def test_agrees_with_the_oracle(implementation, shape):
     # A TPU's registers are 128 wide: heads that fill them are rotated differently from narrower ones.
     [*((one, 64) for one in IMPLEMENTATIONS), ("mosaic_tpu_interpret", 128)],
 )
-def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, head_dim):
+def test_precomputed_key_rotation_is_equivalent_to_computing_it(implementation, head_dim):
     case, expected = solved_pack(head_dim, "bfloat16")
     tolerance = TOLERANCE["bfloat16"]
     assert worst(case.run(implementation), expected) < tolerance
@@ -64,7 +64,7 @@ def test_a_rotation_that_is_given_is_the_one_that_is_computed(implementation, he
 
 
 @pytest.mark.parametrize(("queries", "heads", "block"), [(384, 4, 128), (2050, 2, 256)])
-def test_many_queries_take_larger_blocks_on_a_cpu(monkeypatch, queries, heads, block):
+def test_cpu_uses_larger_blocks_for_many_queries(monkeypatch, queries, heads, block):
     monkeypatch.setattr(xla, "_MOST_SCORES", 2 * 256 * 256)  # makes 4 heads count as many
     slots = 1100 if queries < 1000 else 2300
     case = Case(queries=queries, slots=slots, used=slots - 100, heads=heads, head_dim=32 if queries < 1000 else 8)
@@ -75,7 +75,7 @@ def test_many_queries_take_larger_blocks_on_a_cpu(monkeypatch, queries, heads, b
         assert worst(case.run("xla", **changed), expected) > TOLERANCE["float32"]
 
 
-def test_blocks_of_a_cpu_are_those_that_the_docs_name():
+def test_cpu_block_sizes_match_the_docs():
     sizes = [(383, 16), (384, 16), (2047, 16), (2048, 16), (2048, 32)]
     blocks = [_block(queries, 4096, heads) for queries, heads in sizes]
     assert blocks == [(64, 512), (128, 256), (128, 256), (256, 256), (128, 256)]
@@ -83,7 +83,7 @@ def test_blocks_of_a_cpu_are_those_that_the_docs_name():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_packed_queries_and_slots_may_stand_in_any_order(implementation):
+def test_packed_queries_and_slots_may_be_in_any_order(implementation):
     """In a packed batch positions restart with every request; here every block has all requests, unordered."""
     case = packed(head_dim=64, theta=10000.0)
     for names in (("q", "q_pos", "q_request"), ("k", "v", "k_pos", "k_request", "segment")):
@@ -107,7 +107,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_requests_agree_with_the_oracle_and_broken_variants_do_not(implementation, dtype):
+def test_packed_requests_agree_with_the_oracle_and_mutants_do_not(implementation, dtype):
     """With keys before RoPE."""
     case, expected = solved_pack(64, dtype)
     assert worst(case.run(implementation), expected) < TOLERANCE[dtype]
@@ -116,7 +116,7 @@ def test_packed_requests_agree_with_the_oracle_and_broken_variants_do_not(implem
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_slots_may_stand_in_any_order_and_rows_that_see_nothing_are_zero(implementation):
+def test_slots_may_be_in_any_order_and_fully_masked_rows_are_zero(implementation):
     case = Case(**LONG).shuffled()
     case.q_pos = np.concatenate([[-1, -1], case.q_pos[2:]]).astype(np.int32)
     result = case.run(implementation)
@@ -126,7 +126,7 @@ def test_slots_may_stand_in_any_order_and_rows_that_see_nothing_are_zero(impleme
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_many_segments(implementation):
+def test_many_segments_agree_with_the_oracle(implementation):
     """More segments than one program of the Triton kernel keeps in registers."""
     case = Case(queries=20)
     case.num_segments = 40
@@ -137,7 +137,7 @@ def test_many_segments(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_mass_of_all_segments_is_one_and_without_it_the_output_is_the_same(implementation):
+def test_mass_sums_to_one_and_omitting_it_does_not_change_the_output(implementation):
     case = Case(**LONG)
     case.segment = np.maximum(case.segment, 0)
     result = case.run(implementation)
@@ -149,7 +149,7 @@ def test_mass_of_all_segments_is_one_and_without_it_the_output_is_the_same(imple
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton_interpret", "mosaic_tpu_interpret"])
-def test_blocks_behind_every_query_are_never_read(implementation):
+def test_blocks_after_the_last_query_are_never_read(implementation):
     """NaN in used slots of blocks after the last query: reading them would give NaN."""
     case = Case(queries=40, slots=600, used=600)
     case.q_pos = np.sort(np.random.default_rng(2).choice(100, 40, replace=False)).astype(np.int32)
@@ -159,13 +159,13 @@ def test_blocks_behind_every_query_are_never_read(implementation):
     assert worst(case.run(implementation), case.expected()) == np.inf
 
 
-def test_cpu_takes_the_blocked_path():
+def test_cpu_defaults_to_the_xla_implementation():
     case = Case(**LONG)
     for got, wanted in zip(case.run(None), case.run("xla"), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_no_other_implementation_takes_the_place_of_one_that_cannot_run(monkeypatch):
+def test_unsupported_implementation_raises_instead_of_falling_back(monkeypatch):
     inputs, arguments = Case(head_dim=64).arguments()
     with pytest.raises(NotImplementedError, match="'cuda'"):
         attention(*inputs, **arguments, implementation="cuda")
@@ -184,7 +184,7 @@ def test_no_other_implementation_takes_the_place_of_one_that_cannot_run(monkeypa
         attention(*narrow, **arguments)
 
 
-def test_each_platform_has_its_kernel(monkeypatch):
+def test_default_implementation_is_the_kernel_of_the_platform(monkeypatch):
     """The default of a GPU or TPU is its kernel, with the block sizes of the chip; here it fails without the chip."""
     inputs, arguments = Case(head_dim=64).arguments()
     for platform, message in {"gpu": "'triton'.*a100.*h100", "tpu": "'mosaic_tpu'.*v5e.*v6e"}.items():
@@ -212,7 +212,7 @@ def test_bad_arguments_are_named():
 
 
 @pytest.mark.parametrize(("head_dim", "rotates"), [(16, False), (32, True), (128, True), (256, False)])
-def test_triton_rotates_no_half_of_a_head_that_is_too_small_for_a_product(head_dim, rotates):
+def test_triton_rotates_keys_in_the_kernel_only_for_supported_head_dims(head_dim, rotates):
     """With halves of 8, the H100's tensor cores count each product twice, which interpret mode does not show."""
     case = Case(head_dim=head_dim, dtype="bfloat16", theta=10000.0)
     inputs, arguments = case.arguments()
@@ -223,6 +223,6 @@ def test_triton_rotates_no_half_of_a_head_that_is_too_small_for_a_product(head_d
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_triton_takes_smaller_blocks_of_heads_of_256(dtype):
+def test_triton_supports_head_dim_256(dtype):
     case = Case(head_dim=256, dtype=dtype, theta=10000.0, queries=70, slots=200, used=190)
     assert worst(case.run("triton_interpret"), case.expected()) < TOLERANCE[dtype]

@@ -16,7 +16,7 @@ def bounds(q_pos, k_pos, q_request=None, k_request=None, *, q_block=2, k_block=4
     return [list(map(int, part)) for part in block_bounds(*arrays, q_block=q_block, k_block=k_block)]
 
 
-def test_a_prompt_by_hand():
+def test_bounds_of_one_prompt_match_hand_computed_values():
     """Three blocks of four slots. Queries 1 and 2 see part of the first one, 3 and 9 see all of it, -1 sees nothing."""
     first, full_first, full_last, last = bounds([1, 2, 3, 9, -1, -1], range(12))
     assert last == [1, 3, 0]
@@ -24,7 +24,7 @@ def test_a_prompt_by_hand():
     assert (full_first, full_last) == ([1, 0, 0], [1, 1, 0])
 
 
-def test_unused_slots_are_behind_everything():
+def test_unused_slots_are_after_every_query():
     assert bounds([5, 7], [0, 1, 2, 3, 4, 5, 6, UNUSED, *[UNUSED] * 4]) == [[0], [0], [1], [2]]
 
 
@@ -75,7 +75,7 @@ CHIPS = [
 ]
 
 
-def test_chips_by_device_kind():
+def test_device_kinds_map_to_chips():
     for kind, chip in CHIPS:
         assert chip_of(kind) == chip
         assert (chip in TRITON or chip in MOSAIC_TPU) == (chip != kind)

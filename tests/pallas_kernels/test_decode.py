@@ -46,7 +46,7 @@ def test_agrees_with_the_oracle(implementation, shape):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_before_rope_agree_with_the_oracle_and_broken_variants_do_not(implementation, dtype):
+def test_keys_before_rope_agree_with_the_oracle_and_mutants_do_not(implementation, dtype):
     case, expected = solved(dtype)
     assert worst(case.run(implementation), expected) < TOLERANCE[dtype]
     errors = {name: worst(case.run(implementation, **mutant(case)), expected) for name, mutant in MUTANTS.items()}
@@ -57,7 +57,7 @@ def test_keys_before_rope_agree_with_the_oracle_and_broken_variants_do_not(imple
     ("implementation", "head_dim", "dtype"),
     [*((one, 64, "bfloat16") for one in IMPLEMENTATIONS[1:]), ("mosaic_tpu_interpret", 32, "float32")],
 )
-def test_rotation_of_pages_that_is_given_is_the_one_that_is_computed(implementation, head_dim, dtype):
+def test_precomputed_page_rotation_is_equivalent_to_computing_it(implementation, head_dim, dtype):
     case = Case(head_dim=head_dim, theta=10000.0, dtype=dtype)
     rows = np.asarray(page_rotation(jnp.asarray(case.start), case.k_frequencies))
     given, expected = case.run(implementation, page_rotation=rows), case.expected()
@@ -67,7 +67,7 @@ def test_rotation_of_pages_that_is_given_is_the_one_that_is_computed(implementat
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_angles_of_late_positions_lose_no_more_than_their_rounding(implementation):
+def test_large_positions_lose_no_more_precision_than_angle_rounding(implementation):
     """Angles of 100,000 radians are rounded to 2 ** -7, both of slots and of pages."""
     case = Case(head_dim=64, theta=500000.0)
     case.start += 131_000 * (case.length > 0)
@@ -77,13 +77,13 @@ def test_angles_of_late_positions_lose_no_more_than_their_rounding(implementatio
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_request_without_any_token_gets_zeros(implementation):
+def test_request_without_tokens_gets_zero_output(implementation):
     result = Case(theta=10000.0, head_dim=64).run(implementation)
     assert not np.asarray(result.out[3]).any() and np.isneginf(np.asarray(result.lse[3])).all()
 
 
 @pytest.mark.filterwarnings("ignore:jax.experimental.pallas.ops.gpu.paged_attention is deprecated:DeprecationWarning")
-def test_agrees_with_the_paged_attention_of_jax_where_that_one_can_be_used():
+def test_agrees_with_jax_paged_attention_on_supported_inputs():
     """JAX's kernel has one length per request, with every page full except the last."""
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention  # warns from jax 0.11 on
 
@@ -113,7 +113,7 @@ def test_the_tpu_kernel_does_not_race_and_reads_no_uninitialised_memory(capfd):
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def test_tables_that_no_memory_of_scalars_holds_are_read_in_parts(monkeypatch):
+def test_page_tables_too_large_for_scalar_memory_are_split_by_requests(monkeypatch):
     calls = []
     monkeypatch.setattr(mosaic_tpu, "_MOST_ENTRIES", 36)
     monkeypatch.setattr(mosaic_tpu.pl, "pallas_call", watched(mosaic_tpu.pl.pallas_call, calls))

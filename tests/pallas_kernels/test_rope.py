@@ -20,7 +20,7 @@ def case(num_tokens: int, num_heads: int, head_dim: int, last: int) -> tuple[np.
 
 @pytest.mark.parametrize("theta", [1e4, 5e5])
 @pytest.mark.parametrize("scaling", [None, SCALING, SCALING | {"factor": 32.0}])
-def test_frequencies(theta, scaling):
+def test_frequencies_match_the_oracle(theta, scaling):
     for head_dim in (2, 8, 24, 64, 128):
         config = {"head_dim": head_dim, "rope_theta": theta}
         if scaling is not None:
@@ -30,7 +30,7 @@ def test_frequencies(theta, scaling):
         np.testing.assert_allclose(ours, oracles.rope_frequencies(config), rtol=1e-6)
 
 
-def test_theta_is_never_remembered_from_an_earlier_call():
+def test_frequencies_do_not_depend_on_theta_of_an_earlier_call():
     first = llama3_frequencies(64, 1e4)
     assert not np.allclose(first, llama3_frequencies(64, 5e5))
     np.testing.assert_array_equal(first, llama3_frequencies(64, 1e4))
@@ -52,7 +52,7 @@ def test_apply_is_complex_rotation(shape):
 
 
 @pytest.mark.parametrize("shape", [(7, 3, 8), (33, 4, 24)])
-def test_rows_made_before_rotate_alike(shape):
+def test_precomputed_rotation_rows_give_the_same_result_as_apply(shape):
     x, positions = case(*shape, last=100_000)
     frequencies = llama3_frequencies(shape[-1], 5e5, **SCALING)
     rows = rotation_rows(jnp.asarray(positions), frequencies)
@@ -61,7 +61,7 @@ def test_rows_made_before_rotate_alike(shape):
     assert np.abs(np.asarray(rotate(jnp.asarray(x), rows[::-1])) - wanted).max() > 1e-2
 
 
-def test_batch_axes_are_independent():
+def test_leading_batch_axes_are_rotated_independently():
     x = RANDOM.standard_normal((2, 3, 5, 4, 8)).astype(np.float32)
     positions = RANDOM.integers(0, 50, (2, 3, 5)).astype(np.int32)
     frequencies = llama3_frequencies(8, 1e4)
@@ -89,7 +89,7 @@ def test_position_zero_changes_nothing():
 
 
 @pytest.mark.parametrize("last", [16, 2000])
-def test_move_is_remove_then_apply_and_back_again(last):
+def test_move_equals_removing_and_reapplying_and_is_reversible(last):
     x, old = case(48, 3, 64, last)
     new = RANDOM.permutation(old).astype(np.int32)
     frequencies = llama3_frequencies(64, 1e4)
@@ -115,7 +115,7 @@ def test_scores_depend_on_distance_alone():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_dtype_is_kept_and_angles_are_not_rounded_to_it(dtype):
+def test_dtype_is_preserved_and_angles_are_computed_in_float32(dtype):
     x, positions = case(32, 2, 64, 8000)
     frequencies = llama3_frequencies(64, 5e5)
     narrow = jnp.asarray(x).astype(dtype)
@@ -126,7 +126,7 @@ def test_dtype_is_kept_and_angles_are_not_rounded_to_it(dtype):
     np.testing.assert_allclose(np.asarray(ours, np.float32), wide, rtol=2**-8, atol=1e-6)
 
 
-def test_the_inverse_as_cachecraft_prints_it_does_not_undo_apply():
+def test_the_inverse_printed_in_the_cachecraft_paper_is_wrong():
     """CacheCraft sec. 4 calls "y cos + x sin" the inverse of "x cos - y sin"; they are the halves of one rotation."""
     x, positions = case(16, 2, 8, 500)
     frequencies = llama3_frequencies(8, 1e4)

@@ -30,7 +30,7 @@ def plan(*actions):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_full_prefill_reuse_and_recompute_are_the_oracle(implementation):
+def test_full_prefill_reuse_and_recompute_agree_with_the_oracle(implementation):
     prompt = np.random.default_rng(0).integers(0, 97, sum(LENGTHS)).astype(np.int32)
     wanted, oracles = llama_forward(MODEL.weights, MODEL.raw, prompt)
     model = DeviceModel(MODEL.loaded.params, MODEL.config, implementation=implementation)
@@ -58,7 +58,7 @@ def test_full_prefill_reuse_and_recompute_are_the_oracle(implementation):
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_requests_in_one_batch_get_what_the_oracle_draws(implementation):
+def test_batched_requests_generate_the_tokens_of_the_oracle(implementation):
     segments = draw_segments(np.random.default_rng(1), [41, 20])
     prompts = [segments, permuted(segments, [1, 0])]
     with MODEL.engine(attention=implementation, max_model_len=128, strategy="prefix") as engine:

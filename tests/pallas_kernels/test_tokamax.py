@@ -51,7 +51,7 @@ def test_agrees_with_the_oracle(implementation, shape):
 
 @needs_tokamax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_packed_requests_whose_keys_are_before_rope(implementation, dtype):
+def test_packed_requests_with_keys_before_rope_agree_with_the_oracle(implementation, dtype):
     """Also in another order, in which ranges of slots mix requests and positions do not ascend."""
     case = packed(head_dim=64, theta=10000.0, dtype=dtype)
     assert worst(case.run(implementation), case.expected()) < TOLERANCE[dtype]
@@ -63,7 +63,7 @@ def test_packed_requests_whose_keys_are_before_rope(implementation, dtype):
 
 @needs_tokamax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_broken_variants_exceed_the_tolerance(dtype):
+def test_mutants_exceed_the_tolerance(dtype):
     case = packed(head_dim=64, theta=10000.0, dtype=dtype)
     expected = case.expected()
     errors = {name: worst(case.run("tokamax_xla", **mutant(case)), expected) for name, mutant in MUTANTS.items()}
@@ -71,7 +71,7 @@ def test_broken_variants_exceed_the_tolerance(dtype):
 
 
 @needs_tokamax
-def test_slots_may_stand_in_any_order_and_rows_that_see_nothing_are_zero(implementation):
+def test_slots_may_be_in_any_order_and_fully_masked_rows_are_zero(implementation):
     case = Case(**LONG).shuffled()
     case.q_pos = np.concatenate([[-1, -1], case.q_pos[2:]]).astype(np.int32)
     case.scale = 0.2  # all other cases have tokamax's default scale
@@ -82,7 +82,7 @@ def test_slots_may_stand_in_any_order_and_rows_that_see_nothing_are_zero(impleme
 
 
 @needs_tokamax
-def test_a_request_without_slots_sees_nothing(implementation):
+def test_request_without_slots_attends_to_nothing(implementation):
     case = packed(head_dim=64)
     case.q_request = np.where(case.q_request == 0, 5, case.q_request).astype(np.int32)
     result = case.run(implementation)
@@ -91,7 +91,7 @@ def test_a_request_without_slots_sees_nothing(implementation):
 
 
 @needs_tokamax
-def test_many_segments(implementation):
+def test_many_segments_agree_with_the_oracle(implementation):
     """More columns of values and segments than fit one launch of a GPU kernel."""
     case = Case(queries=20)
     case.num_segments = 250
@@ -102,7 +102,7 @@ def test_many_segments(implementation):
 
 
 @needs_tokamax
-def test_without_mass_the_output_is_the_same(implementation):
+def test_omitting_mass_does_not_change_the_output(implementation):
     case = Case(**LONG)
     result, bare = case.run(implementation), case.run(implementation, k_segment=None, num_segments=0)
     assert bare.mass is None
@@ -111,7 +111,7 @@ def test_without_mass_the_output_is_the_same(implementation):
 
 
 @needs_tokamax
-def test_the_platform_decides_what_is_best(monkeypatch):
+def test_best_kernel_is_chosen_by_platform(monkeypatch):
     case = Case()
     for got, wanted in zip(case.run("tokamax"), case.run("tokamax_xla"), strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -135,7 +135,7 @@ def test_hopper_takes_the_mosaic_kernel(monkeypatch, capability, kernel):
 
 
 @pytest.mark.parametrize("name", ["tokamax", *(f"tokamax_{kernel}" for kernel in tokamax.OPERATIONS)])
-def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch, name):
+def test_missing_tokamax_error_says_how_to_install_it(monkeypatch, name):
     for module in [module for module in sys.modules if module.partition(".")[0] == "tokamax"]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "tokamax", None)  # makes its import fail

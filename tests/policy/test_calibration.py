@@ -24,7 +24,7 @@ from ccjax.policy.calibration import (
 
 
 @given(st.integers(1, 400), st.data(), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
-def test_the_bound_is_clopper_and_pearsons(num_answers, data, confidence):
+def test_kept_lower_bound_is_the_clopper_pearson_bound(num_answers, data, confidence):
     from scipy import stats
 
     num_kept = data.draw(st.integers(0, num_answers))
@@ -33,7 +33,7 @@ def test_the_bound_is_clopper_and_pearsons(num_answers, data, confidence):
     assert kept_lower_bound(num_kept, num_answers, confidence) == pytest.approx(wanted, abs=1e-9)
 
 
-def test_more_answers_allow_more():
+def test_more_answers_give_a_higher_lower_bound():
     # all kept: the bound is (1 - confidence) ** (1 / n)
     assert kept_lower_bound(20, 20, 0.95) == pytest.approx(0.05 ** (1 / 20))
     assert kept_lower_bound(20, 20, 0.95) < 0.9 < kept_lower_bound(59, 59, 0.95) - 0.05
@@ -52,7 +52,7 @@ def gamblers_stake(mean, shares, confidence):
     return most
 
 
-def test_at_the_bound_of_a_mean_a_gambler_wins_just_enough():
+def test_mean_lower_bound_matches_the_published_betting_procedure():
     shares = [1.0, 0.75, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.875, 1.0] * 4
     for confidence in (0.9, 0.95):
         bound = mean_lower_bound(shares, confidence)
@@ -64,13 +64,13 @@ def test_at_the_bound_of_a_mean_a_gambler_wins_just_enough():
 
 
 @pytest.mark.parametrize(("target", "confidence"), [(0.95, 0.95), (0.95, 0.975), (0.5, 0.9), (0.99, 0.99)])
-def test_the_fewest_answers_that_can_show_a_target(target, confidence):
+def test_fewest_answers_is_the_smallest_sample_that_can_prove_a_target(target, confidence):
     fewest = calibration.fewest_answers(target, confidence)
     assert kept_lower_bound(fewest, fewest, confidence) >= target
     assert fewest == 1 or kept_lower_bound(fewest - 1, fewest - 1, confidence) < target
 
 
-def test_the_bound_of_a_mean_holds_as_often_as_it_says():
+def test_mean_lower_bound_holds_at_its_stated_confidence():
     """On shares like measured ones: most answers keep all of 16 tokens, others lose some."""
     rng = np.random.default_rng(0)
     shares = np.where(rng.random((400, 60)) < 0.7, 1.0, rng.integers(8, 16, (400, 60)) / 16)
@@ -91,19 +91,19 @@ CURVE = [trial(0.05, 80), trial(0.1, 94), trial(0.2, 99), trial(0.4, 100), trial
 @pytest.mark.parametrize(
     ("target", "share"), [(0.0, 0.05), (0.72, 0.05), (0.73, 0.1), (0.9, 0.2), (0.953, 0.2), (0.96, 0.4), (0.98, None)]
 )
-def test_the_cheapest_that_keeps_the_target_in_whatever_order(target, share):
+def test_cheapest_safe_trial_is_chosen_regardless_of_input_order(target, share):
     for trials in permutations(CURVE):
         chosen = cheapest_safe(trials, target=target, confidence=0.95)
         assert (chosen.computed_share if chosen else None) == share
 
 
-def test_what_is_cheaper_than_a_miss_is_not_chosen_however_good():
+def test_trials_cheaper_than_a_failing_trial_are_never_chosen():
     lucky = [trial(0.05, 100), trial(0.1, 70), trial(0.2, 100)]
     assert cheapest_safe(lucky, target=0.9, confidence=0.95) == lucky[2]
     assert cheapest_safe([*lucky, trial(0.9, 80)], target=0.9, confidence=0.95) is None
 
 
-def test_a_miss_with_a_focus_cut_ends_only_what_has_that_cut():
+def test_failing_trial_rules_out_only_trials_with_the_same_focus_cut():
     plain = [trial(0.1, 100), trial(0.3, 100)]
     cut = [trial(share, kept, focus_window=3) for share, kept in ((0.04, 100), (0.2, 80), (0.25, 100))]
     other = [trial(0.08, 100, focus_window=3, focus_rule="largest_gap")]
@@ -112,7 +112,7 @@ def test_a_miss_with_a_focus_cut_ends_only_what_has_that_cut():
     assert cheapest_safe(cut, target=0.9, confidence=0.95) == cut[2]
 
 
-def test_sequences_share_what_may_go_wrong():
+def test_trial_sequences_share_the_error_probability():
     assert confidence_of_each([trial(0.1, 90), trial(0.2, 90)], 0.95) == pytest.approx(0.95)
     both = [trial(0.2, 99), trial(0.1, 99, focus_window=3)]
     assert confidence_of_each(both, 0.95) == pytest.approx(0.975)
@@ -124,7 +124,7 @@ def test_sequences_share_what_may_go_wrong():
     assert changed.bound("auto", both[0]) == pytest.approx(0.9455, abs=1e-4)
 
 
-def test_the_choice_keeps_less_than_the_target_as_rarely_as_it_says(monkeypatch):
+def test_chosen_setting_misses_the_target_no_more_often_than_stated(monkeypatch):
     """4,000 validation sets of 150 questions for a strategy whose true kept share grows with the computed tokens, first
     just below the target; choosing the cheapest setting that passes would miss more often."""
     monkeypatch.setattr(calibration, "kept_lower_bound", functools.cache(kept_lower_bound))  # of 151 counts
@@ -156,7 +156,7 @@ def test_the_choice_keeps_less_than_the_target_as_rarely_as_it_says(monkeypatch)
         ({"focus_rule": "best"}, "focus_rule"),
     ],
 )
-def test_a_bad_trial_is_named(arguments, name):
+def test_invalid_trial_fields_are_rejected_by_name(arguments, name):
     with pytest.raises(ValueError, match=name):
         Trial(**{"computed_share": 0.1, "num_answers": 100, "num_kept": 90, **arguments})
 
@@ -165,7 +165,7 @@ def test_a_bad_trial_is_named(arguments, name):
     ("trials", "target", "confidence", "name"),
     [([], 0.9, 0.95, "trials"), (CURVE, 1.1, 0.95, "target"), (CURVE, 0.9, 1.0, "confidence"), (CURVE, 0.9, 0, "conf")],
 )
-def test_a_bad_choice_is_named(trials, target, confidence, name):
+def test_invalid_cheapest_safe_arguments_are_rejected_by_name(trials, target, confidence, name):
     with pytest.raises(ValueError, match=name):
         cheapest_safe(trials, target=target, confidence=confidence)
 
@@ -185,7 +185,7 @@ CALIBRATION = Calibration(
 )
 
 
-def test_a_calibration_survives_its_file():
+def test_calibration_round_trips_through_json():
     text = json.dumps(CALIBRATION.to_json())
     assert Calibration.from_json(json.loads(text)) == CALIBRATION
 
@@ -210,7 +210,7 @@ def test_a_calibration_chooses_by_strategy_and_target():
         ({"settings": 3}, "not what it should be"),
     ],
 )
-def test_a_damaged_file_is_named(change, message):
+def test_damaged_calibration_file_is_rejected_with_the_reason(change, message):
     value = {**CALIBRATION.to_json(), **change}
     with pytest.raises(ValueError, match=message):
         Calibration.from_json(value)

@@ -27,7 +27,7 @@ GOOD = {
 
 
 class TestMeta:
-    def test_by_hand(self):
+    def test_variant_meta_matches_hand_computed_values(self):
         # a = 1.6/(4*2) + 1.0/(4*5) = 0.25, b = 0.8/16 = 0.05, CCI = 1/(1 + e^-5); scores 0.9, 0.9, 0.5, 0.3
         meta = variant_meta(**GOOD)
         assert (meta.a_mean, meta.b_mean) == pytest.approx((0.25, 0.05))
@@ -37,7 +37,7 @@ class TestMeta:
         assert meta.inter_by_prefix == (1.6, 1.0) and meta.prefix_ids == ids("AB")
         assert meta.variant_id == make_variant_id(ChunkId("X"), ids("AB"), "exact")
 
-    def test_means_normalised_once_equal_the_paper_s_mean_of_normalised_layers(self):
+    def test_normalising_the_mean_equals_averaging_normalised_layers(self):
         weights = oracle.attention_weights(num_layers=3, num_tokens=16, seed=0)
         chunks = [range(0, 3), range(3, 9), range(9, 16)]
         own = chunks[-1]
@@ -57,7 +57,7 @@ class TestMeta:
         assert meta.cci == pytest.approx(oracle.cci(a, b), rel=1e-12)
         assert list(meta.token_ranking) == np.argsort(-np.asarray(scores)).tolist()
 
-    def test_behind_no_prefix_head_tokens_rank_first_whatever_the_scores(self):
+    def test_without_a_prefix_tokens_rank_by_position(self):
         meta = variant_meta(
             **{**GOOD, "prefix_ids": (), "prefix_lengths": (), "inter_by_prefix": (), "token_scores": (0.0, 1e-9, 0.0)}
         )
@@ -81,11 +81,11 @@ class TestMeta:
 
 
 class TestVariantId:
-    def test_is_sha256_of_a_spelled_out_text(self):
+    def test_variant_id_is_sha256_of_the_documented_text(self):
         text = '["ccjax-variant-1","X",["A","B"],"exact"]'
         assert make_variant_id(ChunkId("X"), ids("AB"), "exact") == hashlib.sha256(text.encode()).hexdigest()
 
-    def test_every_part_and_the_order_count(self):
+    def test_variant_id_depends_on_every_part_and_on_prefix_order(self):
         made = [
             make_variant_id(ChunkId(chunk), [ChunkId(p) for p in prefix], fidelity)
             for chunk, prefix in [("X", "AB"), ("X", "BA"), ("X", ["AB"]), ("X", ""), ("XA", "B"), ("Y", "AB")]
@@ -118,7 +118,7 @@ class TestShouldCapture:
             ("approx", [variant("X", "AB", fidelity="approx")], False),
         ],
     )
-    def test_computed_chunk(self, fidelity, existing, expected):
+    def test_computed_chunk_is_captured_unless_an_equal_or_better_variant_exists(self, fidelity, existing, expected):
         segment = dataclasses.replace(COMPUTED, fidelity=fidelity)
         assert should_capture(segment, existing, ids("AB")) is expected
 
@@ -134,7 +134,7 @@ class TestShouldCapture:
             ({}, [variant("X", "C"), variant("Y", "AB")], True),
         ],
     )
-    def test_approximately_reused_chunk(self, change, existing, expected):
+    def test_recomputed_chunk_is_captured_only_with_an_exact_parent_variant(self, change, existing, expected):
         assert should_capture(dataclasses.replace(FIXED, **change), existing, ids("AB")) is expected
 
     def test_exact_reuse_and_the_question_are_never_captured(self):
@@ -148,13 +148,13 @@ class TestVariantsToCompute:
         chunks = prompt("ABC", 10)
         return plan_prefill(chunks, 3, known, mode="bounded", settings=PlannerSettings())
 
-    def test_all_chunks_of_a_new_prompt_in_order_with_what_stands_before_them(self):
+    def test_all_chunks_of_a_new_prompt_are_listed_in_order_with_their_prefix(self):
         found = variants_to_compute(self.planned({}), {})
         expected = [(name, ids("ABC"[:index])) for index, name in enumerate("ABC")]
         assert list(found) == [make_variant_id(ChunkId(name), prefix, "exact") for name, prefix in expected]
         assert list(found.values()) == [10, 10, 10]
 
-    def test_reused_chunks_are_none_and_what_follows_an_approximate_one_is_approximate(self):
+    def test_reused_chunks_are_omitted_and_chunks_after_approximate_ones_are_approx(self):
         known = {ChunkId("B"): (variant("B", "D"),)}
         found = variants_to_compute(self.planned(known), known)
         assert list(found) == [
@@ -162,7 +162,7 @@ class TestVariantsToCompute:
             make_variant_id(ChunkId("C"), ids("AB"), "approx"),
         ]
 
-    def test_what_is_stored_already_is_not_stored_again(self):
+    def test_already_stored_variants_are_not_listed(self):
         known = {ChunkId("B"): (variant("B", "A"),)}
         plan = self.planned({})
         assert make_variant_id(ChunkId("B"), ids("A"), "exact") not in variants_to_compute(plan, known)

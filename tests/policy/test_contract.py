@@ -32,7 +32,7 @@ def contract(mode="bounded", target=None, settings=SETTINGS, calibration=BY_SHAR
 @pytest.mark.parametrize("target", [None, 0.5])
 @pytest.mark.parametrize("calibration", [None, BY_SHARE])
 @pytest.mark.parametrize("mode", ["off", "exact"])
-def test_exact_modes_keep_everything(mode, target, calibration):
+def test_exact_and_off_modes_guarantee_full_quality(mode, target, calibration):
     found = contract(mode, target, calibration=calibration)
     assert found == ReuseContract(mode, SETTINGS, False, target, 1.0)
 
@@ -43,7 +43,7 @@ def test_strategies_that_never_approximate_need_no_calibration(strategy):
     assert contract("bounded", 0.9, settings, None) == ReuseContract("bounded", settings, False, 0.9, 1.0)
 
 
-def test_without_a_calibration_nothing_is_promised_and_a_target_gets_exact_reuse():
+def test_without_calibration_only_a_requested_target_forces_exact_reuse():
     for calibration in (None, dataclasses.replace(BY_SHARE, trials={"random": BY_SHARE.trials["random"]})):
         assert contract("bounded", calibration=calibration) == ReuseContract("bounded", SETTINGS)
         assert contract("fast", calibration=calibration) == ReuseContract("fast", SETTINGS)
@@ -54,7 +54,7 @@ def test_without_a_calibration_nothing_is_promised_and_a_target_gets_exact_reuse
     ("target", "alpha", "ratio", "bound"),
     [(0.5, 1.0, 0.1, 0.8725), (None, 1.0, 0.3, 0.9534), (0.95, 1.0, 0.3, 0.9534), (0.96, 2.0, None, 0.9705)],
 )
-def test_the_cheapest_setting_that_keeps_the_target_is_planned_by(target, alpha, ratio, bound):
+def test_plan_uses_the_cheapest_setting_that_meets_the_target(target, alpha, ratio, bound):
     for mode in ("bounded",) if target is None else ("bounded", "fast"):
         found = contract(mode, target)
         assert (found.mode, found.settings.alpha, found.settings.recompute_ratio) == ("bounded", alpha, ratio)
@@ -64,14 +64,14 @@ def test_the_cheapest_setting_that_keeps_the_target_is_planned_by(target, alpha,
         assert found.quality_bound == pytest.approx(bound, abs=1e-4)
 
 
-def test_a_target_that_no_setting_keeps_gets_exact_reuse_where_the_request_names_it():
+def test_requested_target_that_no_setting_meets_forces_exact_reuse():
     assert contract("bounded", 0.99) == ReuseContract("exact", SETTINGS, True, 0.99, 1.0)
     failed = PlannerSettings(strategy="random")
     for mode in ("bounded", "fast"):
         assert contract(mode, 0.9, failed) == ReuseContract("exact", failed, True, 0.9, 1.0)
 
 
-def test_a_calibration_that_fails_takes_nothing_away():
+def test_calibration_without_affordable_setting_keeps_the_server_settings():
     failed = PlannerSettings(strategy="random")
     assert contract(settings=failed) == ReuseContract("bounded", failed, False, 0.9, None), "0.5 is more than 0.15"
     assert contract("fast", settings=failed) == ReuseContract("fast", failed)
@@ -89,17 +89,17 @@ def test_a_calibration_that_fails_takes_nothing_away():
     ("forced", "target", "ratio"),
     [(0.05, None, 0.3), (0.3, None, 0.3), (0.6, None, 0.6), (0.2, 0.5, 0.2), (0.6, 0.96, 0.6)],
 )
-def test_a_share_that_is_forced_counts_where_it_is_more(forced, target, ratio):
+def test_forced_recompute_share_applies_if_above_the_calibrated_one(forced, target, ratio):
     found = contract("bounded", target, dataclasses.replace(SETTINGS, recompute_ratio=forced))
     assert (found.settings.recompute_ratio, found.settings.focus_window) == (ratio, None)
 
 
-def test_a_forced_share_below_what_an_alpha_computed_gives_way_to_it():
+def test_calibrated_alpha_overrides_a_smaller_forced_share():
     found = contract("bounded", 0.96, dataclasses.replace(SETTINGS, recompute_ratio=0.35))
     assert (found.settings.alpha, found.settings.recompute_ratio) == (2.0, None)
 
 
-def test_a_limit_of_deviation_is_planned_by():
+def test_calibrated_deviation_limit_is_used_even_with_a_forced_share():
     by_deviation = dataclasses.replace(BY_SHARE, trials={"auto": (trial(0.1, 100, max_deviation=0.2),)})
     found = contract(calibration=by_deviation)
     assert (found.settings.max_deviation, found.settings.recompute_ratio) == (0.2, None)
@@ -107,7 +107,7 @@ def test_a_limit_of_deviation_is_planned_by():
     assert contract("bounded", None, forced, by_deviation).settings.max_deviation == 0.2
 
 
-def test_the_focus_is_cut_as_it_was_tried_unless_the_server_never_cuts():
+def test_calibrated_focus_cut_is_used_only_if_the_server_enables_focus():
     cut = trial(0.1, 100, recompute_ratio=0.1, focus_window=2, focus_rule="largest_gap")
     calibration = dataclasses.replace(BY_SHARE, trials={"auto": (cut, trial(0.5, 100, recompute_ratio=0.5))})
     cutting = dataclasses.replace(SETTINGS, focus_window=3)
@@ -119,10 +119,10 @@ def test_the_focus_is_cut_as_it_was_tried_unless_the_server_never_cuts():
     assert contract(settings=forced, calibration=calibration).settings.focus_window is None
 
 
-def test_fast_promises_nothing():
+def test_fast_mode_guarantees_no_quality():
     assert contract("fast") == ReuseContract("fast", SETTINGS)
 
 
-def test_a_bad_target_is_named():
+def test_invalid_quality_target_is_rejected_by_name():
     with pytest.raises(ValueError, match="quality_target"):
         contract("exact", 1.5)

@@ -38,7 +38,7 @@ class TestInfo:
             (0.0, 0.0, 0.0, None, 0.0),
         ],
     )
-    def test_saved_seconds_of_a_use(self, compute_s, cfo, load_s, below_load_s, saved_s):
+    def test_saved_seconds_per_use_match_hand_computed_values(self, compute_s, cfo, load_s, below_load_s, saved_s):
         assert info(1, compute_s, cfo, load_s=load_s, below_load_s=below_load_s).saved_s == saved_s
 
     @pytest.mark.parametrize(
@@ -69,20 +69,20 @@ class TestOrders:
         policy.on_insert("d", given["d"], 5)
         return "".join(policy.victims(sum(one.num_bytes for one in given.values())))
 
-    def test_lru_counts_the_last_use(self):
+    def test_lru_evicts_least_recently_used_first(self):
         assert self.fill(make_policy("lru")) == "cabd"
 
-    def test_lfu_counts_uses(self):
+    def test_lfu_evicts_least_frequently_used_first(self):
         assert self.fill(make_policy("lfu")) == "cdba"
 
-    def test_f_r_counts_one_by_cfo_of_reuses(self):
+    def test_cachecraft_fr_adds_the_inverse_cfo_of_each_reuse(self):
         # a: 3 / 0.5 = 6; b: 1 / 0.125 = 8; c, d: never reused, older first
         assert self.fill(make_policy("cachecraft_fr"), b=info(cfo=0.125)) == "cdab"
 
-    def test_f_r_of_an_exact_reuse_is_its_tokens(self):
+    def test_cachecraft_fr_credits_an_exact_reuse_with_its_token_count(self):
         assert self.fill(make_policy("cachecraft_fr"), b=info(cfo=0.0, num_tokens=5)) == "cdba"
 
-    def test_gdsf_counts_frequency_cost_and_size(self):
+    def test_gdsf_ranks_by_frequency_times_cost_per_byte(self):
         # a: 4 * 1 / 40 = 0.1; b: 2 * 1 / 10 = 0.2; c: 1 * 5 / 10 = 0.5; d: 1 * 1 / 5 = 0.2, later than b
         assert self.fill(make_policy("gdsf"), a=info(40), c=info(compute_s=5.0), d=info(5)) == "abdc"
 
@@ -96,7 +96,7 @@ class TestOrders:
         policy.on_insert("e", info(10, 6.1), 1)  # 0.3 + 0.61
         assert policy.victims(30) == ("d", "c", "e")
 
-    def test_what_was_not_evicted_for_room_leaves_the_clock(self):
+    def test_removal_without_eviction_does_not_advance_the_gdsf_clock(self):
         policy = Gdsf()
         policy.on_insert("a", info(10, 100.0), 0)
         policy.on_insert("b", info(10, 2.0), 0)
@@ -114,18 +114,18 @@ class TestOrders:
         policy.on_insert("c", info(compute_s=6.1, num_tokens=1), 2)
         assert policy.victims(30) == ("b", "a", "c")
 
-    def test_saved_seconds_per_byte(self):
+    def test_saved_seconds_policy_ranks_by_saved_seconds_per_byte(self):
         # time has no weight (long half-life); in units of the 0.5 s that a use saves with half of it recomputed:
         # a: 4 / 60, b: 2 / 10, c: 1 / 10, d: 1 / 2
         assert self.fill(SavedSeconds(half_life=1e9), a=info(60), d=info(2)) == "acbd"
 
-    def test_saved_seconds_halve(self):
+    def test_saved_seconds_decay_with_the_half_life(self):
         # half-life 2, at 5: b saves 0.5 (2^-0.5 + 2^-2.5), c 4.5 * 2^-2.5, a 0.5 (2^-1 + 2^-1.5 + 2^-2 + 2^-2.5), d 0.5
         # b: 0.442, c: 0.795, a: 0.641, d: 0.5
         policy = SavedSeconds(half_life=2.0)
         assert self.fill(policy, c=info(compute_s=9.0)) == "bdac"
 
-    def test_saved_seconds_count_fix_load_and_copy_below(self):
+    def test_saved_seconds_subtract_recompute_load_time_and_lower_tier_copy(self):
         infos = {
             "a": info(compute_s=8.0, cfo=0.75),  # saves 2
             "b": info(compute_s=8.0, cfo=0.5, load_s=1.0),  # 3
@@ -137,13 +137,13 @@ class TestOrders:
             policy.on_insert(key, one, 0)
         assert policy.victims(40) == ("c", "a", "b", "d")
 
-    def test_what_saves_nothing_goes_first_and_longest_unused_before(self):
+    def test_entries_that_save_nothing_are_evicted_first_oldest_first(self):
         policy = SavedSeconds()
         for now, (key, cfo) in enumerate([("a", 0.999), ("b", 1.0), ("c", 1.0)]):
             policy.on_insert(key, info(cfo=cfo), now)
         assert policy.victims(30) == ("b", "c", "a")
 
-    def test_uses_of_evicted_keys_count_on_as_far_as_they_are_remembered(self):
+    def test_uses_of_evicted_keys_still_count_while_remembered(self):
         for policy, remembered in ((SavedSeconds(num_remembered=1), "b"), (SavedSeconds(num_remembered=0), "")):
             for key in "abc":
                 policy.on_insert(key, info(compute_s=1.0 + (key == "c")), 0)
@@ -178,7 +178,7 @@ class TestVictims:
         ("bytes_wanted", "pinned", "count"),
         [(0, "", 0), (1, "", 1), (46, "", 4), (47, "", None), (1, "ab", 1), (27, "a", 3), (1, "abcd", None)],
     )
-    def test_shortest_run_that_frees_enough_or_none(self, name, bytes_wanted, pinned, count):
+    def test_victims_are_the_fewest_in_order_that_free_enough_or_none(self, name, bytes_wanted, pinned, count):
         policy = self.filled(name)
         whole = policy.victims(46)
         victims = policy.victims(bytes_wanted, pinned=pinned)
@@ -188,14 +188,14 @@ class TestVictims:
             assert victims == tuple(key for key in whole if key not in pinned)[:count]
         assert policy.victims(46) == whole, "asking changes nothing"
 
-    def test_last_victim_is_needed(self, name):
+    def test_no_more_victims_are_chosen_than_needed(self, name):
         policy = self.filled(name)
         whole = policy.victims(46)
         first, second = (10 + "abcd".index(key) for key in whole[:2])
         assert len(policy.victims(first)) == 1 and len(policy.victims(first + 1)) == 2
         assert len(policy.victims(first + second)) == 2 and len(policy.victims(first + second + 1)) == 3
 
-    def test_only_saved_seconds_refuses_a_newcomer(self, name):
+    def test_only_saved_seconds_rejects_a_less_valuable_newcomer(self, name):
         policy = build(name)
         policy.on_insert("a", info(10, 0.5), 0)
         policy.on_insert("b", info(10, 8.0), 0)
@@ -205,20 +205,20 @@ class TestVictims:
         assert policy.victims(20, new_key="n") == wanted
         assert policy.victims(20, new_key="n", pinned="n") == tuple(key for key in policy.victims(120) if key != "n")
 
-    def test_a_newcomer_worth_more_pushes_others_out(self, name):
+    def test_more_valuable_newcomer_evicts_others(self, name):
         policy = build(name)
         policy.on_insert("a", info(10, 0.5), 0)
         policy.on_insert("n", info(10, 9.0), 1)
         assert policy.victims(10, new_key="n") == ("a",)
 
-    def test_removed_keys_may_come_back(self, name):
+    def test_removed_keys_can_be_inserted_again(self, name):
         policy = self.filled(name)
         policy.on_remove("a")
         assert set(policy.victims(36)) == set("bcd") and policy.victims(37) is None
         policy.on_insert("a", info(5), 9)
         assert set(policy.victims(41)) == set("abcd") and policy.victims(42) is None
 
-    def test_wrong_calls_are_named(self, name):
+    def test_invalid_calls_are_rejected_by_name_and_change_nothing(self, name):
         policy = self.filled(name)
         with pytest.raises(ValueError, match="key.*'a'"):
             policy.on_insert("a", info(), 9)
@@ -245,19 +245,19 @@ class TestTree:
             policy.on_insert(key, info(10, self.COST[key], parent=self.PARENTS[key]), 0)
         return policy
 
-    def test_a_node_goes_after_its_children(self):
+    def test_pgdsf_evicts_a_node_only_after_its_children(self):
         policy = self.filled(Pgdsf())
         assert [policy.is_leaf(key) for key in "abcde"] == [False, False, True, False, True]
         for count, wanted in enumerate(("e", "ed", "edc", "edcb", "edcba"), 1):
             assert policy.victims(10 * count) == tuple(wanted)
         assert policy.victims(51) is None and self.filled(Gdsf()).victims(30) == ("a", "b", "e")
 
-    def test_what_is_pinned_keeps_all_above_it(self):
+    def test_pinned_node_protects_its_ancestors(self):
         policy = self.filled(Pgdsf())
         assert policy.victims(20, pinned="c") == ("e", "d") and policy.victims(30, pinned="c") is None
         assert policy.victims(20, new_key="e") == ("c", "b")
 
-    def test_a_node_is_a_leaf_again_once_its_children_left_for_whatever_reason(self):
+    def test_node_becomes_a_leaf_again_once_its_children_are_gone(self):
         policy = self.filled(Pgdsf())
         policy.on_remove("c")
         policy.on_remove("e", evicted=False)
@@ -272,7 +272,7 @@ class TestTree:
         policy.on_insert("a", info(10, 0.0), 0)
         assert policy.victims(40) == ("c", "b", "e", "d")
 
-    def test_parents_are_known_after_a_restart_to_who_does_not_look_for_them(self):
+    def test_parents_are_restored_from_state_after_a_restart(self):
         policy = self.filled(Pgdsf())
         fresh = reopened(policy, 1, {key: info(10, self.COST[key]) for key in "abcde"}, Pgdsf())
         assert fresh.victims(50) == policy.victims(50) == tuple("edcba")
@@ -281,7 +281,7 @@ class TestTree:
         assert "parents" not in self.filled(Gdsf()).state(1)
 
     @pytest.mark.parametrize("damage", [None, [], {"a": None}, {"a": 3}, {"a": "a"}, {"stranger": "a"}])
-    def test_damaged_parents_are_none(self, damage):
+    def test_damaged_parents_in_the_state_are_ignored(self, damage):
         fresh = Pgdsf()
         fresh.restore({"uses": {}, "parents": damage}, {"a", "b"})
         fresh.on_adopt({key: info(10) for key in "ab"})
@@ -289,7 +289,7 @@ class TestTree:
 
 
 @given(st.data())
-def test_of_a_tree_the_least_leaf_goes_again_and_again(data):
+def test_tree_eviction_repeatedly_removes_the_least_valuable_leaf(data):
     keys = [f"k{number}" for number in range(data.draw(st.integers(1, 12)))]
     parents = {key: data.draw(st.sampled_from([None, *keys[:number]])) for number, key in enumerate(keys)}
     costs = {key: data.draw(st.integers(0, 9)) for key in keys}
@@ -308,7 +308,7 @@ def test_of_a_tree_the_least_leaf_goes_again_and_again(data):
         assert chosen == (tuple(wanted[:count]) if count <= len(wanted) else None)
 
 
-def test_settings_are_checked():
+def test_invalid_policy_settings_are_rejected():
     for half_life in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="^half_life: wanted"):
             SavedSeconds(half_life=half_life)
@@ -355,7 +355,7 @@ requests = st.tuples(
     trace=st.lists(requests, min_size=1, max_size=14),
     budget=st.integers(8, 60),
 )
-def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
+def test_victims_match_a_plain_recomputation_of_all_scores(name, corpus, trace, budget):
     policy = build_for(name)
     plain = Plain(name, HALF_LIFE)
     used, now = 0, 0
@@ -393,7 +393,7 @@ def test_it_evicts_what_plain_recomputation_evicts(name, corpus, trace, budget):
 
 
 @pytest.mark.parametrize("first", [1e9, 1e-308])
-def test_uses_that_saved_seconds_of_every_size_add_up(first):
+def test_saved_seconds_of_very_different_magnitudes_add_up(first):
     policy = SavedSeconds()
     for key, seconds in (("a", (first, 1e9 * 1e-308 / first)), ("b", (1e9,)), ("c", (2e9,))):
         policy.on_insert(key, info(compute_s=seconds[0], cfo=0.0), 0)
@@ -414,7 +414,7 @@ class TestRestarts:
         policy.on_remove("gone")
         return policy, {key: infos[key] for key in ("often", "once")}
 
-    def test_it_counts_on_from_where_it_was(self, name):
+    def test_counting_continues_after_a_restart(self, name):
         policy, infos = self.used(name)
         fresh = reopened(policy, 7, infos, build(name))
         for one in (policy, fresh):  # now `once` has as many uses as `often`, and later ones
@@ -425,20 +425,20 @@ class TestRestarts:
         assert wanted.keys() >= infos.keys()
         assert {key: pytest.approx(values) for key, values in fresh.state(2)["uses"].items()} == wanted
 
-    def test_a_key_that_it_never_heard_of_goes_first(self, name):
+    def test_unknown_key_after_a_restart_is_evicted_first(self, name):
         policy, infos = self.used(name)
         fresh = reopened(policy, 7, infos | {"stranger": info(10)}, build(name))
         assert fresh.victims(30)[0] == "stranger" or name in ("gdsf", "pgdsf", "cachecraft_fr")
         assert set(fresh.victims(30)) == {"often", "once", "stranger"}
 
-    def test_uses_of_a_key_that_was_held_before_anybody_counted_last(self, name):
+    def test_uses_of_an_adopted_key_survive_a_restart(self, name):
         policy = build(name)
         policy.on_adopt({"old": info(10)})
         policy.on_hit("old", info(10), 1)
         fresh = reopened(policy, 2, {"old": info(10)}, build(name))
         assert fresh.state(0)["uses"]["old"][:2] == [1, 0]
 
-    def test_many_adopted_at_once_leave_in_the_order_of_few(self, name):
+    def test_bulk_adoption_gives_the_same_order_as_single_adoptions(self, name):
         infos = {f"{number:04}": info(1 + number % 7) for number in random.Random(1).sample(range(1500), 1500)}
         at_once, singly = build(name), build(name)
         at_once.on_adopt(infos)
@@ -448,18 +448,18 @@ class TestRestarts:
             one.on_hit("0003", infos["0003"], 1)
         assert at_once.victims(5000) == singly.victims(5000)
 
-    def test_where_one_is_held_none_is_adopted(self, name):
+    def test_adopting_a_held_key_raises_and_adopts_none(self, name):
         policy, infos = self.used(name)
         with pytest.raises(ValueError, match="'once'"):
             policy.on_adopt({"new": info(10), "once": infos["once"]})
         assert "new" not in policy and set(policy.victims(20)) == {"often", "once"}
 
-    def test_only_policies_with_a_memory_remember_what_left(self, name):
+    def test_only_pgdsf_and_saved_seconds_remember_evicted_keys(self, name):
         policy, infos = self.used(name)
         fresh = reopened(policy, 7, infos, build(name))
         assert ("gone" in fresh.state(0)["uses"]) == (name in ("pgdsf", "saved_seconds"))
 
-    def test_an_heir_counts_what_it_takes_the_place_of(self, name):
+    def test_replacement_key_inherits_the_uses_of_its_predecessor(self, name):
         policy, infos = self.used(name)
         policy.inherit("often", "heir")
         policy.on_remove("often", evicted=False)
@@ -489,7 +489,7 @@ class TestRestarts:
             {"uses": {}, "clock": "late"},
         ],
     )
-    def test_a_damaged_state_is_left_out(self, name, damage):
+    def test_damaged_state_is_ignored(self, name, damage):
         fresh = build(name)
         fresh.restore(damage, {"once"})
         fresh.on_adopt({"once": info(10)})
@@ -528,7 +528,7 @@ def compared(call):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_20_000_entries_cost_a_few_logarithms(name):
+def test_operations_on_20_000_entries_take_logarithmic_time(name):
     """A heap compares at most twice per level of its tree, which has 15 levels here."""
     rng = random.Random(0)
     infos = [info(rng.randrange(5, 20), rng.random(), rng.random()) for _ in range(500)]
@@ -555,7 +555,7 @@ def test_20_000_entries_cost_a_few_logarithms(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hits_leave_nothing_behind(name):
+def test_repeated_hits_do_not_slow_down_victim_selection(name):
     policy = counting(name)
     for key in "abcdefgh":
         policy.on_insert(key, info(), 0)
@@ -564,7 +564,7 @@ def test_hits_leave_nothing_behind(name):
     assert compared(lambda: policy.victims(80)) < 500
 
 
-def test_inner_nodes_are_met_once_however_little_they_are_worth():
+def test_inner_nodes_are_scanned_only_once_when_choosing_victims():
     """A thousand paths of two, of which only the ends were used again: roots rank first, but may not be evicted."""
 
     class Counting(Pgdsf):

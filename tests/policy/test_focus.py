@@ -33,7 +33,7 @@ class TestCut:
             ([10.0, 1.0, 0.0], {0, 1}, {0}),
         ],
     )
-    def test_hand_worked(self, mass, entropy, largest_gap):
+    def test_cuts_match_hand_computed_examples(self, mass, entropy, largest_gap):
         assert focused_chunks(mass, "entropy") == entropy
         assert focused_chunks(mass, "largest_gap") == largest_gap
 
@@ -51,7 +51,7 @@ class TestCut:
             ([5.0, 1.0, 1.0], {0}),
         ],
     )
-    def test_readings_where_the_paper_is_silent(self, rule, mass, expected):
+    def test_cases_the_paper_leaves_open(self, rule, mass, expected):
         assert focused_chunks(mass, rule) == expected
 
     @given(mass_lists, rules)
@@ -63,7 +63,7 @@ class TestCut:
         assert focused_chunks(mass, rule) == oracle.focused(mass, rule)
 
     @given(mass_lists, rules, st.randoms())
-    def test_invariants(self, mass, rule, rng: random.Random):
+    def test_focused_chunks_have_more_mass_and_ignore_input_order(self, mass, rule, rng: random.Random):
         focused = focused_chunks(mass, rule)
         assert bool(focused) == bool(mass)
         outside = set(range(len(mass))) - focused
@@ -91,7 +91,7 @@ def fold(layers: list[tuple[float, ...]], window: int, rule: str = "largest_gap"
 
 
 class TestFold:
-    def test_decides_after_w_equal_layers_on_the_cumulated_mass(self):
+    def test_decides_after_window_equal_layers_of_cumulated_mass(self):
         # cumulated: (1 0 0) -> {0}; (1 3 0) gaps 2, 1 -> {1}; (2 3 0) gaps 1, 2 -> {0, 1}; (3 5 0) gaps 2, 3;
         # (4 6 0) gaps 2, 4: three layers {0, 1} in a row, at layer 4. Layer 1's mass alone would give {1}.
         layers = [(1.0, 0.0, 0.0), (0.0, 3.0, 0.0), (1.0, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 1.0, 0.0)]
@@ -102,7 +102,7 @@ class TestFold:
         assert states[-1].decided_layer == 4
         assert states[-1].cumulated_mass == (4.0, 6.0, 0.0)
 
-    def test_a_decided_set_stays(self):
+    def test_decided_set_never_changes(self):
         first, second = fold([(1.0, 0.0), (0.0, 9.0)], window=1)
         assert first.decided == {0} and first.decided_layer == 0
         assert second is first
@@ -110,7 +110,7 @@ class TestFold:
     def test_never_decides_while_the_set_flips(self):
         assert fold([(1.0, 0.0), (0.0, 2.0), (2.0, 0.0), (0.0, 2.0)], window=2)[-1].decided is None
 
-    def test_the_first_layer_may_have_any_number(self):
+    def test_first_layer_may_have_any_index(self):
         assert fold([(1.0, 0.0)] * 2, window=2, first=5)[-1].decided_layer == 6
 
     @given(st.lists(st.tuples(*[st.integers(0, 4).map(float)] * 4), min_size=1, max_size=12), st.integers(1, 5), rules)
@@ -125,7 +125,7 @@ class TestFold:
         last = fold(layers, window, rule)[-1]
         assert (last.decided, last.decided_layer) == (expected or (None, None))
 
-    def test_no_documents_are_focused_at_once(self):
+    def test_empty_document_list_is_decided_immediately(self):
         assert fold([()], window=1)[-1].decided == frozenset()
 
     @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ccjax.policy.hkvd import counts_by_layer, hidden_ratio, most_deviating
 
 
-def test_the_schedule_by_hand():
+def test_counts_by_layer_match_hand_computed_examples():
     assert counts_by_layer(1000, 0.2, 9) == (1000, 238, 238, 213, 213, 188, 188, 163, 163)
     assert counts_by_layer(10, 0.5, 1) == (10,)
     assert counts_by_layer(10, 0.5, 2) == (10, 5)
@@ -20,7 +20,7 @@ def test_the_schedule_by_hand():
 
 
 @given(st.integers(1, 5000), st.floats(0.0, 1.0), st.integers(2, 80))
-def test_ever_fewer_and_on_average_the_ratio(num_candidates, ratio, num_layers):
+def test_layer_counts_never_increase_and_average_to_the_ratio(num_candidates, ratio, num_layers):
     counts = counts_by_layer(num_candidates, ratio, num_layers)
     assert len(counts) == num_layers and counts[0] == num_candidates
     assert all(0 <= after <= before for before, after in zip(counts, counts[1:], strict=False))
@@ -31,7 +31,7 @@ def test_ever_fewer_and_on_average_the_ratio(num_candidates, ratio, num_layers):
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=40), st.data())
-def test_no_other_token_deviates_more(deviations, data):
+def test_most_deviating_tokens_are_chosen(deviations, data):
     count = data.draw(st.integers(0, len(deviations)))
     chosen = most_deviating(deviations, count)
     assert len(chosen) == len(set(chosen)) == count and list(chosen) == sorted(chosen)
@@ -39,7 +39,7 @@ def test_no_other_token_deviates_more(deviations, data):
     assert not chosen or not others or min(deviations[index] for index in chosen) >= max(others)
 
 
-def test_of_equal_ones_the_first():
+def test_ties_are_broken_by_position():
     assert most_deviating([1.0, 3.0, 3.0, 3.0], 2) == (1, 2)
 
 
@@ -47,7 +47,7 @@ def test_of_equal_ones_the_first():
     ("load_s", "prefill_s", "ratio"),
     [(0.0, 2.0, 0.15), (0.2, 2.0, 0.15), (0.6, 2.0, 0.3), (9.0, 2.0, 1.0), (1.0, 0.0, 0.15)],
 )
-def test_the_share_that_loading_hides(load_s, prefill_s, ratio):
+def test_hidden_ratio_matches_hand_computed_values(load_s, prefill_s, ratio):
     assert hidden_ratio(load_s, prefill_s) == pytest.approx(ratio)
 
 
@@ -65,6 +65,6 @@ def test_the_share_that_loading_hides(load_s, prefill_s, ratio):
         (lambda: hidden_ratio(1.0, 1.0, least=2.0), "least: wanted"),
     ],
 )
-def test_what_is_refused(call, message):
+def test_invalid_arguments_are_rejected_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -35,19 +35,19 @@ def loads(*times: tuple[float, float]) -> list[PlannedLoad]:
         ([], 5.0, ""),
     ],
 )
-def test_by_hand(times, hidden_s, expected):
+def test_loads_to_give_up_match_hand_computed_plans(times, hidden_s, expected):
     assert loads_to_give_up(loads(*times), hidden_s, STEADY) == frozenset(expected)
 
 
 @pytest.mark.parametrize(
     ("load_s", "steady", "avoiding"), [(0.7, "", ""), (0.81, "", "a"), (1.0, "", "a"), (1.24, "", "a"), (1.3, "a", "a")]
 )
-def test_between_the_factors_things_stay_as_they_are(load_s, steady, avoiding):
+def test_hysteresis_keeps_the_current_habit_between_the_two_factors(load_s, steady, avoiding):
     assert loads_to_give_up(loads((load_s, 1.0)), 0.0, STEADY) == frozenset(steady)
     assert loads_to_give_up(loads((load_s, 1.0)), 0.0, AVOIDING) == frozenset(avoiding)
 
 
-def test_one_load_in_sixteen_plans_is_begun_all_the_same():
+def test_one_rejected_load_is_explored_every_sixteen_plans():
     planned = loads((9.0, 1.0), (8.0, 1.0), (8.0, 1.0))[::-1]  # not ordered by id
     habit, explored = LoadHabit(), []
     for number in range(3 * EXPLORE_EVERY):
@@ -60,7 +60,7 @@ def test_one_load_in_sixteen_plans_is_begun_all_the_same():
     assert habit.after(False) == LoadHabit() and not LoadHabit().explores
 
 
-def test_nothing_is_explored_beside_a_load_that_was_chosen():
+def test_nothing_is_explored_when_a_load_was_chosen():
     habit = LoadHabit(EXPLORE_EVERY)
     planned = loads((9.0, 1.0), (0.1, 1.0))
     assert load_to_explore(planned, loads_to_give_up(planned, 0.0, habit), habit) is None
@@ -72,7 +72,7 @@ def test_nothing_is_explored_beside_a_load_that_was_chosen():
     st.integers(0, 20),
     st.sampled_from([STEADY, AVOIDING]),
 )
-def test_what_is_given_up_takes_longer_and_what_stays_is_not_waited_for_longer_than_computing(times, hidden_s, habit):
+def test_only_slower_loads_are_given_up_and_kept_loads_have_bounded_waits(times, hidden_s, habit):
     planned = loads(*times)
     given_up = loads_to_give_up(planned, hidden_s, habit)
     assert all(load.load_s > 0.8 * load.compute_s for load in planned if load.variant_id in given_up)

@@ -31,11 +31,11 @@ from ccjax.policy.loading import (
         (1, None, 5.0),
     ],
 )
-def test_what_computing_takes_but_at_least_the_floor(num_tokens, seconds_per_token, expected):
+def test_longest_load_wait_is_compute_time_with_a_minimum(num_tokens, seconds_per_token, expected):
     assert longest_load_wait_s(num_tokens, seconds_per_token) == pytest.approx(expected)
 
 
-def test_the_constants_are_those_of_the_examples():
+def test_wait_constants_match_the_examples():
     assert (LEAST_WAIT_S, UNMEASURED_WAIT_S) == (0.5, 5.0)
 
 
@@ -69,7 +69,7 @@ def test_bad_arguments_are_named(num_tokens, seconds_per_token, name):
         (200, None, 6.0),
     ],
 )
-def test_what_others_compute_is_waited_for_as_long_as_computing_it_and_a_second(
+def test_longest_shared_wait_is_load_wait_plus_one_second(
     num_tokens, seconds_per_token, expected
 ):
     assert longest_shared_wait_s(num_tokens, seconds_per_token) == pytest.approx(expected)
@@ -78,7 +78,7 @@ def test_what_others_compute_is_waited_for_as_long_as_computing_it_and_a_second(
 
 
 @pytest.mark.parametrize("function", [longest_shared_wait_s, claim_s])
-def test_shared_waits_refuse_what_loads_refuse(function):
+def test_shared_waits_reject_the_same_arguments_as_loads(function):
     with pytest.raises(ValueError, match="num_tokens"):
         function(0, 0.1)
     with pytest.raises(ValueError, match="seconds_per_token"):

@@ -92,7 +92,7 @@ def run(case) -> PrefillPlan:
 class TestIdentities:
     @pytest.mark.parametrize("mode", REUSE_MODES)
     @pytest.mark.parametrize("strategy", sorted(strategies.STRATEGIES))
-    def test_an_empty_store_is_a_plain_prefill(self, mode, strategy):
+    def test_empty_store_gives_a_plain_prefill(self, mode, strategy):
         got = plan("SAB", mode=mode, strategy=strategy, system=True)
         assert summary(got.segments) == [("compute", "exact", 0)] * 4
         assert got.pin == () and got.focus_window is None and got.hkvd_counts_by_layer == ()
@@ -101,7 +101,7 @@ class TestIdentities:
 
     @pytest.mark.parametrize("mode", ["exact", "bounded", "fast"])
     @pytest.mark.parametrize("strategy", sorted(set(strategies.STRATEGIES) - {"full"}))
-    def test_the_same_prompt_again_recomputes_nothing(self, mode, strategy):
+    def test_repeated_prompt_recomputes_nothing(self, mode, strategy):
         stored = [variant("S", cci=1.0), variant("A", "S", cci=1.0), variant("B", "SA", cci=1.0)]
         got = plan("SAB", stored, mode=mode, strategy=strategy, system=True, recompute_ratio=1.0, alpha=9.0)
         assert summary(got.segments) == [("reuse", "exact", 0)] * 3 + [("compute", "exact", 0)]
@@ -109,32 +109,32 @@ class TestIdentities:
         assert [s.cfo for s in got.segments] == [0.0, 0.0, 0.0, None]
 
     @pytest.mark.parametrize("strategy", FIXING)
-    def test_recompute_all_is_a_full_prefill(self, strategy):
+    def test_recompute_ratio_1_equals_a_full_prefill(self, strategy):
         stored = [variant("A", "X"), variant("B"), variant("C", "AB", fidelity="approx")]
         assert plan("ABC", stored, strategy=strategy, recompute_ratio=1.0) == plan("ABC", stored, mode="off")
 
     @pytest.mark.parametrize("strategy", FIXING)
-    def test_recompute_nothing_is_naive_reuse(self, strategy):
+    def test_recompute_ratio_0_equals_naive_reuse(self, strategy):
         stored = [variant("A", "X"), variant("B"), variant("C", "AB", fidelity="approx")]
         got = plan("ABC", stored, strategy=strategy, recompute_ratio=0.0)
         assert got == plan("ABC", stored, strategy="reuse") and len(got.pin) == 3
 
-    def test_a_cfo_of_1_computes_the_chunk_as_a_whole(self):
+    def test_cfo_of_1_computes_the_whole_chunk(self):
         got = plan("AB", [variant("B", "X", cci=1.0)], strategy="cachecraft")
         assert summary(got.segments) == [("compute", "exact", 0)] * 3
         assert got.segments[1].cfo is None and got.pin == ()
 
-    def test_in_mode_fast_it_stays_reused(self):
+    def test_fast_mode_reuses_a_chunk_with_cfo_of_1(self):
         got = plan("AB", [variant("B", "X", cci=1.0)], mode="fast", fast_ratio=0.2)
         assert summary(got.segments)[1] == ("reuse", "approx", 2) and got.segments[1].cfo == 1.0
 
 
 class TestFidelity:
-    def test_exact_kv_behind_a_computed_chunk_is_exact(self):
+    def test_exact_variant_after_a_computed_chunk_is_reused_exactly(self):
         got = plan("AB", [variant("B", "A")], mode="exact")
         assert summary(got.segments) == [("compute", "exact", 0), ("reuse", "exact", 0), ("compute", "exact", 0)]
 
-    def test_approximation_taints_what_is_computed_behind_it_but_no_exact_reuse(self):
+    def test_approximate_reuse_makes_later_computed_but_not_exact_chunks_approx(self):
         got = plan("ABCD", [variant("B", "X"), variant("C", "AB")])
         assert [(s.action, s.fidelity) for s in got.segments] == [
             ("compute", "exact"),
@@ -144,7 +144,7 @@ class TestFidelity:
             ("compute", "approx"),
         ]
 
-    def test_an_approximate_variant_behind_its_own_prefix_stays_approximate(self):
+    def test_approximate_variant_stays_approximate_after_its_own_prefix(self):
         got = plan("AB", [variant("B", "A", fidelity="approx")])
         assert summary(got.segments)[1] == ("reuse", "approx", 0)
         assert summary(plan("AB", [variant("B", "A", fidelity="approx")], mode="exact").segments)[1][0] == "compute"
@@ -154,7 +154,7 @@ class TestFidelity:
         assert summary(plan("SA", stored, mode="exact", system=True).segments)[1] == ("reuse", "exact", 0)
         assert summary(plan("A", stored, mode="exact").segments)[0] == ("compute", "exact", 0)
 
-    def test_the_same_chunk_twice_has_two_prefixes(self):
+    def test_repeated_chunk_has_a_different_prefix_each_time(self):
         got = plan("AA", [variant("A")], mode="exact")
         assert summary(got.segments)[:2] == [("reuse", "exact", 0), ("compute", "exact", 0)]
         twice = plan("AA", [variant("A", "X")], recompute_ratio=0.1)
@@ -162,25 +162,25 @@ class TestFidelity:
 
 
 class TestRecompute:
-    def test_offsets_are_the_head_of_the_ranking_ascending(self):
+    def test_recompute_offsets_are_the_top_ranked_tokens_in_ascending_order(self):
         # A encoded alone, used after X: CFO = 0.4 * 0.5 = 0.2 of 10 tokens
         got = plan("XA", [variant("A", ranking=(6, 2, 9, 0, 1, 3, 4, 5, 7, 8))], alpha=0.4)
         assert got.segments[1].recompute_offsets == (2, 6)
         assert got.segments[1].cfo == pytest.approx(0.2)
 
-    def test_the_reported_cfo_is_eq_12_also_where_the_share_is_forced(self):
+    def test_reported_cfo_is_eq_12_even_with_a_forced_share(self):
         got = plan("XA", [variant("A")], recompute_ratio=0.3).segments[1]
         assert (got.cfo, len(got.recompute_offsets)) == (0.5, 3)
 
     @pytest.mark.parametrize(
         ("settings", "expected"), [({}, None), ({"focus_window": 5}, 5), ({"focus_window": None}, None)]
     )
-    def test_the_focus_cut_is_on_only_where_something_is_recomputed(self, settings, expected):
+    def test_focus_window_is_set_only_if_tokens_are_recomputed(self, settings, expected):
         assert plan("XA", [variant("A")], **settings).focus_window == expected
         assert plan("XA", [variant("A")], recompute_ratio=0.0, **settings).focus_window is None
         assert plan("XA", [variant("A", "X")], **settings).focus_window is None
 
-    def test_settings_are_handed_on(self):
+    def test_focus_rule_is_copied_to_the_plan(self):
         got = plan("A", focus_rule="largest_gap")
         assert got.focus_rule == "largest_gap"
 
@@ -242,7 +242,7 @@ class TestInvariants:
         assert got.focus_window == (settings.focus_window if has_fixes else None)
 
     @given(cases())
-    def test_exact_mode_is_exact_and_off_computes_all(self, case):
+    def test_exact_mode_reuses_only_exactly_and_off_mode_computes_everything(self, case):
         chunks, question_tokens, variants, _, settings = case
         exact = run((chunks, question_tokens, variants, "exact", settings))
         assert all(s.fidelity == "exact" and not s.recompute_offsets for s in exact.segments)
@@ -250,7 +250,7 @@ class TestInvariants:
         assert all(s.action == "compute" and s.fidelity == "exact" for s in off.segments)
 
     @given(cases())
-    def test_what_exact_mode_reuses_every_approximate_mode_reuses_too(self, case):
+    def test_approximate_modes_reuse_everything_that_exact_mode_reuses(self, case):
         chunks, question_tokens, variants, _, settings = case
         exact, bounded, fast = (run((chunks, question_tokens, variants, m, settings)) for m in REUSE_MODES[1:])
         for one, *others in zip(exact.segments, bounded.segments, fast.segments, strict=True):
@@ -258,7 +258,7 @@ class TestInvariants:
                 assert others == [one, one]
 
     @given(cases())
-    def test_strategies_that_fix_differ_in_the_offsets_alone(self, case):
+    def test_recomputing_strategies_differ_only_in_recompute_offsets(self, case):
         chunks, question_tokens, variants, mode, settings = case
         plans = [
             run((chunks, question_tokens, variants, mode, dataclasses.replace(settings, strategy=name)))
@@ -272,14 +272,14 @@ class TestInvariants:
         assert sizes == [sizes[0]] * 3 and bare == [bare[0]] * 3
 
     @given(cases(), st.randoms())
-    def test_the_order_of_candidates_does_not_matter(self, case, rng: random.Random):
+    def test_plan_does_not_depend_on_candidate_order(self, case, rng: random.Random):
         chunks, question_tokens, variants, mode, settings = case
         shuffled = list(variants)
         rng.shuffle(shuffled)
         assert run(case) == run(case) == run((chunks, question_tokens, shuffled, mode, settings))
 
     @given(cases())
-    def test_the_plan_survives_json(self, case):
+    def test_plan_round_trips_through_json(self, case):
         got = run(case)
         back = json.loads(json.dumps(got.to_json()))
         segments = tuple(Segment(**{**s, "recompute_offsets": tuple(s["recompute_offsets"])}) for s in back["segments"])
@@ -312,11 +312,11 @@ class TestErrors:
         with pytest.raises(ValueError, match=message):
             plan(**{"names": "A", **change})
 
-    def test_a_variant_filed_under_another_chunk_is_refused(self):
+    def test_variant_listed_under_another_chunk_is_rejected(self):
         with pytest.raises(ValueError, match="candidates"):
             plan_prefill(prompt("A"), 1, {ChunkId("A"): [variant("B")]}, mode="exact", settings=PlannerSettings())
 
-    def test_a_broken_ranking_is_refused(self):
+    def test_invalid_token_ranking_is_rejected(self):
         with pytest.raises(ValueError, match="token_ranking"):
             plan("XA", [variant("A", ranking=(0,) * 10)])
 
@@ -339,7 +339,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=f"^{field}: wanted .*, got "):
             PlannerSettings(**{field: value})
 
-    def test_a_strategy_that_approximates_in_mode_exact_is_stopped(self, monkeypatch):
+    def test_strategy_that_approximates_in_exact_mode_is_rejected(self, monkeypatch):
         def careless(chunks, candidates, mode, settings):
             return [Decision(choice) for choice in best_choices(chunks, candidates, "bounded", settings)]
 
@@ -366,7 +366,7 @@ def test_policy_loads_neither_jax_nor_numpy():
     assert done.stdout.split() == ["ccjax.policy.capture"]
 
 
-def test_policy_imports_only_pure_stdlib_modules_and_the_border_types():
+def test_policy_imports_only_pure_stdlib_modules_and_shared_types():
     pure = set(
         "__future__ bisect collections dataclasses enum fractions functools hashlib heapq itertools json".split()
     )

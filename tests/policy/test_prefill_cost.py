@@ -15,7 +15,7 @@ GRID = PrefillGrid((0, 100, 400), (10, 50), ((1.0, 3.0), (2.0, 6.0), (8.0, 9.0))
 
 
 @given(st.data())
-def test_between_the_points_it_is_scipys_bilinear_interpolation(data):
+def test_interpolation_matches_scipy_bilinear_between_grid_points(data):
     from scipy.interpolate import RegularGridInterpolator
 
     cached = sorted(data.draw(st.sets(st.integers(0, 5000), min_size=2, max_size=6)))
@@ -40,15 +40,15 @@ def test_between_the_points_it_is_scipys_bilinear_interpolation(data):
         (0, 0, 0.0),
     ],
 )
-def test_by_hand(cached, new, seconds):
+def test_prefill_seconds_match_hand_computed_values(cached, new, seconds):
     assert GRID.prefill_s(cached, new) == pytest.approx(seconds)
 
 
-def test_noise_never_makes_a_prefill_cost_less_than_nothing():
+def test_extrapolated_cost_is_never_negative():
     assert PrefillGrid((0, 10), (1, 2), ((1.0, 0.1), (1.0, 0.1))).prefill_s(0, 100) == 0.0
 
 
-def test_a_grid_survives_its_file():
+def test_grid_round_trips_through_json():
     assert PrefillGrid.from_json(json.loads(json.dumps(GRID.to_json()))) == GRID
 
 
@@ -64,7 +64,7 @@ def test_a_grid_survives_its_file():
         ({"seconds": None}, "missing or not what it should be"),
     ],
 )
-def test_a_bad_grid_is_named(change, message):
+def test_invalid_grid_is_rejected_with_the_reason(change, message):
     with pytest.raises(ValueError, match=message):
         PrefillGrid.from_json({**GRID.to_json(), **change})
     with pytest.raises(ValueError, match="wanted an object"):
@@ -72,6 +72,6 @@ def test_a_bad_grid_is_named(change, message):
 
 
 @pytest.mark.parametrize(("cached", "new", "name"), [(-1, 5, "cached"), (5, -1, "new"), (1.5, 5, "cached")])
-def test_bad_counts_are_named(cached, new, name):
+def test_invalid_token_counts_are_rejected_by_name(cached, new, name):
     with pytest.raises(ValueError, match=name):
         GRID.prefill_s(cached, new)

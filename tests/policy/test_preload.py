@@ -33,7 +33,7 @@ from ccjax.policy.preload import preload_depth
         (2, 5e-324, 1.0, 2),
     ],
 )
-def test_by_hand(num_layers, prefill_s, load_s, expected):
+def test_preload_depth_matches_hand_computed_values(num_layers, prefill_s, load_s, expected):
     assert preload_depth(num_layers, prefill_s, load_s) == expected
 
 
@@ -48,7 +48,7 @@ def runs_without_a_gap(depth: int, num_layers: int, prefill: int, load: int) -> 
 
 
 @given(st.integers(1, 80), st.integers(0, 50), st.integers(0, 50), st.sampled_from([1.0, 0.1, 1e-3, 0.7]))
-def test_it_is_the_least_depth_at_which_no_layer_waits(num_layers, prefill, load, tick_s):
+def test_preload_depth_is_the_least_at_which_no_layer_waits(num_layers, prefill, load, tick_s):
     depths = [depth for depth in range(1, num_layers + 1) if runs_without_a_gap(depth, num_layers, prefill, load)]
     got = preload_depth(num_layers, num_layers * prefill * tick_s, num_layers * load * tick_s)
     assert got == depths[0]

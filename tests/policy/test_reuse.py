@@ -26,7 +26,7 @@ def old_prefixes(draw) -> tuple[list[ChunkId], list[float]]:
 
 
 class TestOverlap:
-    def test_share_of_the_mass_on_common_chunks(self):
+    def test_overlap_beta_is_the_mass_share_of_common_chunks(self):
         # inter = A 0.2, B 0.5, C 0.3; common = A, C: (0.2 + 0.3) / 1.0
         assert reuse.overlap_beta(ids("ABC"), (0.2, 0.5, 0.3), ids("CDA")) == pytest.approx(0.5)
 
@@ -35,7 +35,7 @@ class TestOverlap:
         assert reuse.overlap_beta(ids("12"), (1.0, 3.0), ids("42")) == 0.75
         assert reuse.overlap_beta(ids("12"), (1.0, 3.0), ids("56")) == 0.0
 
-    def test_new_chunks_in_front_or_behind_cost_nothing_as_printed(self):
+    def test_additional_new_chunks_do_not_reduce_the_overlap(self):
         assert reuse.overlap_beta(ids("A"), (0.4,), ids("ABC")) == 1.0
 
     def test_repeated_chunks_match_once_each_in_order(self):
@@ -44,7 +44,7 @@ class TestOverlap:
         assert reuse.overlap_beta(ids("AAB"), (1.0, 2.0, 5.0), ids("ACA")) == 0.375
 
     @pytest.mark.parametrize(("old", "inter"), [("", ()), ("AB", (0.0, 0.0))])
-    def test_zero_by_zero_is_zero(self, old, inter):
+    def test_overlap_is_zero_without_any_mass(self, old, inter):
         assert reuse.overlap_beta(ids(old), inter, ids("AB")) == 0.0
 
     @given(old_prefixes(), prefixes)
@@ -73,7 +73,7 @@ class TestOrder:
             ("AAB", "ABA", 1 / 3),  # A1 A2 B against A1 B A2: only (A2, B) is discordant
         ],
     )
-    def test_examples(self, old, new, expected):
+    def test_order_gamma_matches_hand_computed_examples(self, old, new, expected):
         assert reuse.order_gamma(ids(old), ids(new)) == pytest.approx(expected)
 
     @given(distinct, distinct)
@@ -81,12 +81,12 @@ class TestOrder:
         assert reuse.order_gamma(old, new) == pytest.approx(oracle.gamma(old, new), abs=1e-12)
 
     @given(prefixes, prefixes)
-    def test_symmetric_and_in_0_1(self, old, new):
+    def test_order_gamma_is_symmetric_and_in_0_1(self, old, new):
         assert reuse.order_gamma(old, new) == reuse.order_gamma(new, old)
         assert 0.0 <= reuse.order_gamma(old, new) <= 1.0
 
     @given(prefixes, distinct.filter(lambda chunks: len(chunks) > 1))
-    def test_zero_on_the_same_order_and_one_on_the_reverse(self, same, chunks):
+    def test_order_gamma_is_zero_for_the_same_order_and_one_for_the_reverse(self, same, chunks):
         assert reuse.order_gamma(same, same) == 0.0
         assert reuse.order_gamma(chunks, chunks[::-1]) == 1.0
 
@@ -109,11 +109,11 @@ class TestAdjustedOverlap:
             ("AB", (0.0, 0.0), "A", 0.0),
         ],
     )
-    def test_readings_where_the_paper_is_silent(self, old, inter, new, expected):
+    def test_cases_the_paper_leaves_open(self, old, inter, new, expected):
         assert reuse.adjusted_overlap(ids(old), inter, ids(new)) == expected
 
     @given(old_prefixes(), prefixes)
-    def test_between_0_and_beta_unless_equal(self, old, new):
+    def test_adjusted_overlap_is_at_most_beta_unless_prefixes_are_equal(self, old, new):
         got = reuse.adjusted_overlap(old[0], old[1], new)
         if old[0] == new:
             assert got == 1.0
@@ -148,7 +148,7 @@ class TestContextImpact:
         assert reuse.chunk_context_impact(2 * math.log(3), 2.0) == pytest.approx(0.75)
 
     @pytest.mark.parametrize(("a", "b", "expected"), [(0.0, 2.0, 0.5), (0.0, 0.0, 0.5), (0.1, 0.0, 1.0)])
-    def test_ends(self, a, b, expected):
+    def test_context_impact_at_its_limits(self, a, b, expected):
         assert reuse.chunk_context_impact(a, b) == expected
 
     @given(masses, st.floats(1e-9, 1e6))
@@ -208,7 +208,7 @@ class TestTokenCounts:
         assert reuse.num_recompute_tokens(thousandths / 1000, num_tokens) == math.ceil(exact)
         assert reuse.max_recompute_tokens(thousandths / 1000, num_tokens) == math.floor(exact)
 
-    def test_binary_fuzz_would_have_cost_or_lost_a_token(self):
+    def test_binary_rounding_errors_do_not_change_token_counts(self):
         assert math.ceil(0.07 * 100) == 8 and math.floor(0.29 * 100) == 28
         assert reuse.max_recompute_tokens(0.29, 100) == 29
 
@@ -222,11 +222,11 @@ class TestTokenCounts:
         with pytest.raises(ValueError, match="num_tokens: wanted an integer of at least 1"):
             reuse.num_recompute_tokens(0.5, num_tokens)
 
-    def test_most_contextualised_offsets_come_ascending(self):
+    def test_most_contextualised_offsets_are_in_ascending_order(self):
         assert reuse.most_contextualised((4, 0, 3, 1, 2), 5, 3) == (0, 3, 4)
         assert reuse.most_contextualised((4, 0, 3, 1, 2), 5, 0) == ()
 
     @pytest.mark.parametrize("ranking", [(0, 1), (0, 0, 1), (3, 0, 1), (-1, 0, 1)])
-    def test_a_ranking_that_is_no_ranking_is_refused(self, ranking):
+    def test_ranking_that_is_not_a_permutation_is_rejected(self, ranking):
         with pytest.raises(ValueError, match="token_ranking"):
             reuse.most_contextualised(ranking, 3, 2)

@@ -36,31 +36,31 @@ def prompt(*names, length=100, other=20):
 
 
 @given(st.sets(st.integers(), max_size=300))
-def test_a_filter_holds_all_that_was_put_in(names):
+def test_chunk_filter_contains_everything_added(names):
     held = ChunkFilter.of(map(chunk, names))
     assert all(chunk(name) in held for name in names)
     assert len(held.bits) <= len(names) * BITS_PER_CHUNK // 8 + 1
 
 
-def test_a_filter_lets_few_others_pass():
+def test_chunk_filter_has_few_false_positives():
     held = ChunkFilter.of(chunk(number) for number in range(5000))
     passed = sum(chunk(f"other {number}") in held for number in range(20_000))
     assert passed < 200  # 0.3 % are expected, 60; a filter with one probe would pass 8 %
     assert chunk(1) not in ChunkFilter.of([])
 
 
-def test_a_filter_never_grows_beyond_its_limit():
+def test_chunk_filter_size_is_bounded():
     held = ChunkFilter.of(chunk(number) for number in range(LARGEST_FILTER_BYTES * 8 // BITS_PER_CHUNK + 5000))
     assert len(held.bits) == LARGEST_FILTER_BYTES
 
 
-def test_what_is_missing_counts_by_what_it_costs():
+def test_missing_tokens_weight_absent_chunks_by_load_cost():
     one = replica("a", held="x", cost=0.25)
     assert missing_tokens(one, prompt("x", "y", "z")) == 20 + 0.25 * 200
     assert missing_tokens(ReplicaState("b", None, 0.0, 0), prompt("x", "y")) == 220
 
 
-def test_chunks_draw_a_request_until_the_line_is_longer_than_they_are_worth():
+def test_replica_with_held_chunks_is_preferred_until_its_queue_outweighs_them():
     asked = prompt("x", "y")
     for waiting, best in ((0, "a"), (199, "a"), (201, "b")):
         assert rank([replica("a", held="xy", waiting=waiting), replica("b")], asked, 0.5)[0] == best
@@ -69,7 +69,7 @@ def test_chunks_draw_a_request_until_the_line_is_longer_than_they_are_worth():
     assert rank([replica("a", held="xy", waiting=30, cost=0.1), replica("b", cost=0.1)], asked, 0.5)[0] == "b"
 
 
-def test_like_prompts_meet_where_all_else_is_equal():
+def test_prompts_with_the_same_first_chunk_share_a_replica_on_ties():
     replicas = [replica(name) for name in "abcd"]
     homes = {name: rank(replicas, prompt(name), draw)[0] for name in range(400) for draw in (0.1, 0.9)}
     assert all(rank(replicas[::-1], prompt(name), 0.3)[0] == home for name, home in homes.items())
@@ -80,7 +80,7 @@ def test_like_prompts_meet_where_all_else_is_equal():
         assert rank(replicas[:3], prompt(name), 0.3)[0] == home or home == "d"
 
 
-def test_a_replica_that_is_silent_does_not_look_idle():
+def test_replica_without_a_summary_is_not_treated_as_idle():
     silent = ReplicaState("a", None, 0.0, 0)
     order = rank([silent, replica("b", waiting=50), replica("c", waiting=500)], prompt("x"), 0.5)
     assert order == [
@@ -93,7 +93,7 @@ def test_a_replica_that_is_silent_does_not_look_idle():
     st.lists(st.integers(0, 5), min_size=1, max_size=8),
     st.floats(0, 1, exclude_max=True),
 )
-def test_without_chunks_the_less_busy_of_two_goes_first(busy, draw):
+def test_without_chunks_the_first_choice_is_the_less_busy_of_two(busy, draw):
     replicas = [replica(str(number), under_way=count) for number, count in enumerate(busy)]
     order = rank(replicas, PromptSummary(), draw)
     assert sorted(order) == sorted(one.replica_id for one in replicas)
@@ -101,7 +101,7 @@ def test_without_chunks_the_less_busy_of_two_goes_first(busy, draw):
     assert not rest or first <= rest[0]
 
 
-def test_two_choices_beat_one():
+def test_two_random_choices_balance_the_load():
     """With 5,000 requests in sequence, the fullest of 50 replicas has little more than the mean (Mitzenmacher)."""
     import random
 
@@ -112,7 +112,7 @@ def test_two_choices_beat_one():
     assert max(under_way.values()) <= 105 and min(under_way.values()) >= 90
 
 
-def test_every_pair_is_drawn():
+def test_every_pair_of_replicas_can_be_drawn():
     replicas = [replica(name) for name in "abc"]
     firsts = {tuple(rank(replicas, PromptSummary(), step / 60)[:2]) for step in range(60)}
     assert len(firsts) == 6
@@ -132,5 +132,5 @@ def test_bad_input_is_named():
     ("load_s", "compute_s", "wanted"),
     [(None, 1.0, 1.0), (1.0, None, 1.0), (1.0, 0.0, 1.0), (1.0, 4.0, 0.25), (9.0, 4.0, 1.0)],
 )
-def test_load_cost_is_a_share_of_computing(load_s, compute_s, wanted):
+def test_load_cost_is_load_time_relative_to_compute_time(load_s, compute_s, wanted):
     assert load_cost(load_s, compute_s) == wanted

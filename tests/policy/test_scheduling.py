@@ -39,7 +39,7 @@ class TestPieces:
         assert (scheduler.num_decoding, scheduler.num_running, scheduler.num_waiting) == (2, 2, 0)
         assert scheduler.next_pack(0.3, 98, COSTS) == ScheduledPack()
 
-    def test_what_is_not_divisible_is_cut_where_packs_end_only(self):
+    def test_indivisible_prompts_are_split_only_at_full_pack_boundaries(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(SequenceWork("begun", 14, 1, 5, flow="x"))
         start(scheduler)
@@ -55,7 +55,7 @@ class TestPieces:
             [],
         ]
 
-    def test_contexts_of_a_pack_have_a_limit_that_one_prompt_alone_may_pass(self):
+    def test_pack_context_limit_may_be_exceeded_only_by_a_single_prompt(self):
         scheduler = build(max_num_context_tokens=20)
         scheduler.add(SequenceWork("a", 4, 1, 5, cached_tokens=8))
         scheduler.add(SequenceWork("b", 4, 1, 5, cached_tokens=4, flow="y"))
@@ -64,7 +64,7 @@ class TestPieces:
         packs = [start(scheduler) for _ in range(4)]
         assert [[piece.sequence_id for piece in pack.pieces] for pack in packs] == [["a", "b"], ["long"], ["c"], []]
 
-    def test_nobody_new_takes_what_an_indivisible_prompt_waits_for(self):
+    def test_indivisible_prompt_at_the_head_is_not_overtaken_by_smaller_ones(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(SequenceWork("first", 4, 1, 5))
         scheduler.add(SequenceWork("whole", 8, 1, 5, is_divisible=False))
@@ -80,7 +80,7 @@ class TestPieces:
         assert "a" not in scheduler and "b" in scheduler
         assert scheduler.pack_done(0.1) == ("b",)
 
-    def test_the_verbs_come_in_turn(self):
+    def test_calls_out_of_order_raise(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 5))
         scheduler.next_pack(0.0, 100, COSTS)
@@ -98,20 +98,20 @@ class TestPieces:
 
 class TestAdmission:
     @pytest.mark.parametrize(("free_pages", "names"), [(4, ()), (5, ("a",)), (9, ("a",)), (10, ("a", "b"))])
-    def test_the_prompt_must_fit(self, free_pages, names):
+    def test_request_is_admitted_only_if_its_prompt_fits(self, free_pages, names):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 5, 1))
         scheduler.add(SequenceWork("b", 5, 5, 1))
         assert admitted(scheduler, free_pages) == names
 
     @pytest.mark.parametrize(("free_pages", "names"), [(6, ()), (7, ("a",)), (13, ("a",)), (14, ("a", "b"))])
-    def test_and_a_reserve_for_each_that_is_admitted(self, free_pages, names):
+    def test_admission_reserves_pages_for_each_admitted_request(self, free_pages, names):
         scheduler = build(reserve_pages=2)
         scheduler.add(SequenceWork("a", 5, 5, 100))
         scheduler.add(SequenceWork("b", 5, 5, 100))
         assert admitted(scheduler, free_pages) == names
 
-    def test_no_more_of_it_than_the_answer_can_take(self):
+    def test_reserve_is_limited_to_the_longest_possible_answer(self):
         scheduler = build(reserve_pages=9)
         scheduler.add(SequenceWork("a", 5, 5, 6))  # 5 slots: 2 pages
         scheduler.add(SequenceWork("b", 5, 5, 6, tail_slots=1))  # 1 page
@@ -119,7 +119,7 @@ class TestAdmission:
         assert admitted(scheduler, 7) == ()
         assert admitted(scheduler, 8) == ("b",)
 
-    def test_nobody_small_passes_somebody_large(self):
+    def test_small_request_does_not_overtake_a_large_one_waiting_for_pages(self):
         scheduler = build()
         scheduler.add(SequenceWork("large", 5, 50, 1))
         scheduler.add(SequenceWork("small", 5, 1, 1, flow="other"))
@@ -127,14 +127,14 @@ class TestAdmission:
         assert start(scheduler, 49) == ScheduledPack()
         assert admitted(scheduler, 52) == ("large", "small", "smaller")
 
-    def test_what_was_admitted_goes_on_while_the_first_in_line_waits_for_pages(self):
+    def test_admitted_prefill_continues_while_the_queue_head_waits_for_pages(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(SequenceWork("begun", 20, 5, 1, flow="x"))
         start(scheduler)
         scheduler.add(SequenceWork("large", 2, 50, 1, flow="y"))
         assert start(scheduler, 10).pieces == (ScheduledPiece("begun", 10, 10, is_last=True),)
 
-    def test_seats(self):
+    def test_no_more_than_max_num_seqs_requests_are_admitted(self):
         scheduler = build(max_num_seqs=2)
         for name in "abc":
             scheduler.add(SequenceWork(name, 5, 1, 5))
@@ -143,7 +143,7 @@ class TestAdmission:
         scheduler.remove("a")
         assert admitted(scheduler) == ("c",)
 
-    def test_shared_pages_count_as_far_as_they_are_not_there_yet(self):
+    def test_only_shared_pages_not_yet_present_count_at_admission(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 2, 1, shared_pages=10))
         assert scheduler.next_pack(0.0, 11, COSTS) == ScheduledPack()
@@ -151,7 +151,7 @@ class TestAdmission:
         pack = scheduler.next_pack(0.0, 6, COSTS, shared_pages=lambda name: {"a": 4}[name])
         assert pack.admitted == ("a",)
 
-    def test_what_never_fits_is_refused_at_once(self):
+    def test_request_that_can_never_fit_is_rejected_at_once(self):
         scheduler = build(num_pages=10)
         scheduler.add(SequenceWork("fits", 5, 6, 17))  # 16 slots, 4 pages: the last token leaves no KV
         with pytest.raises(NeverFitsError, match="at most 10 pages of 4.*got 6 for the prompt and 11 with an.*18"):
@@ -173,13 +173,13 @@ class TestAdmission:
 
 
 class TestPriority:
-    def test_lower_numbers_first(self):
+    def test_lower_priority_numbers_are_admitted_first(self):
         scheduler = build()
         for name, priority in (("c", 1), ("a", -1), ("d", 2), ("b", 0)):
             scheduler.add(SequenceWork(name, 5, 1, 1, priority=priority))
         assert admitted(scheduler) == ("a", "b", "c", "d")
 
-    def test_a_more_important_one_takes_the_next_piece_of_a_less_important(self):
+    def test_higher_priority_request_takes_the_next_prefill_piece(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(SequenceWork("low", 30, 1, 1, priority=1))
         start(scheduler)
@@ -187,7 +187,7 @@ class TestPriority:
         assert [piece.sequence_id for piece in start(scheduler).pieces] == ["high"]
         assert start(scheduler).pieces == (ScheduledPiece("low", 10, 10, is_last=False),)
 
-    def test_pages_and_seats_of_less_important_ones_are_taken_the_least_important_first(self):
+    def test_pages_and_slots_are_taken_from_the_least_important_requests_first(self):
         scheduler = build(max_num_seqs=3)
         for name, priority in (("old", 1), ("young", 1), ("least", 2)):
             scheduler.add(SequenceWork(name, 5, 10, 5, priority=priority))
@@ -203,7 +203,7 @@ class TestPriority:
         scheduler.add(SequenceWork("full", 5, 1, 5))
         assert start(scheduler, 50).preempted == ("old",)
 
-    def test_nobody_is_preempted_if_it_does_not_help_or_for_an_equal(self):
+    def test_requests_are_not_preempted_in_vain_or_for_equal_priority(self):
         scheduler = build()
         scheduler.add(SequenceWork("low", 5, 10, 5, priority=1))
         scheduler.add(SequenceWork("same", 5, 10, 5))
@@ -222,7 +222,7 @@ class TestDecode:
         start(scheduler)
         return scheduler
 
-    def test_pages_are_drawn_when_a_slot_is_missing(self):
+    def test_page_is_allocated_only_when_a_sequence_has_no_free_slot(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 2, 50))
         scheduler.add(SequenceWork("b", 7, 3, 50, tail_slots=2))
@@ -230,7 +230,7 @@ class TestDecode:
         draws = [decode(scheduler).draws for _ in range(8)]
         assert draws == [("a",), (), ("b",), (), ("a",), (), ("b",), ()]
 
-    def test_the_last_to_arrive_gives_way_and_comes_first_again(self):
+    def test_newest_request_is_preempted_and_later_resumed_first(self):
         scheduler = self.run_pair()
         scheduler.add(SequenceWork("c", 5, 3, 5))
         assert decode(scheduler, 2).draws == ("a", "b")
@@ -244,13 +244,13 @@ class TestDecode:
             ScheduledPiece("c", 0, 5, is_last=True),
         )
 
-    def test_one_that_finds_nobody_less_important_sits_out(self):
+    def test_sequence_without_a_page_or_a_preemptible_one_skips_the_step(self):
         scheduler = self.run_pair()
         assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a",), draws=("a",))
         assert decode(scheduler, 0) == DecodeStep(sequence_ids=("a",))
         assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a", "b"), draws=("b",))
 
-    def test_what_is_in_prefill_gives_way_too_and_starts_over(self):
+    def test_request_in_prefill_can_be_preempted_and_restarts(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(SequenceWork("a", 5, 2, 50))
         scheduler.add(SequenceWork("long", 25, 8, 50, flow="x"))
@@ -261,7 +261,7 @@ class TestDecode:
         assert start(scheduler, 7) == ScheduledPack()
         assert start(scheduler, 8).pieces == (ScheduledPiece("long", 0, 10, is_last=False),)
 
-    def test_a_complete_answer_waits_for_its_removal_and_takes_nothing(self):
+    def test_complete_answer_does_not_decode_while_awaiting_removal(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 2, 2))
         scheduler.add(SequenceWork("b", 5, 2, 50))
@@ -270,7 +270,7 @@ class TestDecode:
         assert decode(scheduler, 0).sequence_ids == ("b",)
         assert scheduler.num_decoding == 1 and scheduler.num_running == 2
 
-    def test_the_oldest_always_gets_through(self):
+    def test_oldest_request_is_never_preempted(self):
         """Five answers of 30 pages each in a pool of 40: the oldest is never preempted, and they finish in order."""
         engine = SimulatedEngine(SchedulerSettings(40, page_tokens=1, max_num_seqs=5, reserve_pages=0))
         for number in range(5):
@@ -285,7 +285,7 @@ class TestDecode:
 class TestAlone:
     """Requests that run without others in a step (`set_alone`)."""
 
-    def test_it_has_packs_to_itself_in_its_turn(self):
+    def test_lone_request_gets_its_own_packs_in_queue_order(self):
         scheduler = build(max_num_batched_tokens=10)
         for name, count in (("a", 3), ("alone", 12), ("b", 4), ("c", 3)):
             scheduler.add(SequenceWork(name, count, 1, 5))
@@ -299,7 +299,7 @@ class TestAlone:
             [],
         ]
 
-    def test_no_step_runs_between_its_layers(self):
+    def test_no_decode_step_runs_between_layers_of_a_lone_request(self):
         scheduler = build(max_num_batched_tokens=10, max_decode_gap_s=0.0)
         scheduler.add(SequenceWork("a", 3, 1, 5))
         start(scheduler)
@@ -310,7 +310,7 @@ class TestAlone:
         scheduler.pack_done(100.0)
         assert (scheduler.num_decoding, scheduler.decoding_alone) == (1, ("b",))
 
-    def test_it_is_in_no_step_but_its_own(self):
+    def test_lone_request_decodes_only_in_its_own_steps(self):
         scheduler = build()
         for name in "abcd":
             scheduler.add(SequenceWork(name, 3, 1, 5))
@@ -327,7 +327,7 @@ class TestAlone:
         with pytest.raises(KeyError, match="'e'"):
             scheduler.set_alone("e", True)
 
-    def test_it_stays_alone_over_preemptions_and_other_plans(self):
+    def test_request_stays_alone_after_replanning(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 3, 1, 5))
         scheduler.set_alone("a", True)
@@ -337,7 +337,7 @@ class TestAlone:
         assert [[one.sequence_id for one in start(scheduler).pieces] for _ in range(2)] == [["a"], ["b"]]
         assert scheduler.decoding_alone == ("a",)
 
-    def test_its_step_takes_a_page_from_the_less_important_only(self):
+    def test_decode_step_of_a_lone_request_preempts_only_a_less_important_one(self):
         scheduler = build()
         for name in "abc":
             scheduler.add(SequenceWork(name, 4, 1, 5))

@@ -22,7 +22,7 @@ def none_shared(sequence_id: str) -> int:
     return 0
 
 
-def test_siblings_go_before_all_that_wait_in_their_flow_and_take_no_place_in_line() -> None:
+def test_siblings_are_admitted_first_in_their_flow_and_use_no_queue_slot() -> None:
     scheduler = build(max_num_seqs=3, max_queue=3)
     scheduler.add(FIRST)
     start(scheduler)
@@ -45,7 +45,7 @@ def test_siblings_go_before_all_that_wait_in_their_flow_and_take_no_place_in_lin
         scheduler.add(SequenceWork("e", 10, 3, 9, flow="x"))
 
 
-def test_siblings_do_not_go_before_another_flow_whose_turn_it_is() -> None:
+def test_siblings_do_not_overtake_a_flow_whose_turn_it_is() -> None:
     scheduler = build(max_num_batched_tokens=10, max_num_seqs=8)
     scheduler.add(FIRST)
     scheduler.add(SequenceWork("other", 4, 1, 9, flow="y"))
@@ -57,7 +57,7 @@ def test_siblings_do_not_go_before_another_flow_whose_turn_it_is() -> None:
     assert scheduler.next_pack(0.0, 50, COSTS, shared_pages=none_shared).admitted == ("a/1",)
 
 
-def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
+def test_preempting_one_reader_does_not_free_a_shared_prompt() -> None:
     """Pages of 4: the second answer has one page, the first none of its own. The older request finds no page."""
     scheduler = build(num_pages=10)
     scheduler.add(SequenceWork("old", 8, 2, 12))
@@ -73,7 +73,7 @@ def test_what_is_shared_is_not_freed_by_preempting_one_reader() -> None:
     assert (step.sequence_ids, step.draws) == (("old", "a/0"), ("old",))
 
 
-def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None:
+def test_preempting_the_computing_request_does_not_free_shared_pages_at_once() -> None:
     """Two older requests need a new page: the other answer's is free at once, the prompt's only in the next step."""
     scheduler = build(num_pages=20)
     for name in ("old", "older"):
@@ -89,7 +89,7 @@ def test_the_pages_of_a_shared_prompt_are_not_those_of_who_computed_it() -> None
     assert decode(scheduler, free_pages=3).draws == ("older",)
 
 
-def test_a_sibling_that_is_preempted_comes_again_with_one_token_and_its_answer() -> None:
+def test_preempted_sibling_prefills_one_prompt_token_and_its_answer() -> None:
     scheduler = build(num_pages=20)
     scheduler.add(FIRST)
     start(scheduler)
@@ -103,7 +103,7 @@ def test_a_sibling_that_is_preempted_comes_again_with_one_token_and_its_answer()
     assert (piece.sequence_id, piece.start, piece.num_tokens) == ("a/1", 0, 1 + 7)
 
 
-def test_a_parked_prompt_counts_once_it_is_to_be_read_again() -> None:
+def test_parked_shared_prompt_pages_count_when_a_sibling_is_admitted() -> None:
     scheduler = build(num_pages=10, max_num_seqs=1)
     scheduler.add(FIRST)
     start(scheduler)
@@ -114,7 +114,7 @@ def test_a_parked_prompt_counts_once_it_is_to_be_read_again() -> None:
     assert scheduler.next_pack(0.0, 4, COSTS, shared_pages=lambda _: 3).admitted == ("a/1",)
 
 
-def test_sharing_is_for_those_that_decode_and_changes_nothing_else() -> None:
+def test_share_requires_a_decoding_sequence_and_unchanged_fields() -> None:
     scheduler = build(num_pages=10)
     scheduler.add(FIRST)
     with pytest.raises(ValueError, match="decodes, got 'a/0', in waiting"):

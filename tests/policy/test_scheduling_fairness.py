@@ -63,7 +63,7 @@ class PlainLine:
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(50))
-def test_the_order_is_that_of_a_plain_recomputation(seed, window):
+def test_order_matches_a_plain_recomputation(seed, window):
     draw = random.Random(seed)
     line, plain = FairQueue(window), PlainLine(window)
     records = {}
@@ -143,7 +143,7 @@ def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, vi
     assert max(ahead) - min(ahead) <= max(small) + max(large)
 
 
-def test_a_flood_does_not_take_what_is_others():
+def test_flooding_flow_does_not_reduce_the_share_of_others():
     """One flow sends ten times as many requests; the four flows still get a quarter each (Jain's index 1: even)."""
     scheduler = roomy(max_num_batched_tokens=50)
     for number in range(400):
@@ -159,7 +159,7 @@ def test_a_flood_does_not_take_what_is_others():
     assert jain > 0.999, totals
 
 
-def test_short_prompts_of_other_flows_do_not_wait_for_a_long_one_and_share_its_packs():
+def test_short_prompt_of_another_flow_overtakes_a_long_one_and_shares_its_pack():
     scheduler = roomy(max_num_batched_tokens=100)
     scheduler.add(SequenceWork("long", 1000, 1, 1, "x"))
     assert served(scheduler) == {"long": 100}
@@ -167,7 +167,7 @@ def test_short_prompts_of_other_flows_do_not_wait_for_a_long_one_and_share_its_p
     assert served(scheduler) == {"short": 30, "long": 70}
 
 
-def test_what_was_begun_goes_on_before_its_equals():
+def test_started_prompt_continues_before_equal_ones():
     """With start tags all three would alternate, and all would finish late."""
     scheduler = roomy(max_num_batched_tokens=100)
     for flow in "xyz":
@@ -185,7 +185,7 @@ def test_what_was_begun_goes_on_before_its_equals():
     ]
 
 
-def test_new_flows_without_end_do_not_starve_a_long_prompt():
+def test_endless_new_flows_do_not_starve_a_long_prompt():
     """Two new flows in every pack: virtual time grows by a third of each pack, so at most 3 * 900 tokens of work
     overtake the prompt before all new requests have tags above its 900."""
     scheduler = roomy(max_num_batched_tokens=20)
@@ -200,7 +200,7 @@ def test_new_flows_without_end_do_not_starve_a_long_prompt():
     assert 900 < total <= 3 * 900 + 900
 
 
-def test_a_flow_gains_nothing_by_having_been_idle():
+def test_idle_flow_accumulates_no_credit():
     scheduler = roomy(max_num_batched_tokens=10)
     for number in range(200):
         scheduler.add(SequenceWork(f"a{number}", 10, 1, 1, "a"))
@@ -212,7 +212,7 @@ def test_a_flow_gains_nothing_by_having_been_idle():
     assert order.count("a") == order.count("b") == 10  # b does not catch up with the 500 tokens of a first
 
 
-def test_a_flow_that_left_early_and_comes_back_does_not_start_below_its_share():
+def test_returning_flow_is_still_charged_for_earlier_service():
     """x had 100 tokens at once while y had none; when x returns at virtual time 60, it is still ahead."""
     scheduler = roomy(max_num_batched_tokens=100)
     scheduler.add(SequenceWork("x0", 100, 1, 1, "x"))
@@ -222,7 +222,7 @@ def test_a_flow_that_left_early_and_comes_back_does_not_start_below_its_share():
     assert served(scheduler) == {"y0": 100}  # tag 110
 
 
-def test_flows_that_left_are_forgotten():
+def test_state_of_finished_flows_is_discarded():
     scheduler = roomy(max_num_batched_tokens=20)
     scheduler.add(SequenceWork("stays", 10, 1, 1, "stays"))
     for step in range(200):
@@ -240,24 +240,24 @@ class TestWindow:
             scheduler.add(SequenceWork(str(number), 10, 1, 1, cached_tokens=cached))
         return [int(next(iter(served(scheduler)))) for _ in shares]
 
-    def test_without_one_arrival_counts(self):
+    def test_window_of_one_serves_in_arrival_order(self):
         assert self.order([0, 5, 9, 1], 1) == [0, 1, 2, 3]
 
-    def test_most_cached_per_computed_first(self):
+    def test_window_serves_highest_cached_to_computed_ratio_first(self):
         assert self.order([0, 5, 9, 5], 4) == [2, 1, 3, 0]  # equal ones by arrival
 
-    def test_the_oldest_goes_when_its_window_has_gone(self):
+    def test_oldest_request_is_served_when_its_window_is_exhausted(self):
         # 1 and 2 overtake 0; 3 is not among the three that begin with 0
         assert self.order([0, 1, 1, 9, 9, 9], 3) == [1, 2, 0, 3, 4, 5]
 
-    def test_computed_tokens_count_as_much_as_cached_ones(self):
+    def test_reordering_uses_the_ratio_of_cached_to_computed_tokens(self):
         scheduler = roomy(max_num_batched_tokens=100, reorder_window=4)
         scheduler.add(SequenceWork("many computed", 90, 1, 1, cached_tokens=90))
         scheduler.add(SequenceWork("few computed", 10, 1, 1, cached_tokens=20))
         assert list(served(scheduler)) == ["few computed", "many computed"]
 
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 8))
-    def test_nobody_is_overtaken_by_more_than_the_window(self, shares, window):
+    def test_no_request_is_overtaken_by_more_than_the_window(self, shares, window):
         order = self.order(shares, window)
         for place, number in enumerate(order):
             assert sum(later > number for later in order[:place]) <= window - 1
@@ -265,7 +265,7 @@ class TestWindow:
 
 class TestLeastFirst:
     @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=200))
-    def test_against_a_dict(self, ops):
+    def test_least_first_matches_a_plain_dict(self, ops):
         heap, plain = LeastFirst(), {}
         for key, rank in ops:
             if rank is None:
@@ -324,6 +324,6 @@ class TestScaling:
         return self.lines(work)
 
     @pytest.mark.parametrize("window", [1, 32])
-    def test_ten_thousand_waiting_cost_what_six_hundred_do(self, window):
+    def test_decision_cost_does_not_grow_with_queue_length(self, window):
         few, many = self.costs(600, window), self.costs(10_000, window)
         assert many < 1.2 * few, (few, many)

@@ -25,7 +25,7 @@ from tests.policy.scheduling_simulator import SimulatedEngine
 
 
 class TestReplan:
-    def test_while_it_waits_it_keeps_its_place(self):
+    def test_replanned_waiting_request_keeps_its_queue_position(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 5))
         scheduler.add(SequenceWork("b", 5, 1, 5))
@@ -35,14 +35,14 @@ class TestReplan:
             ScheduledPiece("b", 0, 5, is_last=True),
         )
 
-    def test_its_place_among_flows_is_that_of_its_new_tokens(self):
+    def test_replanning_updates_the_order_among_flows(self):
         scheduler = build(max_num_batched_tokens=5)
         scheduler.add(SequenceWork("a", 5, 1, 5, flow="x"))
         scheduler.add(SequenceWork("b", 6, 1, 5, flow="y"))
         scheduler.replan(SequenceWork("a", 9, 1, 5, flow="x"))
         assert admitted(scheduler) == ("b",)
 
-    def test_in_a_pack_it_starts_over(self):
+    def test_replanned_request_in_a_pack_restarts_its_prefill(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(SequenceWork("a", 15, 1, 5))
         scheduler.add(SequenceWork("b", 5, 1, 5))
@@ -52,7 +52,7 @@ class TestReplan:
         assert scheduler.pack_done(0.0) == ("b",)
         assert start(scheduler) == ScheduledPack(admitted=("a",), pieces=(ScheduledPiece("a", 0, 8, is_last=True),))
 
-    def test_while_it_decodes_its_tokens_come_behind_the_prompt(self):
+    def test_replanned_decoding_request_prefills_its_answer_after_the_prompt(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 15, 1, 5))
         start(scheduler)
@@ -62,7 +62,7 @@ class TestReplan:
         scheduler.decode_done(0.0)
         assert start(scheduler).pieces == (ScheduledPiece("a", 0, 10, is_last=True),)
 
-    def test_what_cannot_change_is_named(self):
+    def test_replan_rejects_changes_of_fixed_fields_by_name(self):
         scheduler = build(num_pages=10)
         scheduler.add(SequenceWork("a", 5, 1, 5))
         with pytest.raises(ValueError, match="flow: wanted '' as before, got 'x'"):
@@ -79,7 +79,7 @@ class TestReplan:
 
 
 class TestHold:
-    def test_it_leaves_seat_and_line_to_others_until_it_is_planned_anew(self):
+    def test_held_request_frees_its_slot_until_it_is_replanned(self):
         scheduler = build(max_num_seqs=1, max_num_batched_tokens=10)
         for name in "abc":
             scheduler.add(SequenceWork(name, 5, 1, 1))
@@ -93,7 +93,7 @@ class TestHold:
         scheduler.remove("a")
         assert admitted(scheduler) == ("c",)
 
-    def test_nobody_waits_behind_it(self):
+    def test_held_request_alone_leaves_nothing_to_schedule(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 1))
         scheduler.next_pack(0.0, 100, COSTS)
@@ -103,14 +103,14 @@ class TestHold:
         scheduler.remove("a")
         assert scheduler.num_waiting == 0 and not scheduler._queue._queues
 
-    def test_its_deadline_stands(self):
+    def test_held_request_still_expires_at_its_deadline(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 1, deadline_s=2.0))
         scheduler.next_pack(0.0, 100, COSTS)
         scheduler.hold("a")
         assert scheduler.expire(2.0) == ("a",) and scheduler.num_waiting == 0
 
-    def test_only_who_was_just_admitted(self):
+    def test_only_requests_in_prefill_can_be_held(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 9))
         with pytest.raises(ValueError, match="sequence_id: wanted one in prefill, got 'a', state waiting"):
@@ -123,7 +123,7 @@ class TestHold:
 
 
 class TestDeadlines:
-    def test_each_is_named_once_wherever_it_is(self):
+    def test_expired_requests_are_reported_once_in_any_state(self):
         scheduler = build(max_num_seqs=2)
         scheduler.add(SequenceWork("decodes", 5, 1, 50, deadline_s=4.0))
         start(scheduler)
@@ -140,7 +140,7 @@ class TestDeadlines:
         scheduler.remove("has time")
         assert scheduler.expire(100.0) == ()
 
-    def test_a_new_plan_may_move_it(self):
+    def test_replan_may_change_the_deadline(self):
         scheduler = build()
         scheduler.add(SequenceWork("a", 5, 1, 5, deadline_s=1.0))
         scheduler.replan(SequenceWork("a", 5, 1, 5, deadline_s=2.0))
@@ -150,7 +150,7 @@ class TestDeadlines:
 
 
 class TestDecodeGap:
-    def test_due_when_the_next_layer_and_a_step_would_take_too_long(self):
+    def test_decode_is_due_when_another_layer_would_exceed_the_gap(self):
         costs = dataclasses.replace(COSTS, decode_step_s=0.25)
         scheduler = build(max_decode_gap_s=1.0, max_num_batched_tokens=10)
         scheduler.add(SequenceWork("a", 5, 1, 50))
@@ -166,7 +166,7 @@ class TestDecodeGap:
         assert scheduler.after_layer(2.0)  # a layer of 0.5 s: 2 + 0.5 + 0.25 is later than 1.25 + 1
 
     @pytest.mark.parametrize(("decode_step_s", "gap_s"), [(0.0, 0.2), (0.05, 0.2), (0.0625, 0.2), (0.5, 1.5)])
-    def test_without_one_slow_steps_leave_two_thirds_to_prompts(self, decode_step_s, gap_s):
+    def test_default_decode_gap_leaves_two_thirds_of_the_time_to_prefill(self, decode_step_s, gap_s):
         costs = dataclasses.replace(COSTS, decode_step_s=decode_step_s)
 
         def is_due(after_s):
@@ -181,7 +181,7 @@ class TestDecodeGap:
         assert not is_due(last_s - 0.001)
         assert is_due(last_s + 0.001)
 
-    def test_the_answer_that_waits_longest_counts(self):
+    def test_decode_gap_is_measured_from_the_longest_waiting_answer(self):
         scheduler = build(max_decode_gap_s=1.0)
         scheduler.add(SequenceWork("a", 5, 1, 50))
         start(scheduler, now_s=0.0)
@@ -191,7 +191,7 @@ class TestDecodeGap:
         scheduler.next_pack(0.9, 100, COSTS)
         assert scheduler.after_layer(1.0)  # a's token was at 0
 
-    def test_never_without_an_answer_under_way(self):
+    def test_decode_is_never_due_without_a_decoding_sequence(self):
         scheduler = build(max_decode_gap_s=0.0)
         scheduler.add(SequenceWork("one token", 5, 1, 1))
         start(scheduler)
@@ -205,7 +205,7 @@ class TestDecodeGap:
         seed=st.integers(0, 10**6),
         num_layers=st.integers(1, 8),
     )
-    def test_it_holds_on_a_simulated_clock(self, layer_s, decode_s, seed, num_layers):
+    def test_decode_gap_limit_holds_in_simulation(self, layer_s, decode_s, seed, num_layers):
         """Layers of equal length: the time between two tokens is at most the gap, or a layer and a step if that is
         longer."""
         gap_s = 0.03
@@ -229,7 +229,7 @@ class TestDecodeGap:
             gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
             assert max(gaps, default=0.0) <= max(gap_s, layer_s + decode_s) + 1e-9
 
-    def test_no_more_steps_than_it_takes(self):
+    def test_decode_steps_interrupt_prefill_no_more_than_needed(self):
         """With a gap of 1 s and layers of 10 ms, the pack is hardly delayed."""
         engine = SimulatedEngine(
             SchedulerSettings(1000, max_num_batched_tokens=10, max_decode_gap_s=1.0), num_layers=10, layer_s=0.01
@@ -241,7 +241,7 @@ class TestDecodeGap:
         during = [at for at in engine.jobs["a"].token_times_s if at < engine.jobs["long"].token_times_s[0]]
         assert 9 <= len(during) <= 12
 
-    def test_a_pack_goes_on_though_every_step_takes_longer_than_the_gap(self):
+    def test_prefill_progresses_even_if_every_decode_step_exceeds_the_gap(self):
         engine = SimulatedEngine(
             SchedulerSettings(1000, max_num_batched_tokens=10, max_decode_gap_s=0.001), num_layers=3, decode_s=5.0
         )
@@ -252,7 +252,7 @@ class TestDecodeGap:
             engine.tick()
         assert engine.jobs["long"].end == "complete" and engine.jobs["a"].end is None
 
-    def test_one_that_finds_no_page_does_not_hurry_the_others(self):
+    def test_sequence_without_a_page_does_not_make_decode_due(self):
         scheduler = build(max_decode_gap_s=1.0)
         scheduler.add(SequenceWork("a", 5, 1, 50, tail_slots=3))
         scheduler.add(SequenceWork("sits out", 5, 1, 50))
@@ -266,7 +266,7 @@ class TestDecodeGap:
 
 
 class TestPlacesInLine:
-    def test_all_places(self):
+    def test_requests_beyond_max_queue_are_rejected(self):
         scheduler = build(max_queue=3, flow_share=1000.0)
         for name in "abc":
             scheduler.add(SequenceWork(name, 5, 1, 1))
@@ -281,7 +281,7 @@ class TestPlacesInLine:
         start(scheduler)
         scheduler.add(SequenceWork("e", 5, 1, 1))
 
-    def test_a_flow_may_have_so_many_times_as_many_as_are_free(self):
+    def test_flow_is_limited_to_its_share_of_the_free_queue_slots(self):
         scheduler = build(max_queue=10, flow_share=1.0)
         for number in range(5):
             scheduler.add(SequenceWork(f"x{number}", 5, 1, 1, flow="x"))
@@ -295,7 +295,7 @@ class TestPlacesInLine:
             scheduler.add(SequenceWork("y3", 5, 1, 1, flow="y"))
         scheduler.add(SequenceWork("z", 5, 1, 1, flow="z"))
 
-    def test_preempted_ones_take_no_place(self):
+    def test_preempted_requests_use_no_queue_slot(self):
         scheduler = build(max_queue=1)
         scheduler.add(SequenceWork("a", 5, 1, 50))
         start(scheduler)
@@ -306,7 +306,7 @@ class TestPlacesInLine:
         with pytest.raises(AdmissionQueueFullError):
             scheduler.add(SequenceWork("d", 5, 1, 50))
 
-    def test_retry_after(self):
+    def test_retry_after_estimates_the_time_until_a_queue_slot_is_free(self):
         costs = StepCosts(token_s=0.01, decode_step_s=0.1, answer_tokens=20)
         scheduler = build(max_queue=4, max_num_seqs=2, max_num_batched_tokens=10, flow_share=1.0)
         assert scheduler.retry_after_s("x", costs) == 0.0
@@ -348,7 +348,7 @@ class TestArguments:
             ("tail_slots", -1),
         ],
     )
-    def test_bad_work_is_named(self, name, value):
+    def test_invalid_sequence_work_is_rejected_by_name(self, name, value):
         with pytest.raises(ValueError, match=name):
             dataclasses.replace(SequenceWork("a", 1, 1, 1), **{name: value})
 
@@ -368,16 +368,16 @@ class TestArguments:
             ("reorder_window", 0),
         ],
     )
-    def test_bad_settings_are_named(self, name, value):
+    def test_invalid_scheduler_settings_are_rejected_by_name(self, name, value):
         with pytest.raises(ValueError, match=name):
             dataclasses.replace(SchedulerSettings(10), **{name: value})
 
     @pytest.mark.parametrize("name", ["token_s", "decode_step_s", "answer_tokens"])
-    def test_bad_costs_are_named(self, name):
+    def test_invalid_step_costs_are_rejected_by_name(self, name):
         with pytest.raises(ValueError, match=name):
             dataclasses.replace(COSTS, **{name: -1.0})
 
-    def test_bad_calls_are_named(self):
+    def test_invalid_scheduler_calls_are_rejected_by_name(self):
         scheduler = build()
         with pytest.raises(ValueError, match="tail_slots: wanted less than a page of 4, got 4"):
             scheduler.add(SequenceWork("a", 1, 1, 1, tail_slots=4))
@@ -393,7 +393,7 @@ class TestArguments:
         assert json.loads(json.dumps(dataclasses.asdict(pack)))["pieces"][0]["num_tokens"] == 1
 
 
-def test_a_preempted_request_goes_before_newcomers_though_the_line_was_idle_meanwhile():
+def test_preempted_request_resumes_before_newcomers_after_the_queue_was_empty():
     """Its tag of 40 is from before; virtual time restarts with an empty queue, where a new request's tag is 5."""
     scheduler = build()
     scheduler.add(SequenceWork("a", 5, 1, 50))
@@ -404,7 +404,7 @@ def test_a_preempted_request_goes_before_newcomers_though_the_line_was_idle_mean
     assert admitted(scheduler) == ("b", "newcomer")
 
 
-def test_the_same_calls_give_the_same_decisions():
+def test_scheduling_is_deterministic():
     def events():
         engine = SimulatedEngine(SchedulerSettings(20, page_tokens=2, max_num_batched_tokens=7, max_num_seqs=4))
         draw = random.Random(1)

@@ -20,7 +20,7 @@ def window(num_same: int) -> list[bool]:
     return [True] * num_same + [False] * (WINDOW - num_same)
 
 
-def test_nothing_changes_within_a_window():
+def test_factor_does_not_change_within_a_window():
     control = after(ShareControl(0.9), *[False] * (WINDOW - 1))
     assert (control.factor, control.num_checks, control.num_same) == (1.0, WINDOW - 1, 0)
     assert after(control, True) == ShareControl(0.9, 1.5)
@@ -30,12 +30,12 @@ def test_nothing_changes_within_a_window():
     ("start", "num_same", "factor"),
     [(1.0, 17, 1.5), (1.5, 0, 2.25), (6.0, 10, MOST), (2.0, 18, 2.0), (2.0, 19, 1.8), (1.05, 20, 1.0), (1.0, 20, 1.0)],
 )
-def test_a_window_below_the_target_raises_it_and_one_well_above_lowers_it(start, num_same, factor):
+def test_factor_rises_below_the_target_and_falls_well_above_it(start, num_same, factor):
     control = after(ShareControl(0.9, start), *window(num_same))
     assert control.factor == pytest.approx(factor) and (control.num_checks, control.num_same) == (0, 0)
 
 
-def test_more_is_recomputed_and_never_less():
+def test_factor_only_ever_increases_recomputation():
     by_share, by_alpha = PlannerSettings(recompute_ratio=0.2), PlannerSettings(alpha=0.5)
     assert ShareControl(0.9).applied(by_share) is by_share
     assert ShareControl(0.9, 1.5).applied(by_share).recompute_ratio == pytest.approx(0.3)
@@ -45,7 +45,7 @@ def test_more_is_recomputed_and_never_less():
     assert ShareControl(0.9, 2.0).applied(PlannerSettings(max_deviation=0.3)).max_deviation == 0.15
 
 
-def test_it_settles_where_the_target_is_kept():
+def test_control_settles_where_the_target_is_met():
     """Answers are equal with a probability of 0.6 at factor 1, growing to 1 at factor 3."""
     rng = random.Random(0)
     control, shares, factors = ShareControl(0.9), [], []
@@ -59,6 +59,6 @@ def test_it_settles_where_the_target_is_kept():
     assert sum(shares) / len(shares) > 0.9 and sum(factors) / len(factors) < 4.0
 
 
-def test_a_target_out_of_range_is_named():
+def test_target_out_of_range_is_rejected_by_name():
     with pytest.raises(ValueError, match="target"):
         ShareControl(1.5)

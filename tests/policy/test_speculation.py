@@ -23,26 +23,26 @@ def steps(stages, pending=0, max_pending=4):
     ]
 
 
-def test_the_papers_figure():
+def test_steps_match_the_figure_of_the_paper():
     assert steps([("1", "3"), ("1", "2"), ("1", "2"), ("1", "2")]) == [BEGIN, CHANGE, STAY, STAY]
 
 
-def test_the_order_of_passages_counts():
+def test_reordered_passages_restart_the_speculation():
     assert steps([("1", "2"), ("2", "1")]) == [BEGIN, CHANGE]
 
 
-def test_while_many_wait_nothing_begins_before_the_end():
+def test_no_speculation_begins_while_too_many_requests_are_pending():
     assert steps(["ab", "ab", "ab"], pending=4) == [STAY, STAY, BEGIN]
     assert steps(["ab", "ac", "ac"], pending=[3, 4, 4]) == [BEGIN, STOP, BEGIN]
     assert steps(["ab", "ab", "ab"], pending=[9, 3, 9]) == [STAY, BEGIN, STAY]
     assert steps(["ab", "ab"], max_pending=0) == [STAY, BEGIN]
 
 
-def test_nothing_found_is_answered_from_only_at_the_end():
+def test_empty_passages_are_used_only_at_the_final_stage():
     assert steps(["", "", "a"]) == [STAY, STAY, BEGIN] and steps(["", ""]) == [STAY, BEGIN]
 
 
-def test_what_was_refused_is_tried_again():
+def test_rejected_speculation_is_tried_again():
     one = Speculation(4)
     assert one.next_step("ab", is_final=False, num_pending=0) == BEGIN
     one.refused()
@@ -51,7 +51,7 @@ def test_what_was_refused_is_tried_again():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b", "ab", "ba"]), st.integers(0, 6)), min_size=1))
-def test_in_the_end_one_answer_is_under_way_and_it_is_from_the_last_list(stages):
+def test_final_answer_always_uses_the_last_passages(stages):
     under_way = None
     found = [passages for passages, _ in stages]
     for passages, step in zip(found, steps(found, [count for _, count in stages]), strict=True):
@@ -64,6 +64,6 @@ def test_in_the_end_one_answer_is_under_way_and_it_is_from_the_last_list(stages)
     assert under_way == found[-1]
 
 
-def test_a_bad_bound_is_named():
+def test_invalid_max_pending_is_rejected_by_name():
     with pytest.raises(ValueError, match="max_pending: wanted an integer of at least 0"):
         Speculation(-1)

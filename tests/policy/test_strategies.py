@@ -71,7 +71,7 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("reuse", "off", [COMPUTE] * 5),
     ],
 )
-def test_decisions(strategy, mode, expected):
+def test_decisions_of_each_strategy_and_mode(strategy, mode, expected):
     assert decided(strategy, mode) == expected
 
 
@@ -89,7 +89,7 @@ def test_decisions(strategy, mode, expected):
         ("fast", {"fast_ratio": 0.9, "recompute_ratio": 1.0}, 3),  # the forced share applies only to `bounded`
     ],
 )
-def test_how_many_tokens_are_recomputed_and_which(strategy, mode, settings, num_recomputed):
+def test_settings_determine_which_tokens_are_recomputed(strategy, mode, settings, num_recomputed):
     order = {"cachecraft": range(9, -1, -1), "legolink": range(10), "random": DRAWN}[strategy]
     assert decided(strategy, mode, **settings)[2] == ("B|SX|exact", tuple(sorted(order[:num_recomputed])))
 
@@ -108,11 +108,11 @@ class TestAuto:
 
     LOW, HIGH = (0.3, 0.1, 0, 0, 0, 0, 0, 0, 0, 0.2), (0, 0, 0.9, 0.8, 0.25, 0, 0, 0, 0, 0.7)
 
-    def test_the_budget_goes_where_kv_was_seen_to_change_most(self):
+    def test_budget_is_spent_on_tokens_with_the_largest_deviations(self):
         found = self.decided([variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)])
         assert found == [(0, 9), (2, 3, 4, 9)]  # 6 tokens: .9 .8 .7 .3 .25 .2
 
-    def test_a_chunk_whose_prefix_is_much_the_same_gets_less(self):
+    def test_chunk_with_a_more_similar_prefix_gets_less_recompute(self):
         # After A, half of the chunks that D attended to are present: CFO 0.25. Of B's there is none: 0.5.
         weak = (0.24, *(0.0,) * 9)
         far = variant("B", "SAX", (0.0, 0.0, 1.0), deviations=weak)
@@ -121,11 +121,11 @@ class TestAuto:
         as_near = variant("B", "SAX", (0.0, 1.0, 1.0), deviations=weak)
         assert self.decided([as_near], [near], recompute_ratio=0.2) == [(), (2, 3, 4, 9)]
 
-    def test_a_chunk_that_was_never_compared_gets_its_own_number_by_attention(self):
+    def test_chunk_without_deviations_recomputes_its_own_count_by_attention(self):
         found = self.decided([variant("B", "SAX")], [variant("D", "SAX", deviations=self.HIGH)])
         assert found == [(7, 8, 9), (2, 3, 9)]
 
-    def test_deviations_of_other_variants_count_and_their_mean(self):
+    def test_mean_deviation_of_other_variants_is_used(self):
         other = variant("B", "SYZ", deviations=(0, 0, 0, 0, 1, 0.5, 0.1, 0, 0, 0))
         more = variant("B", "SY", deviations=(0, 0, 0, 0, 0, 0.9, 0.2, 0, 0, 0), variant_id="zz")
         chosen = variant("B", "SAX")
@@ -136,12 +136,12 @@ class TestAuto:
         ("mode", "settings", "count"),
         [("bounded", {"alpha": 0.4}, 2), ("bounded", {"recompute_ratio": 0.45}, 10), ("fast", {"fast_ratio": 0.1}, 2)],
     )
-    def test_in_all_as_many_as_cachecraft(self, mode, settings, count):
+    def test_total_recomputed_tokens_equal_those_of_cachecraft(self, mode, settings, count):
         b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
         assert sum(map(len, self.decided(b, d, mode, **settings))) == count
         assert self.decided(b, d, "exact") == [(), ()]
 
-    def test_what_deviates_more_than_allowed_is_recomputed_however_much_that_is(self):
+    def test_max_deviation_recomputes_every_token_above_it(self):
         b, d = (
             [variant("B", "SAX", deviations=self.LOW)],
             [variant("D", "SAX", deviations=self.HIGH)],
@@ -155,7 +155,7 @@ class TestAuto:
         never = [variant("B", "SAX")]
         assert self.decided(never, d, max_deviation=0.14) == [(7, 8, 9), (2, 3, 9)]
 
-    def test_the_cap_holds_for_the_prompt_and_goes_where_kv_changes_most(self):
+    def test_recompute_cap_applies_to_the_prompt_and_favours_large_deviations(self):
         b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
         assert self.decided(b, d, recompute_cap=0.15) == [(), (2, 3, 9)], "0.15 of 20"
         forced = self.decided(b, d, recompute_cap=0.15, recompute_ratio=0.3)
@@ -164,7 +164,7 @@ class TestAuto:
         assert self.decided(never, d, recompute_cap=0.15) == [(8, 9), (2, 3)], "each its own 0.15 of 10"
         assert PlannerSettings().recompute_cap == 0.15
 
-    def test_a_variant_that_saw_no_passage_comes_last_and_one_that_saw_one_before_it(self):
+    def test_variants_without_a_passage_prefix_are_chosen_last(self):
         """Eq. 12 would put it first, because its CCI is the smallest."""
         alone, framed, live = variant("B", "S"), variant("B", "SFG", cci=0.9), variant("B", "SAX", cci=0.9)
 
@@ -183,7 +183,7 @@ class TestAuto:
         assert chosen(alone) == alone.variant_id
         assert chosen(alone, framed, live, names="SB") == alone.variant_id, "exact"
 
-    def test_equal_deviations_are_taken_in_order(self):
+    def test_equal_deviations_are_recomputed_in_prompt_order(self):
         flat = (0.5,) * 10
         found = self.decided([variant("B", "SAX", deviations=flat)], [variant("D", "SAX", deviations=flat)])
         assert found == [(0, 1, 2, 3, 4, 5), ()]
@@ -193,7 +193,7 @@ class TestDeviation:
     LOW, HIGH = TestAuto.LOW, TestAuto.HIGH
     decided = TestAuto.decided
 
-    def test_every_chunk_has_its_own_number(self):
+    def test_deviation_strategy_counts_tokens_per_chunk(self):
         b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
         assert self.decided(b, d, strategy="deviation") == [(0, 1, 9), (2, 3, 9)]
         assert self.decided([variant("B", "SAX")], d, strategy="deviation") == [(7, 8, 9), (2, 3, 9)]
@@ -210,13 +210,13 @@ class TestH2O:
 
     DREW = (0.1, 3, 0.2, 5, 0.3, 0.3, 4, 0, 0, 0)
 
-    def test_the_tokens_that_drew_most(self):
+    def test_h2o_recomputes_tokens_that_received_the_most_attention(self):
         measured = variant("B", "SAX", received=self.DREW)
         assert self.decided(measured) == ("B|SAX|exact", (1, 3, 6))
         assert self.decided(measured, recompute_ratio=0.5) == ("B|SAX|exact", (1, 3, 4, 5, 6))
         assert self.decided(measured, recompute_ratio=0.4) == ("B|SAX|exact", (1, 3, 4, 6)), "of equal ones the first"
 
-    def test_what_nobody_measured_is_not_reused_approximately(self):
+    def test_h2o_does_not_approximate_variants_without_measured_attention(self):
         assert self.decided(variant("B", "SX", fidelity="approx")) == (None, ())
         far = variant("B", "X", received=self.DREW)
         assert self.decided(variant("B", "SX", fidelity="approx"), far)[0] == "B|X|exact"
@@ -234,7 +234,7 @@ class TestSet:
             (segment.variant_id and segment.variant_id.split("|")[1], segment.fidelity) for segment in plan.segments
         ]
 
-    def test_a_path_in_another_order_is_reused_where_the_chunks_stand(self):
+    def test_set_reuses_a_path_stored_in_another_order(self):
         path = variant("S"), variant("C", "S"), variant("A", "SC")
         assert self.decided("SABCD", *path) == [
             ("", "exact"),
@@ -245,23 +245,23 @@ class TestSet:
             (None, "approx"),
         ]
 
-    def test_the_longest_path_is_taken_not_the_first(self):
+    def test_set_chooses_the_longest_path(self):
         longer = variant("B", "S"), variant("A", "SB"), variant("C", "SBA")
         found = self.decided("SABC", variant("S"), variant("A", "S"), *longer)
         assert [prefix for prefix, _ in found] == ["", "SB", "S", "SBA", None]
 
-    def test_of_equal_paths_the_prompts_own_order(self):
+    def test_set_prefers_prompt_order_among_equal_paths(self):
         found = self.decided(
             "SAB", variant("S"), variant("A", "S"), variant("B", "SA"), variant("B", "S"), variant("A", "SB")
         )
         assert found == [("", "exact"), ("S", "exact"), ("SA", "exact"), (None, "exact")]
 
-    def test_a_path_begins_with_the_system_prompt_where_there_is_one(self):
+    def test_set_paths_start_with_the_system_prompt_if_there_is_one(self):
         alone = variant("A"), variant("B", "A")
         assert self.decided("SAB", variant("S"), *alone)[1:] == [(None, "exact")] * 3
         assert [prefix for prefix, _ in self.decided("BA", *alone, system=False)] == ["A", "", None]
 
-    def test_a_chunk_that_stands_twice_is_on_the_path_once(self):
+    def test_set_needs_a_variant_for_each_occurrence_of_a_repeated_chunk(self):
         found = self.decided("SAA", variant("S"), variant("A", "S"))
         assert [prefix for prefix, _ in found] == ["", "S", None, None]
         assert [prefix for prefix, _ in self.decided("SAA", variant("S"), variant("A", "S"), variant("A", "SA"))] == [
@@ -271,7 +271,7 @@ class TestSet:
             None,
         ]
 
-    def test_what_is_approximate_is_on_no_path(self):
+    def test_set_ignores_approximate_variants(self):
         assert self.decided("SA", variant("S"), variant("A", "S", fidelity="approx"))[1] == (None, "exact")
 
 
@@ -282,11 +282,11 @@ class TestRandom:
         plan = plan_prefill(chunks, 3, {meta.chunk_id: [meta]}, mode="bounded", settings=settings)
         return plan.segments[1].recompute_offsets
 
-    def test_variants_of_one_chunk_are_drawn_apart(self):
+    def test_random_tokens_differ_between_variants_of_one_chunk(self):
         drawn = {self.offsets(variant("B", prefix, num_tokens=40), 0.5) for prefix in ("X", "Y", "XY", "YX")}
         assert len(drawn) == 4
 
-    def test_masses_and_ranking_do_not_sway_the_draw(self):
+    def test_random_draw_ignores_masses_and_ranking(self):
         drawn = {
             self.offsets(variant("B", "X", [mass], num_tokens=10, ranking=ranking), 0.3)
             for mass in (0.5, 2.0)
@@ -294,12 +294,12 @@ class TestRandom:
         }
         assert len(drawn) == 1
 
-    def test_a_larger_share_recomputes_what_a_smaller_one_did(self):
+    def test_larger_random_share_includes_the_tokens_of_a_smaller_one(self):
         draws = [set(self.offsets(variant("B", "X", num_tokens=40), ratio)) for ratio in (0.1, 0.15, 0.3, 0.5, 0.9)]
         assert [len(draw) for draw in draws] == [4, 6, 12, 20, 36]
         assert all(small < large for small, large in pairwise(draws))
 
-    def test_every_token_is_drawn_about_as_often(self):
+    def test_random_tokens_are_drawn_uniformly(self):
         num_variants, num_tokens = 2000, 20
         counts = Counter(
             offset
@@ -310,7 +310,7 @@ class TestRandom:
         assert set(counts) == set(range(num_tokens)) and counts.total() == 12_000
         assert all(abs(count - 600) < 4 * 20.5 for count in counts.values())
 
-    def test_other_processes_draw_the_same(self):
+    def test_random_draw_is_the_same_in_other_processes(self):
         code = "from tests.policy.test_strategies import decided; print(decided('random', recompute_ratio=0.5)[2][1])"
         seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -320,11 +320,11 @@ class TestRandom:
         assert done.stdout.strip() == str(tuple(sorted(DRAWN[:5])))
 
 
-def test_the_naive_strategy_ignores_a_forced_share():
+def test_reuse_strategy_ignores_a_forced_share():
     assert decided("reuse", recompute_ratio=1.0)[2] == ("B|SX|exact", ())
 
 
-def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
+def test_prefix_strategy_stops_at_the_first_missing_chunk():
     plan = plan_prefill(
         prompt("AB"),
         3,
@@ -335,7 +335,7 @@ def test_prefix_stops_at_the_first_gap_even_where_an_exact_variant_follows():
     assert [segment.action for segment in plan.segments] == ["compute"] * 3
 
 
-def test_registry_is_by_exact_name_and_lists_what_it_knows():
+def test_unknown_strategy_name_lists_the_known_ones():
     names = [
         "full",
         "prefix",

@@ -53,7 +53,7 @@ class TestChoice:
         assert choice is not None and choice.meta.prefix_ids == ids("AB")
         assert choice.cfo == 0.0 and choice.exact
 
-    def test_equal_prefix_of_an_approximate_variant_is_not(self):
+    def test_equal_prefix_of_an_approximate_variant_is_not_exact_reuse(self):
         approx = variant("X", "AB", fidelity="approx")
         choice = choose_variant([approx], ids("AB"), alpha=1.0)
         assert choice is not None and choice.cfo == 0.0 and not choice.exact
@@ -71,14 +71,14 @@ class TestChoice:
         choice = choose_variant([approx, exact], ids(prefix), alpha=1.0)
         assert choice is not None and choice.meta is exact
 
-    def test_an_approximate_variant_of_less_cfo_beats_an_exact_one(self):
+    def test_approximate_variant_with_lower_cfo_beats_an_exact_one(self):
         # the exact one is encoded alone: CFO 0.5; the approximate one shares 3/4 of its mass: 0.5 * 1/4
         approx = variant("X", "AB", (3.0, 1.0), fidelity="approx")
         choice = choose_variant([variant("X"), approx], ids("A"), alpha=1.0)
         assert choice is not None and choice.meta is approx and choice.cfo == pytest.approx(0.125)
 
     @pytest.mark.parametrize("alpha", [0.0, 4.0])
-    def test_where_alpha_levels_the_cfos_the_unscaled_score_decides(self, alpha):
+    def test_unscaled_score_decides_when_alpha_makes_cfos_equal(self, alpha):
         # CCI (1 - beta') = 1.0 and 0.5; times 4, clipped, both 1; times 0 both 0
         worse, better = variant("X", variant_id="0", cci=1.0), variant("X", "B", variant_id="9", cci=0.5)
         choice = choose_variant([worse, better], ids("A"), alpha=alpha)
@@ -89,11 +89,11 @@ class TestChoice:
         choice = choose_variant(twins, ids("A"), alpha=1.0)
         assert choice is not None and choice.meta.variant_id == "1"
 
-    def test_none_of_none(self):
+    def test_no_variants_give_no_choice(self):
         assert choose_variant([], ids("A"), alpha=1.0) is None
 
     @given(variants_of_one_chunk(), st.text("ABCD", max_size=3), st.sampled_from([0.0, 0.3, 1.0, 3.0]), st.randoms())
-    def test_invariants(self, variants, prefix, alpha, rng: random.Random):
+    def test_chosen_variant_has_least_cfo_in_any_order(self, variants, prefix, alpha, rng: random.Random):
         choice = choose_variant(variants, ids(prefix), alpha=alpha)
         shuffled = list(variants)
         rng.shuffle(shuffled)
@@ -121,7 +121,7 @@ class TestCredit:
         ("cfo", "num_tokens", "expected"),
         [(0.25, 100, 4.0), (1.0, 100, 1.0), (0.0, 100, 100.0), (0.001, 100, 100.0), (5e-324, 100, 100.0)],
     )
-    def test_one_by_cfo_floored_at_one_token(self, cfo, num_tokens, expected):
+    def test_reuse_credit_is_inverse_cfo_capped_at_the_token_count(self, cfo, num_tokens, expected):
         assert reuse_credit(cfo, num_tokens) == pytest.approx(expected)
 
     @pytest.mark.parametrize(("cfo", "num_tokens", "name"), [(1.2, 5, "share"), (0.5, 0, "num_tokens")])
@@ -151,11 +151,11 @@ class TestVictims:
             (0, ("a", "b", "c", "d"), ()),
         ],
     )
-    def test_least_f_r_first(self, count, pinned, expected):
+    def test_victims_have_the_least_f_r(self, count, pinned, expected):
         assert choose_victims(self.STORED, count, pinned=pinned) == expected
         assert choose_victims(reversed(self.STORED), count, pinned=pinned) == expected
 
-    def test_a_negative_count_is_named(self):
+    def test_negative_victim_count_is_rejected_by_name(self):
         with pytest.raises(ValueError, match="count"):
             choose_victims(self.STORED, -1)
 
@@ -163,11 +163,11 @@ class TestVictims:
 class TestSystemPrompt:
     """The system prompt is not a prefix chunk, whatever mass it receives."""
 
-    def test_it_is_an_empty_prefix_behind_passages(self):
+    def test_variant_with_only_system_prefix_has_no_overlap_after_passages(self):
         choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("SAB"), alpha=1.0, system_id=ids("S")[0])
         assert choice is not None and choice.cfo == 0.6 and not choice.exact
 
-    def test_it_is_exact_behind_the_system_prompt(self):
+    def test_variant_with_only_system_prefix_is_exact_after_the_system_prompt(self):
         choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("S"), alpha=1.0, system_id=ids("S")[0])
         assert choice is not None and choice.cfo == 0.0 and choice.exact
 
@@ -180,7 +180,7 @@ class TestSystemPrompt:
             ("SAB", (90.0, 6.0, 2.0), "TAB", 0.6),  # another system prompt: no overlap
         ],
     )
-    def test_they_count_neither_in_overlap_nor_in_order(self, old, masses, new, cfo):
+    def test_system_prompt_counts_neither_in_overlap_nor_in_order(self, old, masses, new, cfo):
         stored = variant("X", old, masses, cci=0.6)
         choice = choose_variant([stored], ids(new), alpha=1.0, system_id=ids(new)[0])
         assert choice is not None and abs(choice.cfo - cfo) < 1e-12
@@ -198,32 +198,32 @@ class TestRepair:
         variant("B", "S", variant_id="e", fidelity="approx"),
     )
 
-    def test_greatest_f_r_first_ties_by_id(self):
+    def test_repair_chooses_greatest_f_r_first_with_ties_by_id(self):
         left, chosen = list(self.STORED), []
         while (meta := choose_repair(left, ids("SAB"))) is not None:
             chosen.append(meta.variant_id)
             left.remove(meta)
         assert chosen == ["d", "a", "b", "e"]
 
-    def test_prefix_and_own_chunk_must_be_known(self):
+    def test_repair_requires_known_prefix_and_chunk(self):
         known = {"c": ids("SABC"), "d": ids("B"), None: ids("SA")}
         for wanted, chunk_ids in known.items():
             meta = choose_repair(self.STORED, chunk_ids)
             assert (meta.variant_id if meta else None) == wanted
 
-    def test_none_of_none_and_none_of_exact_ones(self):
+    def test_repair_chooses_nothing_without_approximate_variants(self):
         assert choose_repair([], ids("SAB")) is None
         assert choose_repair([variant("A", "S")], ids("SA")) is None
 
     @given(variants_of_one_chunk(), st.randoms())
-    def test_the_order_of_the_variants_does_not_matter(self, variants, rng: random.Random):
+    def test_repair_and_hottest_first_do_not_depend_on_input_order(self, variants, rng: random.Random):
         shuffled = list(variants)
         rng.shuffle(shuffled)
         assert hottest_first(shuffled) == hottest_first(variants)
         assert choose_repair(shuffled, ids("XABC")) == choose_repair(variants, ids("XABC"))
 
 
-def test_hottest_first_is_the_reverse_of_eviction_and_prefers_exact_ones():
+def test_hottest_first_reverses_eviction_order_and_prefers_exact_variants():
     held = [
         variant("A", variant_id="d", f_r=5.0),
         variant("B", variant_id="c", f_r=5.0, fidelity="approx"),
@@ -238,14 +238,14 @@ def test_hottest_first_is_the_reverse_of_eviction_and_prefers_exact_ones():
 class TestOtherContext:
     OWN = variant("X", "SAB")
 
-    def test_the_one_with_least_in_common_then_the_shortest(self):
+    def test_other_context_has_least_in_common_then_is_shortest(self):
         alone, near, far = variant("X", "S"), variant("X", "SA"), variant("X", "CDE")
         assert choose_other_context([self.OWN, near, alone], self.OWN) == alone
         assert choose_other_context([near, alone, far], self.OWN) == far
         assert choose_other_context([near, variant("X", "SBA")], self.OWN) == near
         assert choose_other_context([variant("X", "C"), far], self.OWN).prefix_ids == ids("C")
 
-    def test_only_exact_ones_of_the_same_chunk_behind_another_prefix(self):
+    def test_other_context_must_be_exact_with_the_same_chunk_and_another_prefix(self):
         useless = [self.OWN, variant("X", "S", fidelity="approx"), variant("Y", "S")]
         assert choose_other_context(useless, self.OWN) is None
         assert choose_other_context([], self.OWN) is None

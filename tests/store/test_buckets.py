@@ -32,7 +32,7 @@ ON_MOTO = True
         ("gs://x/kv", "cannot parse"),
     ],
 )
-def test_bad_bucket_url(url, wanted):
+def test_invalid_bucket_url_is_rejected(url, wanted):
     with pytest.raises(ValueError, match=wanted):
         open_root(url)
 
@@ -43,7 +43,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
     assert "hush" not in str(caught.value)
 
 
-def test_bucket_itself_may_be_the_root(bucket):
+def test_store_root_may_be_the_whole_bucket(bucket):
     url, mark, options = bucket.url.partition("?")
     whole = open_root(f"s3://chunks?{options}" if mark else "gs://chunks")
     root = open_root(bucket.url)
@@ -54,7 +54,7 @@ def test_bucket_itself_may_be_the_root(bucket):
     assert root.names("") == []
 
 
-def test_region_need_not_be_named(make_place):
+def test_region_is_optional(make_place):
     place = make_place("s3")
     url = place.url.replace("&region=us-east-1", "")
     assert url != place.url
@@ -63,12 +63,12 @@ def test_region_need_not_be_named(make_place):
         assert_same_bytes(get(store, "v"), make_kv("v"))
 
 
-def test_missing_bucket(bucket):
+def test_missing_bucket_is_reported(bucket):
     with pytest.raises(StoreUnavailableError, match="there is no bucket 'chunky'. Create it first"):
         TensorStoreTier(bucket.url.replace("chunks", "chunky", 1), SPEC, OURS)
 
 
-def test_missing_credentials_of_s3(make_place, monkeypatch):
+def test_missing_s3_credentials_are_reported(make_place, monkeypatch):
     url = make_place("s3").url
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -81,7 +81,7 @@ def test_missing_credentials_of_s3(make_place, monkeypatch):
         TensorStoreTier(url, SPEC, OURS)
 
 
-def test_forbidden_bucket_of_google(make_place):
+def test_forbidden_google_bucket_is_reported(make_place):
     url = make_place("gs").url.replace("chunks", "forbidden", 1)
     with pytest.raises(StoreUnavailableError, match="was refused .PERMISSION_DENIED.*GOOGLE_APPLICATION_CREDENTIALS"):
         TensorStoreTier(url, SPEC, OURS)
@@ -95,12 +95,12 @@ def test_server_without_conditional_writes_is_refused(make_place):
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_no_server_listens(kind, make_place):
+def test_unreachable_server_is_reported(kind, make_place):
     with pytest.raises(StoreUnavailableError, match="cannot use .*Could not connect.*Wanted a bucket that this"):
         TensorStoreTier(make_place(kind, free_port()).url, SPEC, OURS)
 
 
-def test_waits_are_shorter_than_tensorstores_own(bucket):
+def test_timeouts_and_retries_are_shorter_than_tensorstore_defaults(bucket):
     """Its default of 32 tries takes minutes, and it waits for ever where a server takes a request and says nothing."""
     root = open_root(bucket.url)
     assert root.context is not None and root.longest_wait_s == ccjax.store.buckets.TRANSFER_S and TRANSFER_S <= 60

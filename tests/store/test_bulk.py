@@ -8,7 +8,7 @@ from ccjax.store.bulk import uncollected
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_collectors_state_is_restored(is_enabled):
+def test_garbage_collector_state_is_restored(is_enabled):
     was_enabled = gc.isenabled()
     try:
         (gc.enable if is_enabled else gc.disable)()

@@ -108,7 +108,7 @@ def test_refresh_reads_the_catalog_of_others(place, reads):
     assert_holds(ours, place)
 
 
-def test_few_new_records_are_read_one_by_one_and_more_from_the_catalog(place, reads, monkeypatch):
+def test_few_new_records_are_read_directly_and_many_from_the_catalog(place, reads, monkeypatch):
     tiers = [tier_at(place) for _ in range(2)]
     theirs = filled(place, IDS[:2])
     theirs.tidy()
@@ -123,7 +123,7 @@ def test_few_new_records_are_read_one_by_one_and_more_from_the_catalog(place, re
 
 
 @pytest.mark.parametrize(("share", "is_read"), [(0.75, False), (0.5, True)])
-def test_a_small_share_of_all_records_is_read_one_by_one(place, reads, monkeypatch, share, is_read):
+def test_small_share_of_new_records_is_read_without_the_catalog(place, reads, monkeypatch, share, is_read):
     theirs = filled(place, IDS[:2])
     ours = tier_at(place)
     for variant_id in IDS[2:4]:
@@ -213,7 +213,7 @@ def test_variants_evicted_by_another_process_are_not_copied(place, catalogs):
     assert catalogs == [["b", "c", "d", "e"]]
 
 
-def test_after_an_erasure_there_is_a_catalog_again(place, catalogs, monkeypatch):
+def test_catalog_is_rewritten_after_an_erasure(place, catalogs, monkeypatch):
     tier = filled(place)
     tier.tidy()
     assert erase_from_disk(tier, ["a"], uncommitted=True) == () and catalog_keys(place) == []
@@ -235,7 +235,7 @@ def test_after_an_erasure_there_is_a_catalog_again(place, catalogs, monkeypatch)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_catalog_that_is_being_written_does_not_outlive_an_erasure(place, monkeypatch, is_first):
+def test_catalog_write_and_deletion_exclude_each_other(place, monkeypatch, is_first):
     """Writing and deleting exclude each other."""
     tier = filled(place)
     tier.tidy()
@@ -262,7 +262,7 @@ def test_a_catalog_that_is_being_written_does_not_outlive_an_erasure(place, monk
     assert (catalog_keys(place) == []) == is_first
 
 
-def test_a_damaged_catalog_that_the_disk_does_not_replace_is_replaced_later(tmp_path, catalogs, monkeypatch):
+def test_failed_replacement_of_a_damaged_catalog_is_retried(tmp_path, catalogs, monkeypatch):
     place = directory(tmp_path)
     filled(place).tidy()
     place.write(catalog_keys(place)[0], b"")
@@ -303,7 +303,7 @@ def written_anew(place: Place, writer: int = 1) -> None:
     assert other.write(make_record("a", 7), make_kv("a", 7, writer=writer))
 
 
-def test_an_outdated_entry_is_a_miss_and_then_the_new_variant(place):
+def test_outdated_entry_misses_once_and_then_loads_the_new_variant(place):
     written_anew(place)
     tier = tier_at(place)
     with pytest.raises(ShardNotFoundError, match="evicted"):
@@ -359,7 +359,7 @@ def test_a_record_that_cannot_be_read_stops_the_sweep(place, monkeypatch):
 # -- damage -------------------------------------------------------------------------------------------------------
 
 
-def test_no_flipped_bit_gives_a_wrong_record(tmp_path, monkeypatch, stride):
+def test_flipped_bits_in_the_catalog_never_give_a_wrong_record(tmp_path, monkeypatch, stride):
     """Head, table and records, byte by byte."""
     monkeypatch.setattr(ccjax.store.catalog, "RECORDS_PER_PART", 1024)
     url = url_of(tmp_path)
@@ -425,7 +425,7 @@ def test_an_unusable_part_is_logged_and_rewritten(place, reads, caplog, change, 
     assert sorted(place.read(key)) == sorted(before)
 
 
-def test_a_damaged_copy_causes_a_new_catalog(place):
+def test_damaged_catalog_entry_causes_a_new_catalog_once_read(place):
     filled(place).tidy()
     before = {key: place.read(key) for key in catalog_keys(place)}
     key = next(iter(before))
@@ -449,7 +449,7 @@ def test_the_catalog_of_another_model_is_ignored(place):
     assert_holds(tier_at(place), place, ("a",))
 
 
-def test_a_damaged_record_with_a_sound_copy_is_detected_when_it_is_read(place, monkeypatch):
+def test_damaged_record_with_an_intact_catalog_copy_is_detected_on_read(place, monkeypatch):
     filled(place).tidy()
     place.flip(place.record_key("a"), 40)
     tier = tier_at(place)
@@ -461,7 +461,7 @@ def test_a_damaged_record_with_a_sound_copy_is_detected_when_it_is_read(place, m
     assert_holds(tier_at(place), place, ("b", "c", "d", "e"))
 
 
-def test_a_damaged_copy_without_its_original_is_a_miss(place):
+def test_damaged_catalog_entry_without_its_record_is_a_miss(place):
     filled(place).tidy()
     for key in catalog_keys(place):
         raw = place.read(key)

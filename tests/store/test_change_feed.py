@@ -96,7 +96,7 @@ def test_evictions_and_discards_are_applied_on_disk_and_not_in_memory(open_one):
     assert_same_bytes(get(ours, "v"), make_kv("v"))
 
 
-def test_a_variant_with_an_open_load_stays_until_it_is_complete(open_one):
+def test_variant_with_an_open_load_is_kept_until_the_load_completes(open_one):
     ours, theirs = open_one(), open_one()
     for key in ("v", "w"):
         put(ours, key)
@@ -111,7 +111,7 @@ def test_a_variant_with_an_open_load_stays_until_it_is_complete(open_one):
     wait_until(lambda: theirs.tier_of("v") is None)
 
 
-def test_a_variant_rewritten_meanwhile_is_the_new_one(open_one):
+def test_rewritten_variant_replaces_the_old_one_in_other_processes(open_one):
     ours, theirs = open_one(), open_one()
     put(ours, "v")
     came(theirs, "v")
@@ -179,7 +179,7 @@ def tell(ours, theirs, added, removed):
 
 
 @pytest.mark.parametrize("way", ["news", "news of any object", "listing", "own", "unknown", "unknown, of any object"])
-def test_a_late_commit_of_a_deleted_variant_does_not_make_it_known(open_one, way, monkeypatch):
+def test_late_commit_notification_does_not_restore_a_deleted_variant(open_one, way, monkeypatch):
     """Another process found it in a listing and deleted it before the writer announced it."""
     ours, theirs = open_one(), open_one()
     with monkeypatch.context() as patch:
@@ -256,7 +256,7 @@ def test_unsent_changes_are_sent_with_later_ones(told, monkeypatch):
 
 
 @pytest.mark.parametrize("record", [b"{}", b"\xff" * 100, None], ids=["empty", "no JSON", "none"])
-def test_wrong_changes_are_checked_and_adopt_nothing_missing(open_one, caplog, record):
+def test_invalid_change_notifications_are_verified_and_adopt_nothing(open_one, caplog, record):
     ours, theirs = open_one(), open_one()
     put(ours, "sound")
     came(theirs, "sound")
@@ -302,7 +302,7 @@ def test_leases_are_shared_by_all_processes_with_the_index(open_one, open_at, tm
     assert theirs.claims.taken(["v", "w"]) == frozenset()
 
 
-def test_a_store_without_the_index_shares_with_those_that_have_it_by_listing(open_one, open_at):
+def test_store_without_the_index_shares_variants_by_listing(open_one, open_at):
     with_it, without = open_one(), open_at(None)
     assert without.change_feed is None
     put(with_it, "v")
@@ -324,7 +324,7 @@ def test_changes_of_another_models_variants_are_not_received(open_one, monkeypat
     assert theirs.change_feed.counts.num_applied == 0 and theirs.tier_of("v") is None
 
 
-def test_an_index_needs_a_store():
+def test_index_without_a_store_is_rejected():
     with pytest.raises(ValueError, match="store_index: wanted a store"):
         open_store(None, index="sqlite:///tmp/never.db")
 
@@ -337,7 +337,7 @@ def warnings(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_an_index_outage_is_two_log_lines_and_changes_are_known_after_it(
+def test_index_outage_logs_its_start_and_end_and_changes_arrive_afterwards(
     own_redis, open_at, caplog, way, tmp_path, request, num_waits
 ):
     if way == "stopped":
@@ -375,7 +375,7 @@ def test_an_index_outage_is_two_log_lines_and_changes_are_known_after_it(
     assert len(warnings(caplog)) == 4
 
 
-def test_a_lease_of_the_index_survives_an_outage_and_is_released_without_an_error(own_redis, open_at, caplog):
+def test_index_lease_can_be_released_during_an_outage_without_error(own_redis, open_at, caplog):
     ours, theirs = (open_at(own_redis.url) for _ in range(2))
     assert ours.claims.claim(["v"], 60) == ("v",)
     own_redis.kill()
@@ -395,7 +395,7 @@ def test_a_store_opens_during_an_index_outage(own_redis, open_at, caplog):
     assert theirs.tier_of("v") == "disk"
 
 
-def test_unsent_changes_are_bounded_and_then_replaced_by_a_listing(own_redis, open_at, monkeypatch, impatient):
+def test_unsent_changes_are_bounded_with_a_listing_as_fallback(own_redis, open_at, monkeypatch, impatient):
     monkeypatch.setattr(ccjax.store.change_feed, "CHANGES_KEPT", 3)
     ours, theirs = (open_at(own_redis.url) for _ in range(2))
     with own_redis.stopped():
@@ -424,7 +424,7 @@ def test_the_last_commits_are_announced_before_closing(open_one):
     came(theirs, "v")
 
 
-def test_a_root_lease_is_not_in_the_index(open_one, tmp_path):
+def test_index_and_root_leases_are_independent(open_one, tmp_path):
     ours = open_one()
     assert Leases(open_root((tmp_path / "kv").as_uri()), OURS).acquire(["v"], 60)
     assert ours.claims.taken(["v"]) == frozenset() and ours.claims.claim(["v"], 60) == ("v",)

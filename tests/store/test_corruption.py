@@ -67,20 +67,20 @@ def test_damage_in_one_layer_spares_layers_read_before(place, store):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 900, -1])
-def test_truncated_object(place, store, keep):
+def test_truncated_object_is_corrupt(place, store, keep):
     key = object_of(place, "v", store)
     place.write(key, place.read(key)[:keep])
     with pytest.raises(ShardCorruptError):
         get(store, "v")
 
 
-def test_deleted_object(place, store):
+def test_deleted_object_is_corrupt(place, store):
     place.delete(object_of(place, "v", store))
     with pytest.raises(ShardCorruptError):
         get(store, "v")
 
 
-def test_deleted_directory_of_an_object(tmp_path):
+def test_object_with_a_deleted_directory_is_corrupt(tmp_path):
     with open_store(tmp_path, host_bytes=0) as store:
         put(store, "v")
         (file,) = object_files(tmp_path)
@@ -89,14 +89,14 @@ def test_deleted_directory_of_an_object(tmp_path):
             get(store, "v")
 
 
-def test_zeroed_object(place, store):
+def test_zeroed_object_is_corrupt(place, store):
     key = object_of(place, "v", store)
     place.write(key, bytes(len(place.read(key))))
     with pytest.raises(ShardCorruptError):
         get(store, "v")
 
 
-def test_swapped_objects_of_two_variants(place, store):
+def test_swapped_objects_of_two_variants_are_corrupt(place, store):
     first, second = object_of(place, "v", store), object_of(place, "w", store)
     raw = place.read(first)
     place.write(first, place.read(second))
@@ -106,7 +106,7 @@ def test_swapped_objects_of_two_variants(place, store):
             get(store, variant_id)
 
 
-def test_swapped_layers_of_one_object(place, store):
+def test_swapped_layers_of_one_object_are_corrupt(place, store):
     key = object_of(place, "v", store)
     raw, size = place.read(key), SPEC.num_bytes(5) // 3
     place.write(key, raw[size : 2 * size] + raw[:size] + raw[2 * size :])
@@ -114,7 +114,7 @@ def test_swapped_layers_of_one_object(place, store):
         get(store, "v")
 
 
-def test_discarded_is_a_miss_now_and_after_a_restart_and_can_be_stored_again(place, store):
+def test_discarded_variant_stays_missing_until_stored_again(place, store):
     place.flip(object_of(place, "v", store), 0)
     with pytest.raises(ShardCorruptError):
         get(store, "v")
@@ -164,7 +164,7 @@ def test_record_damaged_during_our_write_does_not_block_its_name(place, store):
     assert store.usage()["disk"].corrupt == 1
 
 
-def test_record_of_another_variant_under_our_name(place):
+def test_record_copied_from_another_variant_is_corrupt(place):
     with open_store(place.url) as store:
         put(store, "v")
     place.write(place.record_key("w"), place.read(place.record_key("v")))
@@ -259,7 +259,7 @@ def test_refresh_applies_changes_of_others(place):
     assert ours.records() == [make_record("w")] and ours.budget.used_bytes == place.num_bytes()
 
 
-def test_evicted_by_another_process_is_a_miss_not_corruption(place):
+def test_variant_evicted_by_another_process_is_a_miss_not_corruption(place):
     ours, theirs = two_tiers(place)
     theirs.write(make_record("v"), make_kv("v"))
     ours.refresh()
@@ -276,7 +276,7 @@ def test_evicted_by_another_process_is_a_miss_not_corruption(place):
     assert "v" not in ours and ours.num_corrupt == 0 and ours.budget.used_bytes == 0
 
 
-def test_evicted_and_written_again_by_another_process(place):
+def test_variant_rewritten_by_another_process_misses_once_then_loads(place):
     ours, theirs = two_tiers(place)
     theirs.write(make_record("v"), make_kv("v"))
     ours.refresh()
@@ -309,7 +309,7 @@ def test_variant_evicted_by_another_process_is_rewritten_and_charged_once(place)
     assert ours.budget.used_bytes == place.num_bytes()
 
 
-def test_an_eviction_that_is_refused_charges_nothing_twice(place, monkeypatch):
+def test_failed_eviction_does_not_charge_the_variant_twice(place, monkeypatch):
     """A refresh meanwhile has found the record."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
@@ -324,7 +324,7 @@ def test_an_eviction_that_is_refused_charges_nothing_twice(place, monkeypatch):
     assert tier.budget.used_bytes == place.num_bytes() and tier.remove(["v"]) == ("v",) and not tier.budget.used_bytes
 
 
-def test_commit_during_a_refresh_is_no_removal(place, monkeypatch):
+def test_commit_during_a_refresh_is_not_taken_for_a_removal(place, monkeypatch):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     names = tier._root.names
 
@@ -339,7 +339,7 @@ def test_commit_during_a_refresh_is_no_removal(place, monkeypatch):
     assert tier.refresh() == ((), ()) and tier.budget.used_bytes == place.num_bytes()
 
 
-def test_commit_during_a_sweep_is_no_orphan(place, monkeypatch):
+def test_commit_during_a_sweep_is_not_taken_for_an_orphan(place, monkeypatch):
     tier, other = TensorStoreTier(place.url, SPEC, OURS), TensorStoreTier(place.url, SPEC, OURS)
     refresh = tier.refresh
 
@@ -355,7 +355,7 @@ def test_commit_during_a_sweep_is_no_orphan(place, monkeypatch):
     assert_same_bytes(later.open("v").wait(0, 3), make_kv("v"))
 
 
-def test_refresh_between_the_halves_of_an_eviction_keeps_the_budget_right(place):
+def test_refresh_during_an_eviction_keeps_the_budget_correct(place):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     hidden = tier.hide(["v"])
@@ -375,7 +375,7 @@ def test_variant_that_cannot_be_deleted_stays_unless_condemned(tmp_path):
     assert "v" not in tier and object_files(tmp_path) == [] and tier.budget.used_bytes == 0
 
 
-def test_writer_that_comes_second_gets_the_first_ones_variant(place):
+def test_second_writer_adopts_the_variant_of_the_first(place):
     ours, theirs = two_tiers(place)
     assert theirs.write(make_record("v"), make_kv("v", writer=1)) is True
     assert ours.write(make_record("v"), make_kv("v")) is False

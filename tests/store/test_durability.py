@@ -42,7 +42,7 @@ def disk(monkeypatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def test_a_record_is_written_after_its_data_are_durable_and_is_then_durable(tmp_path, disk):
+def test_record_is_written_only_after_its_data_is_durable(tmp_path, disk):
     space, linked = namespace_of(tmp_path), []
 
     def look(source: Path, final: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_record_is_written_after_its_data_are_durable_and_is_then_durable(tmp_
         assert linked == [space / "records" / "v.json"] and disk.has(space / "records")
 
 
-def test_a_replacement_is_durable(tmp_path, disk):
+def test_replaced_file_is_durable(tmp_path, disk):
     root = FileRoot(tmp_path.as_uri())
     root.replace("k", b"old")
     disk.forget()
@@ -68,7 +68,7 @@ def test_a_replacement_is_durable(tmp_path, disk):
     assert disk.has(tmp_path), "or a power cut brings the old one back, after what it named was deleted"
 
 
-def test_losable_objects_are_not_synced(tmp_path, disk, monkeypatch):
+def test_leases_and_catalogs_are_not_synced(tmp_path, disk, monkeypatch):
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
     leases = Leases(open_root(tmp_path.as_uri()), OURS)
     leases.acquire(["a"], 10)
@@ -83,7 +83,7 @@ def test_losable_objects_are_not_synced(tmp_path, disk, monkeypatch):
 
 
 @pytest.mark.parametrize(("write", "call"), [(FileRoot.create, "link"), (FileRoot.replace, "replace")])
-def test_a_temporary_file_that_another_process_swept_is_written_again(tmp_path, disk, write, call):
+def test_temporary_file_swept_by_another_process_is_rewritten(tmp_path, disk, write, call):
     root, swept = FileRoot(tmp_path.as_uri()), []
 
     def sweep(source, _) -> None:

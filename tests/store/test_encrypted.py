@@ -47,7 +47,7 @@ def opened(place, identity=HIDDEN, **options):
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
-def test_variants_can_be_loaded_also_by_other_processes(place, kv_dtype):
+def test_encrypted_variants_can_be_loaded_by_other_processes(place, kv_dtype):
     with opened(place, kv_dtype=kv_dtype) as store:
         put(store, "v", 40)
         np.testing.assert_allclose(get(store, "v"), make_kv("v", 40), atol=0 if kv_dtype == "auto" else 0.3)
@@ -88,7 +88,7 @@ def test_no_file_contains_text_or_kv(tmp_path, monkeypatch, identity, is_found):
     assert any(b"chunk-of-v" in raw for raw in catalog) == is_found  # the catalog's own table is hidden as well
 
 
-def test_layers_are_read_one_by_one(tmp_path):
+def test_each_layer_is_read_and_decrypted_independently(tmp_path):
     """A layer is a frame of its own: nothing else is read for it, and the rest may be damaged."""
     spec = KVSpec(6, 2, 4, "float32")
     tier = TensorStoreTier(url_of(tmp_path), spec, HIDDEN)
@@ -105,7 +105,7 @@ def test_layers_are_read_one_by_one(tmp_path):
         reader.wait(3, 4)
 
 
-def test_a_layer_of_several_parts_is_one_frame(place):
+def test_layer_with_several_head_groups_is_encrypted_as_one_frame(place):
     with opened(place, head_groups=2) as store:
         put(store, "v")
         assert_same_bytes(get(store, "v"), make_kv("v"))
@@ -160,7 +160,7 @@ def test_changed_record_misses_and_is_quarantined(place, how):
 
 
 @pytest.mark.parametrize("how", ["magic", "bit", "nonce", "key id", "tag", "truncated", "plain"])
-def test_changed_kv_misses_and_is_counted(place, how):
+def test_tampered_kv_is_corrupt_and_counted(place, how):
     with opened(place) as store:
         key = object_of(place, "v", store, HIDDEN)
         raw = bytearray(place.read(key))
@@ -176,7 +176,7 @@ def test_changed_kv_misses_and_is_counted(place, how):
         assert store.usage()["disk"].corrupt == 1
 
 
-def test_objects_of_two_variants_swapped(place):
+def test_swapped_objects_of_two_variants_are_rejected(place):
     with opened(place) as store:
         assert_swapped_objects_are_refused(place, store, HIDDEN)
 
@@ -236,7 +236,7 @@ def test_changed_catalog_is_not_used(tmp_path, monkeypatch):
 # -- keys ----------------------------------------------------------------------------------------------------------
 
 
-def test_rotation(place):
+def test_key_rotation_keeps_newly_written_variants_readable(place):
     """Old key, then both, then the new one in front, then the new one alone: nothing that was written anew is lost."""
     with opened(place, encrypted(OLD_KEY)) as store:
         put(store, "v")
@@ -275,7 +275,7 @@ def test_compression_is_refused(tmp_path):
         open_store(tmp_path, identity=HIDDEN, compression="zstd")
 
 
-def test_missing_package_is_named(monkeypatch):
+def test_missing_encryption_package_is_named_in_the_error(monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):

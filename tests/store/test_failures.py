@@ -38,20 +38,20 @@ def check_report(report: dict) -> None:
     assert "a write failed" in report["messages"][0] and "succeed again" in report["messages"][1]
 
 
-def test_kernel_refuses_large_files(tmp_path):
+def test_file_size_limit_fails_writes_and_recovers(tmp_path):
     """EFBIG, in a process of its own."""
     report = json.loads(result_of(spawn("limit_file_size", tmp_path)))
     check_report(report)
     assert report["kept"] == [] and report["on_disk"] == 0
 
 
-def test_full_disk(tmp_path):
+def test_full_disk_fails_writes_and_recovers(tmp_path):
     """ENOSPC on a tmpfs of 2 MiB in a mount namespace of its own."""
     run = f"{sys.executable} -m tests.store.worker fill_disk {tmp_path}"
     inside = f"mount -t tmpfs -o size=2m tmpfs {tmp_path} && exec {run}"
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if not shutil.which("unshare") or subprocess.run([*command, f"mount -t tmpfs tmpfs {tmp_path}"]).returncode:
-        pytest.skip("cannot mount a tmpfs here; test_kernel_refuses_large_files covers a refused write")
+        pytest.skip("cannot mount a tmpfs here; test_file_size_limit_fails_writes_and_recovers covers a refused write")
     done = subprocess.run([*command, inside], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     report, opened = map(json.loads, done.stdout.splitlines())
     check_report(report)
@@ -145,7 +145,7 @@ def test_unreadable_object_is_unavailable_not_corrupt(tmp_path):
         assert_same_bytes(get(store, "v"), make_kv("v"))
 
 
-def test_refresh_of_a_vanished_directory_is_not_raised_into_a_request(tmp_path, caplog):
+def test_refresh_of_a_deleted_directory_does_not_fail_requests(tmp_path, caplog):
     with open_store(tmp_path) as store:
         put(store, "v")
         shutil.rmtree(tmp_path)

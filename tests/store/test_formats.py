@@ -66,11 +66,11 @@ def store_one(store: TieredStore, kv: np.ndarray, variant_id: str = "v") -> tupl
 
 @pytest.mark.parametrize(("kv_dtype", "compression"), FORMATS)
 @pytest.mark.parametrize("spec", [SPEC, BF16], ids=lambda spec: spec.dtype)
-def test_round_trip_and_budget(tmp_path, spec, kv_dtype, compression):
+def test_variants_round_trip_within_budget_in_every_format(tmp_path, spec, kv_dtype, compression):
     check_round_trip(directory(tmp_path), spec, kv_dtype, compression)
 
 
-def test_round_trip_and_budget_in_buckets(bucket):
+def test_variants_round_trip_within_budget_in_buckets(bucket):
     check_round_trip(bucket, BF16, "int8", "zstd")
 
 
@@ -100,7 +100,7 @@ def check_round_trip(place: Place, spec: KVSpec, kv_dtype: str, compression: str
                 assert_close(kv_dtype if is_coded else "auto", loaded, make_kv(f"v{number}", num_tokens, spec))
 
 
-def test_bytes_of_a_variant_as_computed_by_hand(tmp_path):
+def test_variant_size_matches_hand_computed_bytes(tmp_path):
     spec = KVSpec(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
     # 4 layers in 2 groups of heads: codes and 4 rows of scales, 16 bytes of index each
     assert object_bytes(spec, 100, 2, StorageFormat("int8")) == 8 * (2 * 104 * 8 + 16)
@@ -112,14 +112,14 @@ def test_bytes_of_a_variant_as_computed_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize(("num_tokens", "is_coded"), [(4, False), (5, True)])
-def test_a_variant_that_scales_would_not_shrink_is_stored_unquantised(tmp_path, num_tokens, is_coded):
+def test_variant_too_short_to_shrink_is_stored_unquantised(tmp_path, num_tokens, is_coded):
     with open_store(tmp_path, kv_spec=BF16, host_bytes=0, **options("int8")) as store:
         put(store, "v", num_tokens)
         assert store.is_lossy("v") == is_coded
 
 
 @given(data=st.data())
-def test_no_compressed_object_exceeds_its_bound(data):
+def test_compressed_object_never_exceeds_its_size_bound(data):
     shape = [data.draw(st.integers(1, top)) for top in (3, 40, 2, 16)]
     spec = KVSpec(shape[0], 2 * shape[2], shape[3], "float32")
     seed, kind = data.draw(st.integers(0, 99)), data.draw(st.sampled_from(["auto", "int8"]))
@@ -140,7 +140,7 @@ def test_compression_shrinks_variants_and_updates_the_budget(tmp_path):
         assert store.usage()["disk"].used_bytes == 0
 
 
-def test_another_process_adopts_the_true_size(tmp_path):
+def test_other_processes_charge_the_actual_compressed_size(tmp_path):
     ours, theirs = (TensorStoreTier(url_of(tmp_path), SPEC, OURS, storage=StorageFormat("int8", "zstd")) for _ in "ab")
     theirs.write(make_record("v", 64), np.zeros(SPEC.shape(64), np.float32))
     ours.refresh()
@@ -148,7 +148,7 @@ def test_another_process_adopts_the_true_size(tmp_path):
     assert ours.remove(["v"]) == ("v",) and ours.budget.used_bytes == 0
 
 
-def test_a_write_that_comes_second_leaves_no_charge(tmp_path):
+def test_losing_writer_is_charged_only_for_the_stored_variant(tmp_path):
     ours, theirs = (TensorStoreTier(url_of(tmp_path), SPEC, OURS, storage=StorageFormat("int8", "zstd")) for _ in "ab")
     theirs.write(make_record("v", 64), np.zeros(SPEC.shape(64), np.float32))
     assert ours.write(make_record("v", 64), make_kv("v", 64)) is False
@@ -157,7 +157,7 @@ def test_a_write_that_comes_second_leaves_no_charge(tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(("kv_dtype", "compression"), LOSSY)
-def test_kv_without_8_bit_codes_is_stored_unquantised(tmp_path, kv_dtype, compression, value):
+def test_non_finite_kv_is_stored_unquantised(tmp_path, kv_dtype, compression, value):
     kv = make_kv("v", TOKENS)
     kv[1, 0, 3, 1, 2] = value
     with open_store(tmp_path, host_bytes=0, **options(kv_dtype, compression)) as store:
@@ -170,7 +170,7 @@ def test_kv_without_8_bit_codes_is_stored_unquantised(tmp_path, kv_dtype, compre
         assert store.usage()["disk"].used_bytes == 0
 
 
-def test_kv_without_8_bit_codes_must_fit_unquantised(tmp_path):
+def test_non_finite_kv_must_fit_the_budget_unquantised(tmp_path):
     storage = StorageFormat("int8")
     record, kv = make_record("v", TOKENS), np.full(SPEC.shape(TOKENS), np.nan, np.float32)
     room = TensorStoreTier(url_of(tmp_path), SPEC, OURS, storage=storage).charge_bytes(record)
@@ -252,7 +252,7 @@ def test_the_stored_array_can_be_read_without_our_code(tmp_path):
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_the_copy_that_a_load_would_read_decides_what_is_lossy(tmp_path, kv_dtype):
+def test_variant_is_lossy_if_the_copy_to_be_loaded_is_lossy(tmp_path, kv_dtype):
     with open_store(tmp_path, **options(kv_dtype)) as store:
         put(store, "v", TOKENS)
         assert store.tiers_of("v") == ("host", "disk") and not store.is_lossy("v")  # the host's copy is read
@@ -292,7 +292,7 @@ def test_only_an_exact_copy_replaces_a_lossy_one_in_memory(tmp_path):
         assert object_files(tmp_path) == [file] and file.stat().st_mtime_ns == written.st_mtime_ns
 
 
-def test_a_lossy_read_does_not_replace_the_exact_copy_that_was_stored_meanwhile(tmp_path):
+def test_lossy_read_does_not_replace_an_exact_copy_stored_meanwhile(tmp_path):
     with open_store(tmp_path, **options("int8")) as store:
         put(store, "v", TOKENS)
         store.evict("host", ["v"])
@@ -340,7 +340,7 @@ def test_a_lossless_store_replaces_lossy_copies_of_others(place):
         ({"compression": "gzip"}, "compression: wanted one of none, zstd, got 'gzip'"),
     ],
 )
-def test_other_values_are_refused_before_anything_is_created(tmp_path, wrong, message):
+def test_invalid_format_options_are_rejected_before_creating_anything(tmp_path, wrong, message):
     for where in (tmp_path / "kv", None):
         with pytest.raises(ValueError, match=message):
             open_store(where, **wrong)
@@ -376,7 +376,7 @@ def test_every_flipped_byte_of_codes_scales_and_index_is_found(place, coded, str
     assert_same_bytes(get(coded, "v"), whole)
 
 
-def test_swapped_objects(place, coded):
+def test_swapped_objects_are_corrupt(place, coded):
     first, second = object_of(place, "v", coded), object_of(place, "w", coded)
     raw = place.read(first)
     place.write(first, place.read(second))
@@ -387,14 +387,14 @@ def test_swapped_objects(place, coded):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -1])
-def test_truncated_object(place, coded, keep):
+def test_truncated_object_is_corrupt(place, coded, keep):
     key = object_of(place, "v", coded)
     place.write(key, place.read(key)[:keep])
     with pytest.raises(ShardCorruptError):
         get(coded, "v")
 
 
-def test_scales_of_another_layer_are_found_under_valid_checksums(tmp_path):
+def test_scales_of_another_layer_are_detected_despite_valid_checksums(tmp_path):
     """zarr's own checksums would accept them; the record's do not."""
     with open_store(tmp_path, host_bytes=0, **options("int8")) as store:
         put(store, "v", TOKENS)
@@ -426,7 +426,7 @@ def reseal(raw: bytes, **changes: object) -> bytes:
     return canonical({**body, "checksum": hashlib.sha256(canonical(body)).hexdigest()})
 
 
-def test_every_release_reads_default_records_and_older_ones_refuse_coded_ones(place):
+def test_only_quantised_records_use_the_newer_format_version(place):
     with open_store(place.url) as store:
         put(store, "plain")
     with open_store(place.url, **options("int8")) as store:
@@ -448,7 +448,7 @@ def test_every_release_reads_default_records_and_older_ones_refuse_coded_ones(pl
         ({"compression": "lzma"}, "compression"),
     ],
 )
-def test_a_format_of_the_future_is_a_miss_and_stays_where_it_is(place, caplog, changes, reason):
+def test_record_in_a_future_format_is_a_miss_and_left_in_place(place, caplog, changes, reason):
     with open_store(place.url, **options("int8")) as store:
         put(store, "v", TOKENS)
         put(store, "w", TOKENS)
@@ -474,7 +474,7 @@ def test_fields_added_by_a_later_release_are_ignored(place):
     assert not [key for key in place.keys() if "/quarantine/" in key]
 
 
-def test_a_record_with_another_format_than_its_object_is_detected(tmp_path):
+def test_mismatch_between_record_format_and_object_is_detected(tmp_path):
     with open_store(tmp_path, host_bytes=0, **options("int8")) as store:
         put(store, "v", TOKENS)
     file = record_file(tmp_path, "v")

@@ -30,7 +30,7 @@ def test_hints_belong_to_their_identity(place):
         assert ours.read_hints() == {"whose": "ours"}
 
 
-def test_a_store_in_memory_has_none():
+def test_memory_only_store_keeps_no_hints():
     with open_store(None) as store:
         store.write_hints({"a": 1})
         assert store.read_hints() == {}
@@ -47,7 +47,7 @@ def test_damaged_hints_count_as_none(place, content):
         assert store.read_hints() == {"a": 1}
 
 
-def test_a_failing_disk_is_logged_and_the_old_hints_stay(tmp_path, monkeypatch, caplog):
+def test_failed_hint_write_is_logged_and_keeps_the_old_hints(tmp_path, monkeypatch, caplog):
     with open_store(tmp_path) as store:
         store.write_hints({"a": 1})
 
@@ -62,7 +62,7 @@ def test_a_failing_disk_is_logged_and_the_old_hints_stay(tmp_path, monkeypatch, 
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_failing_disk_is_reported_and_hints_may_be_any_mapping(tmp_path, monkeypatch):
+def test_failed_hint_read_is_reported_and_any_mapping_can_be_written(tmp_path, monkeypatch):
     root, told = FileRoot(tmp_path.as_uri()), []
     hints = Hints(root, "hints.json", lambda *values: told.append(values[1:]), OURS)
     hints.write(MappingProxyType({"x": 1}))

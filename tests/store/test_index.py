@@ -90,7 +90,7 @@ def keys_of(leases) -> list[str]:
 # -- leases --------------------------------------------------------------------------------------------------------
 
 
-def test_one_holder_until_it_releases(pair):
+def test_lease_has_one_holder_until_released(pair):
     ours, theirs = (index.leases for index in pair)
     assert ours.held(["a", "b"]) == frozenset() and ours.held([]) == frozenset() and ours.acquire([], 1000) == []
     (lease,) = ours.acquire(["a"], 1000)
@@ -103,7 +103,7 @@ def test_one_holder_until_it_releases(pair):
     assert ours.held(["a"]) == {"a"}
 
 
-def test_several_are_acquired_in_order_up_to_the_first_held_by_another(pair):
+def test_leases_are_acquired_in_order_up_to_the_first_one_held(pair):
     ours, theirs = (index.leases for index in pair)
     assert keys_of(theirs.acquire(["c"], 1000)) == ["c"]
     assert keys_of(ours.acquire(["a", "b", "c", "d"], 1000)) == ["a", "b"]
@@ -147,7 +147,7 @@ def test_exactly_one_process_gets_each_of_200_leases(spawn, tmp_path):
     assert won[0] and won[1]  # else it was no race
 
 
-def test_a_killed_holder_is_succeeded_after_its_lease_expires(spawn, open_one, pass_time):
+def test_lease_of_a_killed_holder_can_be_acquired_after_expiry(spawn, open_one, pass_time):
     index = open_one()
     index.orders.place("work", b"do it", 10_000)
     holder = spawn("hold", 1000)
@@ -162,7 +162,7 @@ def test_a_killed_holder_is_succeeded_after_its_lease_expires(spawn, open_one, p
 # -- orders --------------------------------------------------------------------------------------------------------
 
 
-def test_orders_are_taken_oldest_first_by_one_and_done_once(pair):
+def test_orders_are_taken_oldest_first_and_only_once(pair):
     ours, theirs = (index.orders for index in pair)
     assert ours.take(1000) is None and len(ours) == 0
     assert ours.place("b", b"\x00\xff", 1000) and theirs.place("a", b"2", 1000)
@@ -178,7 +178,7 @@ def test_orders_are_taken_oldest_first_by_one_and_done_once(pair):
     assert ours.place("b", b"again", 1000) and theirs.take(1000) == Order("b", b"again", 1)
 
 
-def test_an_order_that_is_not_finished_in_time_is_taken_again_in_its_old_place(pair, pass_time):
+def test_unfinished_order_is_taken_again_in_its_original_position(pair, pass_time):
     ours, theirs = (index.orders for index in pair)
     for key in ("a", "b", "c"):
         ours.place(key, key.encode(), 10_000)
@@ -189,7 +189,7 @@ def test_an_order_that_is_not_finished_in_time_is_taken_again_in_its_old_place(p
     assert theirs.take(5000) == Order("c", b"c", 1) and theirs.take(5000) is None
 
 
-def test_orders_expire_taken_or_not_and_placing_again_does_not_prolong_them(pair, pass_time):
+def test_orders_expire_and_placing_again_does_not_extend_them(pair, pass_time):
     ours, theirs = (index.orders for index in pair)
     ours.place("taken", b"", 1000)
     ours.place("waiting", b"", 1000)
@@ -240,7 +240,7 @@ def test_changes_are_received_once_by_others_and_not_by_the_sender(pair):
     assert (late.added, late.removed) == ({}, {})
 
 
-def test_the_last_change_of_a_variant_counts(pair):
+def test_latest_change_of_a_variant_wins(pair):
     ours, theirs = pair
     cursor = theirs.changes(None).cursor
     ours.notify({"v": b"1", "w": b"1", "x": b"1"}, {})
@@ -250,7 +250,7 @@ def test_the_last_change_of_a_variant_counts(pair):
     assert found.added == {"v": b"1", "x": b"1", "w": b"2"} and found.removed == {"v": "one", "w": "one"}
 
 
-def test_two_removed_objects_of_a_variant_name_none(pair):
+def test_removals_of_different_objects_of_a_variant_name_no_object(pair):
     ours, theirs = pair
     cursor = theirs.changes(None).cursor
     ours.notify({}, {"v": "one", "w": "one", "x": None})
@@ -258,7 +258,7 @@ def test_two_removed_objects_of_a_variant_name_none(pair):
     assert theirs.changes(cursor).removed == {"v": None, "w": "one", "x": None}
 
 
-def test_records_of_any_size_and_more_than_fit_in_one_answer(pair):
+def test_large_and_numerous_changes_are_received_in_several_batches(pair):
     ours, theirs = pair
     cursor = theirs.changes(None).cursor
     wanted = {f"v{number}": number.to_bytes(4, "big") for number in range(2 * CHANGES_AT_ONCE + 50)}
@@ -279,7 +279,7 @@ def test_incomplete_notifications_are_passed_on(pair):
     assert not theirs.changes(found.cursor).is_complete
 
 
-def test_a_cursor_older_than_what_is_kept_is_not_complete_and_one_just_young_enough_is(pair):
+def test_changes_are_incomplete_only_for_cursors_older_than_those_kept(pair):
     ours, theirs = pair
     cursor = theirs.changes(None).cursor
     for start in range(0, CHANGES_KEPT, 512):
@@ -296,7 +296,7 @@ def test_a_cursor_older_than_what_is_kept_is_not_complete_and_one_just_young_eno
 
 
 @pytest.mark.parametrize("cursor", ["", "nonsense", "nonsense 5", "0123 0-0"])
-def test_a_cursor_of_another_index_is_not_complete(pair, cursor):
+def test_changes_since_a_cursor_of_another_index_are_incomplete(pair, cursor):
     ours, theirs = pair
     ours.notify({"v": b"1"}, {})
     found = theirs.changes(cursor)
@@ -387,7 +387,7 @@ class Histories(RuleBasedStateMachine):
         self.orders.pop(key, None)
 
 
-def test_histories_of_two_processes_are_those_of_the_model(index_url):
+def test_histories_of_two_processes_match_the_model(index_url):
     class OfThisKind(Histories):
         url = index_url
 
@@ -399,7 +399,7 @@ def test_histories_of_two_processes_are_those_of_the_model(index_url):
     OfThisKind.TestCase("runTest").runTest()
 
 
-def test_an_index_in_sqlite_does_not_grow(tmp_path, monkeypatch):
+def test_sqlite_index_size_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(ccjax.store.index.sqlite, "CHANGES_KEPT", 32)
     path = tmp_path / "index.db"
     index, other = SqliteIndex(path, "n"), SqliteIndex(path, "n")

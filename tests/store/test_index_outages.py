@@ -61,7 +61,7 @@ def assert_it_waits_once_and_recovers(index, come_back, num_waits) -> None:
     index.leases.sweep()
 
 
-def test_a_killed_redis_costs_one_call_and_restarts_empty(own_redis, namespace, num_waits):
+def test_killed_redis_delays_one_call_and_restarts_empty(own_redis, namespace, num_waits):
     index, other = (open_index(own_redis.url, namespace) for _ in range(2))
     index.notify({"v": b"1"}, {})
     cursor = other.changes(None).cursor
@@ -76,7 +76,7 @@ def test_a_killed_redis_costs_one_call_and_restarts_empty(own_redis, namespace, 
         one.close()
 
 
-def test_a_stopped_redis_costs_one_wait_and_loses_nothing(own_redis, namespace, impatient, num_waits):
+def test_paused_redis_delays_one_call_and_loses_nothing(own_redis, namespace, impatient, num_waits):
     index, other = (open_index(own_redis.url, namespace) for _ in range(2))
     cursor = other.changes(None).cursor
     index.notify({"before": b"1"}, {})
@@ -91,7 +91,7 @@ def test_a_stopped_redis_costs_one_wait_and_loses_nothing(own_redis, namespace, 
         one.close()
 
 
-def test_a_flush_is_noticed_whatever_happened_after_it(own_redis, namespace):
+def test_redis_flush_is_detected_even_after_later_changes(own_redis, namespace):
     index, other = (open_index(own_redis.url, namespace) for _ in range(2))
     fresh = other.changes(None).cursor
     index.notify({"v": b"1"}, {})
@@ -114,7 +114,7 @@ def test_a_flush_is_noticed_whatever_happened_after_it(own_redis, namespace):
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_a_redis_restarted_from_an_old_file_is_noticed(own_redis, namespace, goes_on):
+def test_redis_restart_from_an_old_snapshot_is_detected(own_redis, namespace, goes_on):
     index, other = (open_index(own_redis.url, namespace) for _ in range(2))
     index.notify({"v": b"1"}, {})
     own_redis.run("SAVE")
@@ -132,7 +132,7 @@ def test_a_redis_restarted_from_an_old_file_is_noticed(own_redis, namespace, goe
         one.close()
 
 
-def test_an_error_of_redis_is_reported_and_affects_no_other_call(own_redis, namespace):
+def test_redis_error_is_reported_and_affects_no_other_call(own_redis, namespace):
     index = open_index(own_redis.url, namespace)
     own_redis.run("SET", f"ccjax:{{{namespace}}}:changes", "no stream")
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_passwords_work_and_are_never_shown(namespace):
         assert "wrong-word" not in shown and f"redis://127.0.0.1:{server.port}/0" in str(caught.value)
 
 
-def test_tls_is_checked_against_the_named_authority(tmp_path, namespace):
+def test_tls_certificate_is_verified_against_the_given_authority(tmp_path, namespace):
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate")
     key, certificate, port = tmp_path / "key.pem", tmp_path / "certificate.pem", free_port()
@@ -205,7 +205,7 @@ def test_tls_is_checked_against_the_named_authority(tmp_path, namespace):
         5,
     ],
 )
-def test_a_bad_url_is_refused_by_name_and_without_its_password(url):
+def test_invalid_url_is_rejected_without_showing_its_password(url):
     with pytest.raises(ValueError, match="^store_index: wanted ") as caught:
         open_index(url, "n")
     shown = "".join(traceback.format_exception(caught.value, chain=True)).replace(__file__, "")
@@ -213,7 +213,7 @@ def test_a_bad_url_is_refused_by_name_and_without_its_password(url):
     assert "hid" not in shown
 
 
-def test_a_missing_package_is_named_and_sqlite_does_not_need_it(monkeypatch, tmp_path):
+def test_missing_redis_package_is_named_and_not_needed_for_sqlite(monkeypatch, tmp_path):
     imported = builtins.__import__
 
     def without(name, *args, **kwargs):
@@ -245,7 +245,7 @@ def pair(path):
         index.close()
 
 
-def test_a_file_that_another_process_holds_costs_one_wait(impatient, path, pair, num_waits):
+def test_sqlite_file_locked_by_another_process_delays_one_call(impatient, path, pair, num_waits):
     index, _ = pair
     index.notify({"v": b"1"}, {})
     holder = sqlite3.connect(path, isolation_level=None)
@@ -280,7 +280,7 @@ def delete(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [damage_all, damage_some, cut_off, empty, delete])
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_damaged_file_is_recreated_and_that_is_noticed(path, pair, harm, is_open):
+def test_damaged_sqlite_file_is_recreated_and_detected_by_others(path, pair, harm, is_open):
     index, other = pair
     for number in range(20):
         index.notify({f"v{number}": bytes(1000)}, {})
@@ -329,7 +329,7 @@ def test_another_programs_database_is_left_alone(path):
     assert path.read_bytes() == before and not Path(f"{path}.damaged").exists()
 
 
-def test_a_path_that_cannot_be_a_file_is_an_outage(tmp_path):
+def test_unusable_sqlite_path_is_treated_as_an_outage(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     index = SqliteIndex(tmp_path / "file" / "index.db", "n")
     assert not answers(index)

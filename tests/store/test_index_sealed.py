@@ -56,7 +56,7 @@ def test_lease_of_a_process_without_keys_is_ignored(open_one, ours, identity):
 
 
 @pytest.mark.parametrize("value", ["", "zz", "00", "[1]", "\xff\x00", "0" * 200])
-def test_any_bytes_are_tolerated(open_one, ours, value):
+def test_arbitrary_lease_bytes_are_ignored(open_one, ours, value):
     theirs = open_one(None)
     theirs._leases._rows.take([("a", value)], 60)
     assert ours.leases.held(["a"]) == frozenset()

@@ -39,7 +39,7 @@ def names(place) -> list[str]:
     return [key.rpartition("/")[2] for key in place.keys() if "/leases/" in key]
 
 
-def test_one_holder_until_it_releases(pair):
+def test_lease_has_one_holder_until_released(pair):
     ours, theirs = pair
     assert ours.held(["a"]) == frozenset()
     (lease,) = ours.acquire(["a"], 10)
@@ -64,7 +64,7 @@ def test_a_lease_expires_and_the_next_holder_has_the_next_epoch(pair, clock, pla
     assert ours.held(["a"]) == {"a"} and ours.acquire(["a"], 10) == []
 
 
-def test_several_are_acquired_in_order_up_to_the_first_held_by_another(pair):
+def test_leases_are_acquired_in_order_up_to_the_first_one_held(pair):
     ours, theirs = pair
     assert [lease.key for lease in theirs.acquire(["c"], 10)] == ["c"]
     assert [lease.key for lease in ours.acquire(["a", "b", "c", "d"], 10)] == ["a", "b"]
@@ -87,7 +87,7 @@ def test_leases_won_after_a_lost_race_are_released(pair, monkeypatch, place):
     assert names(place) == ["a.00000001", "b.00000001"]
 
 
-def test_a_race_that_is_lost_at_the_first_key_touches_no_other(pair, monkeypatch):
+def test_losing_the_race_for_the_first_key_leaves_the_other_keys_alone(pair, monkeypatch):
     ours, theirs = pair
     create, tried = ours._root.create, []
 
@@ -100,7 +100,7 @@ def test_a_race_that_is_lost_at_the_first_key_touches_no_other(pair, monkeypatch
     assert ours.acquire(["a", "b", "c"], 10) == [] and tried == ["a.00000001"]
 
 
-def test_two_epochs_of_one_key_are_not_both_kept(pair, clock, place, monkeypatch):
+def test_two_processes_never_hold_different_epochs_of_one_key(pair, clock, place, monkeypatch):
     """An old lease is swept between another process's check and creation, and a third begins at the first epoch."""
     ours, theirs = pair
     assert ours.acquire(["a"], 10)
@@ -130,7 +130,7 @@ def test_a_damaged_lease_counts_as_expired(pair, place, content):
     assert lease.epoch == 2
 
 
-def test_left_overs_are_deleted_after_an_hour(pair, clock, place):
+def test_expired_leases_are_deleted_after_an_hour(pair, clock, place):
     ours, theirs = pair
     ours.acquire(["a", "b"], 10)
     clock.now += LEFT_OVER_S
@@ -143,7 +143,7 @@ def test_left_overs_are_deleted_after_an_hour(pair, clock, place):
 
 
 @pytest.mark.parametrize("is_stolen", [False, True])
-def test_one_winner_among_many(place, is_stolen, clock):
+def test_concurrent_acquire_has_exactly_one_winner(place, is_stolen, clock):
     holders = [Leases(open_root(place.url), OURS, clock) for _ in range(8)]
     for round_number in range(6 if place.kind == "file" else 2):
         key = f"k{round_number}"
@@ -164,7 +164,7 @@ def test_one_winner_among_many(place, is_stolen, clock):
         assert [lease.epoch for lease in won] == [1 + is_stolen]
 
 
-def test_a_killed_holder_is_succeeded_by_one_of_two_processes(process_place):
+def test_lease_of_a_killed_holder_is_acquired_by_exactly_one_other_process(process_place):
     place = process_place
     rivals = [spawn("await_lease", place.url, "v") for _ in range(2)]
     for rival in rivals:  # a process may take longer to start than the lease lasts
@@ -230,7 +230,7 @@ def test_closing_releases_the_remaining_claims(place):
     assert lease_names(place) == []
 
 
-def test_a_failing_root_shares_nothing_raises_nothing_and_is_logged_once(place, monkeypatch, caplog):
+def test_failing_root_makes_no_claims_and_is_logged_once(place, monkeypatch, caplog):
     with open_store(place.url) as store:
 
         def refuse(*_, **__):
@@ -248,7 +248,7 @@ def test_a_failing_root_shares_nothing_raises_nothing_and_is_logged_once(place, 
             store.claims.release(["v"])
 
 
-def test_a_released_claim_acquired_by_another_process_is_theirs(place):
+def test_released_claim_can_be_acquired_by_another_process(place):
     with open_store(place.url) as ours, open_store(place.url) as theirs:
         ours.claims.claim(["v"], 60)
         ours.claims.release(["v"])
@@ -256,7 +256,7 @@ def test_a_released_claim_acquired_by_another_process_is_theirs(place):
         assert ours.claims.taken(["v"]) == {"v"}
 
 
-def test_leases_belong_to_their_namespace_and_a_store_in_memory_has_none(place):
+def test_leases_are_stored_per_namespace_and_not_in_memory_only_stores(place):
     with open_store(None) as store:
         assert store.claims is None
     with open_store(place.url) as store:

@@ -13,7 +13,7 @@ from ccjax.store.notes import Notes
 from tests.store.kv import OTHERS, OURS, bytes_on_disk, namespace_of, open_store, put
 
 
-def test_notes_outlive_the_process_and_never_change(place):
+def test_notes_persist_and_are_never_overwritten(place):
     with open_store(place.url) as store:
         assert store.notes.items() == {}
         store.notes.put("a", {"x": [1, None]})
@@ -29,7 +29,7 @@ def test_notes_outlive_the_process_and_never_change(place):
         assert [key for key in place.keys() if "/notes/" in key] == [f"{OURS.namespace}/notes/b.json"]
 
 
-def test_processes_see_each_others_notes_and_overwrite_nothing(place):
+def test_processes_share_notes_without_overwriting_them(place):
     with open_store(place.url) as one, open_store(place.url) as two:
         one.notes.put("a", {"by": 1}, wait=True)
         two.notes.put("a", {"by": 2}, wait=True)  # lost the race
@@ -52,7 +52,7 @@ def test_a_store_in_memory_keeps_notes_in_memory():
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
-def test_a_damaged_note_is_empty(place, content):
+def test_damaged_note_reads_as_empty(place, content):
     with open_store(place.url) as store:
         place.write(f"{OURS.namespace}/notes/a.json", content)
         assert store.notes.refresh() == ({"a": {}}, ())
@@ -145,7 +145,7 @@ def test_a_note_deleted_before_its_turn_is_never_written(notes, root, queue, mon
     assert notes.refresh() == ({}, ()) and notes.items() == {} and root.names("notes") == []
 
 
-def test_a_note_that_cannot_be_deleted_stays_known(notes, root, monkeypatch):
+def test_note_that_cannot_be_deleted_is_kept(notes, root, monkeypatch):
     notes.put("a", {"x": 1}, wait=True)
     with monkeypatch.context() as patch:
         patch.setattr(root, "delete", refuse)
@@ -157,7 +157,7 @@ def test_a_note_that_cannot_be_deleted_stays_known(notes, root, monkeypatch):
     assert notes.items() == {} and before == {"a": {"x": 1}}
 
 
-def test_a_note_being_written_is_deleted_after_that(notes, root, monkeypatch):
+def test_deletion_waits_for_a_note_write_in_progress(notes, root, monkeypatch):
     create, entered, gate = root.create, threading.Event(), threading.Event()
 
     def slow(*arguments):
@@ -192,7 +192,7 @@ def test_a_flush_waits_for_the_queue_but_not_for_a_failing_disk(notes, root, que
     assert flushed == [True] and root.names("notes") == []
 
 
-def test_a_note_deleted_while_it_is_read_is_not_new(notes, root, monkeypatch):
+def test_note_deleted_during_refresh_is_not_reported_as_new(notes, root, monkeypatch):
     root.create("notes/a.json", b"{}")
     with monkeypatch.context() as patch:
         patch.setattr(root, "read", lambda key: None)
@@ -217,7 +217,7 @@ def test_erase_deletes_variants_and_uncommitted_objects_of_any_age(place):
         assert store.tiers_of("a") == ("host", "disk")
 
 
-def test_erase_names_undeleted_variants_and_keeps_budgets_right(tmp_path, monkeypatch):
+def test_erase_reports_undeleted_variants_and_keeps_budgets_correct(tmp_path, monkeypatch):
     with open_store(tmp_path) as store:
         for key in ("a", "b"):
             put(store, key)

@@ -30,19 +30,19 @@ def test_unknown_scheme_lists_the_known_ones(url):
 
 
 @pytest.mark.parametrize("url", ["file://host/kv", "file:kv", "file:///kv?x=1", "file:///kv#x"])
-def test_bad_file_url(url):
+def test_invalid_file_url_is_rejected(url):
     with pytest.raises(ValueError, match="wanted file:///absolute/path"):
         TensorStoreTier(url, SPEC, OURS)
 
 
-def test_url_with_escaped_characters(tmp_path):
+def test_url_with_escaped_characters_is_accepted(tmp_path):
     path = tmp_path / "a b%c#é"
     with open_store(path) as store:
         put(store, "v")
     assert namespace_of(path).is_dir()
 
 
-def test_path_is_a_file(tmp_path):
+def test_path_that_is_a_file_is_rejected(tmp_path):
     path = tmp_path / "kv"
     path.write_text("not a directory")
     with pytest.raises(StoreUnavailableError, match=f"store: cannot use {path}"):
@@ -56,7 +56,7 @@ def test_path_below_a_file_cannot_be_created(tmp_path):
         open_store(tmp_path / "file" / "kv")
 
 
-def test_path_that_the_kernel_refuses_to_write():
+def test_unwritable_path_is_rejected():
     with pytest.raises(StoreUnavailableError, match="store: cannot use /proc/kv"):
         TensorStoreTier("file:///proc/kv", SPEC, OURS)  # not even root may
 
@@ -101,7 +101,7 @@ def test_tenants_of_one_model_share_a_directory_but_no_variant(place):
         ("{", "format version None.*damaged"),
     ],
 )
-def test_other_format_version(place, content, message):
+def test_store_of_another_format_version_is_rejected(place, content, message):
     open_store(place.url).close()
     place.write("store.json", content.encode())
     with pytest.raises(StoreIdentityError, match=message):
@@ -110,7 +110,7 @@ def test_other_format_version(place, content, message):
 
 
 @pytest.mark.parametrize("other", [BF16, dataclasses.replace(SPEC, num_layers=4)])
-def test_other_shape_under_the_same_fingerprint(place, other):
+def test_different_kv_shape_under_the_same_fingerprint_is_rejected(place, other):
     with open_store(place.url) as store:
         put(store, "v")
     with pytest.raises(StoreIdentityError, match="one identity must mean one KV shape"):

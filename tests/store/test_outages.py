@@ -62,7 +62,7 @@ def fail(request, gate):
     return getattr(gate, request.param)
 
 
-def test_serving_continues_without_the_bucket_and_with_it_again(place, gate, fail, caplog):
+def test_serving_continues_during_and_after_a_bucket_outage(place, gate, fail, caplog):
     with open_store(place.url) as store, caplog.at_level(logging.INFO, logger="ccjax.store"):
         put(store, "before")
         put(store, "cold")
@@ -100,7 +100,7 @@ def test_serving_continues_without_the_bucket_and_with_it_again(place, gate, fai
         assert [record.variant_id for record in store.records()] == ["before", "cold", "d"]
 
 
-def test_every_first_wait_is_bounded(place, gate, fail):
+def test_first_operation_in_an_outage_has_a_bounded_wait(place, gate, fail):
     """Each operation is the first to meet the outage."""
     operations = {
         "write": lambda tier: tier.write(make_record("w"), make_kv("w")),
@@ -134,7 +134,7 @@ def test_reads_in_progress_fail_and_the_variant_stays(place, gate, fail):
     assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
 
 
-def test_caller_may_give_up_before_the_timeout_of_a_silent_server(place, gate):
+def test_caller_timeout_may_be_shorter_than_the_server_timeout(place, gate):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     gate.silence()
@@ -166,7 +166,7 @@ def test_lost_reply_to_a_commit_is_resolved(place, gate):
     assert tier.write(make_record("v"), make_kv("v")) is False  # a real loser still loses
 
 
-def test_commit_without_a_reply_may_have_happened(place, gate):
+def test_commit_without_a_reply_is_found_by_the_next_refresh(place, gate):
     """The record was sent and may have arrived; then deleting its object would break it."""
     tier = TensorStoreTier(place.url, SPEC, OURS)
     gate.cuts, gate.is_silent_after_cut = 1, True
@@ -182,7 +182,7 @@ def test_commit_without_a_reply_may_have_happened(place, gate):
     assert tier.budget.used_bytes == place.num_bytes()
 
 
-def test_commit_of_unknown_outcome_keeps_its_object_though_it_could_be_deleted(place, monkeypatch):
+def test_commit_of_unknown_outcome_keeps_its_data_object(place, monkeypatch):
     tier = TensorStoreTier(place.url, SPEC, OURS)
     create = tier._root.create
 

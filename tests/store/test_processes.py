@@ -89,7 +89,7 @@ def read_added(tier: TensorStoreTier) -> int:
     return len(added)
 
 
-def test_kill_9_leaves_complete_variants_and_orphans_that_are_swept(process_place, monkeypatch):
+def test_killed_writer_leaves_complete_variants_and_sweepable_orphans(process_place, monkeypatch):
     place = process_place
     num_kills = int(os.environ.get("CCJAX_STORE_KILLS", len(FORMATS) if place.kind == "file" else 2))
     chance = random.Random(4)

@@ -51,7 +51,7 @@ def error(kv: np.ndarray, back: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @given(kv=SHAPES.flatmap(lambda shape: arrays.arrays(np.float32, shape, elements=VALUES)))
-def test_every_value_comes_back_within_the_bound_of_its_channel(kind, dtype, kv):
+def test_decoded_values_are_within_the_error_bound_of_their_channel(kind, dtype, kv):
     kv = kv.astype(dtype)
     stored = quantize(kv, kind)
     assert stored is not None and stored.dtype == np.uint8
@@ -62,7 +62,7 @@ def test_every_value_comes_back_within_the_bound_of_its_channel(kind, dtype, kv)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bound_is_reached_and_one_code_more_or_less_breaks_it(kind):
+def test_error_bound_is_tight(kind):
     kv = np.random.default_rng(0).standard_normal((2, 2, 64, 2, 8), dtype=np.float32)
     stored = quantize(kv, kind)
     assert stored is not None
@@ -87,7 +87,7 @@ def test_a_large_channel_does_not_affect_its_neighbours(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layout_as_computed_by_hand(kind):
+def test_encoded_layout_matches_hand_computed_bytes(kind):
     """One layer, token, head: K = [1, -2, 0, 8], V = [448, 0.5, -0.25, 127]; the scales are little-endian float32."""
     kv = np.array([[[[[1.0, -2.0, 0.0, 8.0]]], [[[448.0, 0.5, -0.25, 127.0]]]]], np.float32)
     stored = quantize(kv, kind)
@@ -103,7 +103,7 @@ def test_layout_as_computed_by_hand(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
-def test_values_without_a_code_give_none(kind, value):
+def test_values_that_cannot_be_quantised_give_none(kind, value):
     kv = np.ones((2, 2, 3, 1, 2), np.float32)
     kv[1, 1, 2, 0, 1] = value
     assert quantize(kv, kind) is None
@@ -111,14 +111,14 @@ def test_values_without_a_code_give_none(kind, value):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.7e-3, 1e30, 2.0**-149])
-def test_constants(kind, value):
+def test_constant_values_decode_almost_exactly(kind, value):
     kv = np.full((1, 2, 4, 2, 2), value, np.float32)
     back = decoded(quantize(kv, kind), kind, kv)
     np.testing.assert_allclose(back, kv, rtol=2.0**-23, atol=TINY / 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_some_heads_decode_like_all(kind):
+def test_subset_of_heads_decodes_like_all_heads(kind):
     kv = np.random.default_rng(2).standard_normal((1, 2, 5, 4, 8), dtype=np.float32)
     stored = quantize(kv, kind)
     assert stored is not None

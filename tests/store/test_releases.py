@@ -65,7 +65,7 @@ def quarantine(place: Place) -> list[str]:
     return [key for key in place.keys() if "/quarantine/" in key]
 
 
-def test_each_release_leaves_unreadable_records_to_the_other(root, later, monkeypatch, caplog):
+def test_each_release_leaves_unreadable_records_of_the_other_alone(root, later, monkeypatch, caplog):
     with open_store(root.url) as ours:
         put(ours, "a")
         put(ours, "b")
@@ -95,7 +95,7 @@ def _object(raw: bytes) -> str:
     return json.loads(raw)["object_id"]
 
 
-def test_both_releases_work_at_once(root, later):
+def test_two_releases_can_use_one_store_concurrently(root, later):
     names = [f"t{number}" for number in range(12)]
     theirs = spawn(later, WORKER, "save", root.url, *names)
     with open_store(root.url) as ours:
@@ -112,7 +112,7 @@ def test_both_releases_work_at_once(root, later):
     assert read_by(later, root) == {name: digest(name) for name in (*names, *(f"o{n}" for n in range(number)))}
 
 
-def test_a_record_of_another_release_in_the_place_of_ours_is_not_deleted_with_it(root, later):
+def test_evicting_our_variant_spares_its_rewrite_by_another_release(root, later):
     """The other release evicted ours and rewrote the variant, and we do not know yet."""
     with open_store(root.url) as ours:
         put(ours, "a")
@@ -124,7 +124,7 @@ def test_a_record_of_another_release_in_the_place_of_ours_is_not_deleted_with_it
     assert read_by(later, root) == {"a": digest("a")}
 
 
-def test_once_it_is_deleted_its_name_is_free(their_root):
+def test_variant_id_is_free_once_the_unreadable_record_is_deleted(their_root):
     root = their_root
     with open_store(root.url, host_bytes=0) as ours:
         assert put(ours, "a") == ()
@@ -134,7 +134,7 @@ def test_once_it_is_deleted_its_name_is_free(their_root):
         assert_same_bytes(get(ours, "a"), make_kv("a"))
 
 
-def test_changes_of_another_release_are_no_damage(their_root, caplog):
+def test_changes_by_another_release_are_not_treated_as_damage(their_root, caplog):
     root = their_root
     with open_store(root.url) as ours, caplog.at_level(logging.WARNING):
         caplog.clear()
@@ -144,7 +144,7 @@ def test_changes_of_another_release_are_no_damage(their_root, caplog):
     assert caplog.text == "" and quarantine(root) == []
 
 
-def test_a_catalog_of_another_release_makes_nothing_known(root, later, monkeypatch):
+def test_catalog_of_another_release_adopts_no_variants(root, later, monkeypatch):
     writer = spawn(later, WORKER, "catalog_forever", root.url, "t")
     try:
         assert writer.stdout is not None and writer.stdout.readline() == "started\n"

@@ -23,7 +23,7 @@ def test_probes_of_a_root_leave_nothing_behind(place):
     assert place.keys() == []
 
 
-def test_create_is_for_the_first_one_only(root, place):
+def test_create_succeeds_only_for_the_first_writer(root, place):
     assert root.read("a/x.json") is None
     assert root.create("a/x.json", b"first") is True
     assert root.create("a/x.json", b"second") is False
@@ -33,7 +33,7 @@ def test_create_is_for_the_first_one_only(root, place):
     assert root.create("a/x.json", b"third") is True and root.read("a/x.json") == b"third"
 
 
-def test_one_of_many_threads_creates(root):
+def test_concurrent_create_succeeds_in_exactly_one_thread(root):
     won = []
     threads = [
         threading.Thread(target=lambda data=b"%d" % number: root.create("a/x", data) and won.append(data))
@@ -46,13 +46,13 @@ def test_one_of_many_threads_creates(root):
     assert len(won) == 1 and root.read("a/x") == won[0]
 
 
-def test_replace(root):
+def test_replace_overwrites_the_object(root):
     root.replace("a/x", b"first")
     root.replace("a/x", b"second, longer")
     assert root.read("a/x") == b"second, longer" and root.names("a") == ["x"]
 
 
-def test_names_are_those_directly_below(root, place):
+def test_names_lists_only_direct_children(root, place):
     assert root.names("nothing") == [] and root.names("a") == []
     keys = ["a/b/c", "a/b/d", "a/x é%2F+.json", "ab/c", "top"]
     for key in keys:
@@ -63,14 +63,14 @@ def test_names_are_those_directly_below(root, place):
     assert root.read("a/x é%2F+.json") == b"1"
 
 
-def test_more_names_than_a_page_of_a_listing_has(root):
+def test_names_lists_more_than_one_page(root):
     names = [f"n{number:03}" for number in range(45)]
     for name in names:
         root.create(f"a/{name}", b"")
     assert root.names("a") == names
 
 
-def test_move(root):
+def test_move_renames_an_object_and_ignores_missing_ones(root):
     root.create("a/x", b"data")
     root.make_prefix("b")
     root.move("a/x", "b/y")
@@ -78,7 +78,7 @@ def test_move(root):
     assert root.names("a") == [] and root.names("b") == ["y"] and root.read("b/y") == b"data"
 
 
-def test_delete_removes_an_object_or_all_below_and_nothing_else(root):
+def test_delete_removes_only_an_object_or_everything_below_a_prefix(root):
     for key in ("a/b/c", "a/b/d/e", "a/b.json", "a/bc", "a/b0"):
         root.make_prefix(key.rpartition("/")[0])
         root.create(key, b"1")
@@ -89,7 +89,7 @@ def test_delete_removes_an_object_or_all_below_and_nothing_else(root):
     assert root.names("a") == ["b0", "bc"]
 
 
-def test_age(root, place, monkeypatch):
+def test_age_is_measured_since_creation(root, place, monkeypatch):
     first, second = root.new_id(), root.new_id()
     assert first != second and all(len(each) == 32 and int(each, 16) >= 0 for each in (first, second))
     key = f"a/{'f' * 64}.{first}"
@@ -100,7 +100,7 @@ def test_age(root, place, monkeypatch):
     assert root.age_s("a/nothing") == 0
 
 
-def test_a_clock_that_runs_behind_makes_nothing_old(place, monkeypatch):
+def test_slow_clock_never_makes_objects_old(place, monkeypatch):
     root = open_root(place.url)
     name = root.new_id()
     root.replace(name, b"1")
@@ -109,7 +109,7 @@ def test_a_clock_that_runs_behind_makes_nothing_old(place, monkeypatch):
     assert root.age_s(name) <= 0
 
 
-def test_a_read_only_root_writes_nothing_and_reads(root, place):
+def test_read_only_root_reads_without_writing(root, place):
     root.create("a/x.json", b"first")
     before = place.keys()
     reading = open_root(place.url, read_only=True)
@@ -123,7 +123,7 @@ def test_a_read_only_root_makes_no_directory(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_read_only_bucket_never_overwrites(bucket):
+def test_read_only_bucket_rejects_writes(bucket):
     open_root(bucket.url).create("x.json", b"first")
     with pytest.raises(AssertionError, match="opened read_only"):
         open_root(bucket.url, read_only=True).create("x.json", b"second")

@@ -57,7 +57,7 @@ def forged_record(raw: bytes, kv: np.ndarray | None = None, **changes) -> bytes:
     return json.dumps({**body, "checksum": digest}, **canonical).encode()
 
 
-def test_sealed_variants_can_be_loaded_also_by_other_processes(place):
+def test_sealed_variants_can_be_loaded_by_other_processes(place):
     with opened(place) as store:
         put(store, "v")
         assert_same_bytes(get(store, "v"), make_kv("v"))
@@ -70,7 +70,7 @@ def test_sealed_variants_can_be_loaded_also_by_other_processes(place):
 
 
 @pytest.mark.parametrize(("kv_dtype", "compression"), [("int8", "none"), ("auto", "zstd"), ("fp8", "zstd")])
-def test_other_formats_are_sealed_as_well(tmp_path, kv_dtype, compression):
+def test_compressed_and_quantised_formats_are_sealed(tmp_path, kv_dtype, compression):
     how = {"identity": SEALED, "host_bytes": 0, "kv_dtype": kv_dtype, "compression": compression}
     with open_store(tmp_path, **how) as store:
         put(store, "v", 40)
@@ -114,7 +114,7 @@ def test_record_without_a_seal_is_quarantined_and_counted(place):
 
 
 @pytest.mark.parametrize("sealed_by", ["nobody", "another key", "the seal that was there"])
-def test_other_kv_with_corrected_checksums_is_not_read(place, sealed_by):
+def test_forged_kv_with_matching_checksums_is_not_read(place, sealed_by):
     """An attacker without keys can still write other KV and a matching record."""
     bad = make_kv("v", writer=7)
     with opened(place) as store:
@@ -139,7 +139,7 @@ def test_other_kv_with_corrected_checksums_is_not_read(place, sealed_by):
     assert decode_record(good, variant_id="v", identity=plain, kv_spec=SPEC).record == make_record("v")
 
 
-def test_other_kv_of_the_same_xxh3_is_not_read(place, monkeypatch):
+def test_forged_kv_with_colliding_xxh3_is_not_read(place, monkeypatch):
     """xxh3 can be made to collide; here it always does. The record binds the KV by sha256."""
     with opened(place) as store:
         key = object_of(place, "v", store, SEALED)
@@ -149,12 +149,12 @@ def test_other_kv_of_the_same_xxh3_is_not_read(place, monkeypatch):
             get(store, "v")
 
 
-def test_objects_of_two_variants_swapped(place):
+def test_swapped_objects_of_two_variants_are_rejected(place):
     with opened(place) as store:
         assert_swapped_objects_are_refused(place, store, SEALED)
 
 
-def test_records_of_two_variants_swapped(place):
+def test_swapped_records_of_two_variants_are_rejected(place):
     with opened(place) as store:
         put(store, "v")
         put(store, "w")
@@ -165,7 +165,7 @@ def test_records_of_two_variants_swapped(place):
         assert store.records() == [] and store.usage()["disk"].forged == 2
 
 
-def test_old_record_put_back_over_a_new_one_misses(place):
+def test_old_record_restored_over_a_new_one_is_corrupt(place):
     with opened(place) as store:
         put(store, "v")
         old = place.read(record_of(place, "v"))
@@ -177,7 +177,7 @@ def test_old_record_put_back_over_a_new_one_misses(place):
         get(store, "v")
 
 
-def test_old_record_over_the_new_object_does_not_bind_it(place):
+def test_old_record_does_not_accept_another_object_under_its_name(place):
     """The new object, here another variant's, moved to the name that the old record commits."""
     with opened(place) as store:
         old_object = object_of(place, "v", store, SEALED)
@@ -193,7 +193,7 @@ def test_old_record_over_the_new_object_does_not_bind_it(place):
 @pytest.mark.parametrize(
     "source", [StoreIdentity("model-b", keys=SEALED.keys), StoreIdentity("model-a", "t", SEALED.keys)]
 )
-def test_variant_of_another_model_or_tenant_copied_here(place, source):
+def test_variant_copied_from_another_model_or_tenant_is_rejected(place, source):
     """Sealed by the same key, but as something else."""
     with opened(place, source, exclusive=False) as store:
         put(store, "v")
@@ -206,7 +206,7 @@ def test_variant_of_another_model_or_tenant_copied_here(place, source):
         assert store.records() == [] and store.usage()["disk"].forged == 1
 
 
-def test_record_is_bound_even_if_its_contents_are_not(place):
+def test_seal_binds_a_record_to_its_kind_name_and_identity(place):
     """The namespace is in the record, too; this tests the seal alone."""
     with opened(place) as store:
         put(store, "v")
@@ -219,7 +219,7 @@ def test_record_is_bound_even_if_its_contents_are_not(place):
         SEALED.unseal("record", "v", other.seal("record", "v", data))
 
 
-def test_changes_with_a_forged_record_are_checked_against_the_store(tmp_path):
+def test_forged_record_in_a_change_notification_is_checked_against_the_store(tmp_path):
     """A process that can write to the shared index cannot seal either."""
     tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
     writer = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
@@ -268,7 +268,7 @@ def test_forged_notes_hints_and_leases_are_ignored(place):
         assert store.claims.claim(["v"], 60) == ("v",)
 
 
-def test_note_that_was_forged_before_it_was_written_is_replaced(tmp_path):
+def test_forged_note_is_replaced_by_the_genuine_one(tmp_path):
     root = open_root(url_of(tmp_path))
     root.make_prefix("notes")
     root.create("notes/a.json", b"{}")
@@ -296,7 +296,7 @@ def test_lease_of_another_epoch_is_ignored(tmp_path):
 # -- keys ----------------------------------------------------------------------------------------------------------
 
 
-def test_rotation(place):
+def test_key_rotation_keeps_newly_sealed_variants_readable(place):
     """Old key, then both, then the new one in front, then the new one alone: nothing that was sealed anew is lost."""
     old = StoreIdentity("model-a", keys=StoreKeys((OLD_KEY,)))
     both = StoreIdentity("model-a", keys=StoreKeys((OLD_KEY, KEY)))
@@ -313,7 +313,7 @@ def test_rotation(place):
         assert [one.variant_id for one in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
 
 
-def test_key_file(tmp_path, caplog):
+def test_key_file_is_parsed_and_loose_permissions_are_logged(tmp_path, caplog):
     path = tmp_path / "keys"
     path.write_text(f"# ours\n\n  {KEY.decode()}  \n{OLD_KEY.decode()}\n")
     path.chmod(0o600)
@@ -335,7 +335,7 @@ def test_key_file(tmp_path, caplog):
         (None, "No such file"),
     ],
 )
-def test_bad_key_file_is_named_and_not_shown(tmp_path, content, wanted):
+def test_invalid_key_file_error_names_the_file_without_its_contents(tmp_path, content, wanted):
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
@@ -353,7 +353,7 @@ def test_size_of_a_record_is_known_beforehand(tmp_path):
     assert tier.charged("v") == wanted
 
 
-def test_sealed_record_of_weak_digests_is_refused():
+def test_sealed_record_with_weak_digests_is_rejected():
     """One that was sealed says sha256; a program that forgot to would be noticed."""
     kv_spec = KVSpec(1, 1, 2, "float32")
     from ccjax.store.formats import AS_IT_IS, expected_layout

@@ -138,7 +138,7 @@ def test_a_reader_that_failed_is_not_shared(opened, tmp_path) -> None:
     assert_same_bytes(again.read_layers("a", 0, 3), make_kv("a", 5))
 
 
-def test_a_variant_in_memory_or_nowhere_has_nothing_to_read(opened) -> None:
+def test_variant_in_memory_or_missing_has_no_unread_bytes(opened) -> None:
     store = opened(Reads(), host_bytes=1 << 20)
     ticket = store.prepare_load(["a"])
     ticket.read_layers("a", 0, 3)

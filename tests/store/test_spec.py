@@ -11,7 +11,7 @@ from ccjax.store.records import decode_record, encode_record
 from tests.store.kv import BF16, OTHERS, OURS, SPEC, make_record
 
 
-def test_shape_and_bytes():
+def test_shape_and_byte_counts_match_hand_computed_values():
     llama3_8b = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
     assert llama3_8b.shape(512) == (32, 2, 512, 8, 128)
     assert llama3_8b.num_bytes(512) == 64 * 2**20  # 128 KiB a token
@@ -20,7 +20,7 @@ def test_shape_and_bytes():
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim"])
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, None])
-def test_spec_names_the_bad_dimension(field, bad):
+def test_spec_rejects_invalid_dimensions_by_name(field, bad):
     with pytest.raises(ValueError, match=field):
         dataclasses.replace(SPEC, **{field: bad})
 
@@ -30,7 +30,7 @@ def test_spec_refuses_other_dtypes():
         KVSpec(1, 1, 1, "float16")
 
 
-def test_namespace_depends_on_every_part_and_on_nothing_else():
+def test_namespace_depends_on_every_identity_part_and_is_stable():
     parts = [
         StoreIdentity("a"),
         StoreIdentity("b"),
@@ -46,19 +46,19 @@ def test_namespace_depends_on_every_part_and_on_nothing_else():
 
 
 @pytest.mark.parametrize("bad", ["", "../x", "a/b", "a.b", "a" * 129, "ü", None, 3])
-def test_record_refuses_ids_that_are_no_file_names(bad):
+def test_record_rejects_ids_that_are_not_file_names(bad):
     with pytest.raises(ValueError, match="variant_id"):
         ShardRecord(bad, "c", 1, 1)
     with pytest.raises(ValueError, match="chunk_id"):
         ShardRecord("v", bad, 1, 1)
 
 
-def test_meta_is_what_json_makes_of_it():
+def test_meta_is_normalised_to_json_types():
     assert ShardRecord("v", "c", 1, 1, {"ids": ("a", "b"), "none": None}).meta == {"ids": ["a", "b"], "none": None}
 
 
 @pytest.mark.parametrize("bad", [{"x": math.nan}, {"x": object()}, ["x"], None])
-def test_meta_refuses_values_that_json_lacks(bad):
+def test_meta_rejects_values_not_representable_in_json(bad):
     with pytest.raises(ValueError, match="meta"):
         ShardRecord("v", "c", 1, 1, bad)
 
@@ -113,6 +113,6 @@ def test_every_flipped_bit_and_every_truncation_of_a_record_is_found():
         (encoded(kv_spec=dataclasses.replace(SPEC, head_dim=8)), "shape"),
     ],
 )
-def test_sound_record_of_something_else_is_refused(raw, reason):
+def test_valid_record_of_another_variant_or_identity_is_rejected(raw, reason):
     with pytest.raises(ShardCorruptError, match=reason):
         decode_record(raw, variant_id="v", identity=OURS, kv_spec=SPEC)

@@ -53,11 +53,11 @@ def test_concurrent_reads_share_the_bandwidth_in_order() -> None:
     assert arrivals([50, 100, 25]) == pytest.approx([0.5, 1.5, 1.75])
 
 
-def test_latencies_overlap_and_bytes_do_not() -> None:
+def test_latencies_overlap_but_transfers_do_not() -> None:
     assert arrivals([50, 50], latency_s=2.0) == pytest.approx([2.5, 3.0])
 
 
-def test_an_idle_link_saves_no_bandwidth() -> None:
+def test_idle_link_accumulates_no_bandwidth() -> None:
     clock = Clock()
     link = ThrottledLink(100.0, 1.0, clock=clock, sleep=clock.sleep)
     link(done(), 100).result(timeout=120)
@@ -67,7 +67,7 @@ def test_an_idle_link_saves_no_bandwidth() -> None:
     assert clock.now == pytest.approx(12.0)
 
 
-def test_the_result_of_the_read_is_passed_on_and_not_before_it() -> None:
+def test_read_result_or_error_is_passed_on_once_available() -> None:
     clock = Clock()
     link = ThrottledLink(1e9, clock=clock, sleep=clock.sleep)
     read: Future = Future()
@@ -82,7 +82,7 @@ def test_the_result_of_the_read_is_passed_on_and_not_before_it() -> None:
         link(broken, 1).result(timeout=120)
 
 
-def test_two_reads_that_start_at_the_same_time_do_not_share_their_bytes() -> None:
+def test_reads_starting_concurrently_are_charged_separately() -> None:
     """The second one starts while the first one looks at the clock."""
     clock = Clock()
 
@@ -112,7 +112,7 @@ def test_bytes_that_arrived_during_a_late_read_are_available_at_once() -> None:
     assert reads[1].result(timeout=120) == "kv" and clock.now == 5.0
 
 
-def test_every_layer_of_the_disk_tier_goes_over_the_link(tmp_path) -> None:
+def test_every_disk_tier_layer_is_throttled(tmp_path) -> None:
     clock = Clock()
     with open_store(tmp_path, host_bytes=0) as store:
         put(store, "a", 5)

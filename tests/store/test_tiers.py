@@ -70,7 +70,7 @@ def test_only_the_given_tiers_store_a_variant(make_store, tiers):
         assert store.flush(120) and store.tiers_of(name) == tuple(tier for tier in tiers if tier in allowed)
 
 
-def test_save_load_save_is_byte_equal(make_store, kv_spec, tiers):
+def test_stored_variants_are_loaded_byte_for_byte(make_store, kv_spec, tiers):
     first, second = make_store(kv_spec), make_store(kv_spec, folder="second")
     for number, num_tokens in enumerate([1, 5, 16, 33]):
         variant_id = f"v{number}"
@@ -108,7 +108,7 @@ def test_zeros_are_stored_and_do_not_count_as_missing(make_store):
     assert_same_bytes(get(store, "zero"), np.zeros(SPEC.shape(5), np.float32))
 
 
-def test_layers_come_one_by_one_read_only_and_outlive_the_ticket(make_store, tiers):
+def test_loaded_layers_are_read_only_and_outlive_the_ticket(make_store, tiers):
     store = make_store()
     put(store, "v")
     ticket = store.prepare_load(["v"])
@@ -142,7 +142,7 @@ def test_non_contiguous_kv_is_stored_in_order(make_store):
     assert get(store, "v").flags.c_contiguous
 
 
-def test_missing_variant(make_store):
+def test_missing_variants_and_invalid_layer_ranges_are_rejected(make_store):
     store = make_store()
     put(store, "v")
     ticket = store.prepare_load(["v", "w", "w"])
@@ -291,7 +291,7 @@ def test_a_discard_by_record_removes_only_copies_of_that_record(tmp_path):
         assert used == bytes_on_disk(tmp_path) == ours._disk.charged("v")
 
 
-def test_usage_counts(make_store, tiers):
+def test_usage_counts_hits_misses_writes_and_bytes(make_store, tiers):
     store = make_store()
     put(store, "v")
     get(store, "v", ok=False)
@@ -306,7 +306,7 @@ def test_usage_counts(make_store, tiers):
     assert set(usage) == {"host"} | set(tiers)
 
 
-def test_bad_arguments(make_store):
+def test_invalid_arguments_and_use_after_close_are_rejected(make_store):
     store = make_store()
     with pytest.raises(ValueError, match="tier: wanted one of"):
         store.evict("device", ["v"])
@@ -319,7 +319,7 @@ def test_bad_arguments(make_store):
             call()
 
 
-def test_whole_disk_reads_are_promoted_where_they_fit(tmp_path):
+def test_completely_read_variants_are_promoted_to_host_memory_if_they_fit(tmp_path):
     with open_store(tmp_path, host_bytes=2 * ONE) as store:
         for variant_id in ("a", "b", "c"):
             put(store, variant_id)
@@ -374,7 +374,7 @@ def test_promotion_does_not_use_announced_space(tmp_path):
         assert store.complete_store(announced, make_kv("b")) == ("host", "disk")
 
 
-def test_prefetch_is_waited_for_from_another_thread(tmp_path):
+def test_concurrent_threads_can_wait_for_prefetched_layers(tmp_path):
     with open_store(tmp_path, host_bytes=0) as store:
         ids = [f"v{number}" for number in range(8)]
         for variant_id in ids:
@@ -420,7 +420,7 @@ def test_object_is_a_zarr3_shard_that_can_be_read_without_our_code(tmp_path, hea
 
 @pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize("kv_spec", [SPEC, BF16], ids=["f32", "bf16"])
-def test_files_are_those_that_tensorstore_writes_and_reads(tmp_path, monkeypatch, kv_spec, head_groups):
+def test_direct_file_access_and_tensorstore_use_identical_files(tmp_path, monkeypatch, kv_spec, head_groups):
     """Direct file access and tensorstore use one format: each reads the other's files, byte for byte."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for path, uses_tensorstore in ((ours, False), (theirs, True)):
@@ -454,6 +454,6 @@ def test_no_file_stays_open_after_reading_or_release(tmp_path):
         assert num_open() == 0
 
 
-def test_head_groups_must_divide(tmp_path):
+def test_head_groups_must_divide_the_kv_heads(tmp_path):
     with pytest.raises(ValueError, match="head_groups: wanted a divisor of 2"):
         open_store(tmp_path, head_groups=3)

@@ -49,7 +49,7 @@ def test_queue_is_bounded_and_never_blocks_a_request(gated, tmp_path):
     assert store.usage()["disk"].used_bytes == bytes_on_disk(tmp_path)
 
 
-def test_batch_job_waits_for_space_instead(gated):
+def test_batch_job_waits_for_queue_space(gated):
     store, tier = gated
     submit(store, "a")
     submit(store, "b")
