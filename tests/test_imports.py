@@ -143,19 +143,19 @@ def _imported_modules(path, known):
                 yield from known & {node.module}
 
 
-def test_imports_follow_the_arrows():
+def test_imports_follow_the_allowed_directions():
     wrong = {module: violations(module, _imports(path)) for module, path in _modules() if module not in EXEMPT}
     assert len(wrong) > 200 and not {module: names for module, names in wrong.items() if names}
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_there_are_no_circular_imports():
     modules = dict(_modules())
     known = set(modules) - EXEMPT
     graph = {module: set(_imported_modules(modules[module], known)) for module in known}
     assert sum(map(len, graph.values())) > 1000 and not circle_in(graph)
 
 
-def test_a_circle_is_seen(tmp_path):
+def test_circular_import_is_detected(tmp_path):
     sources = {
         "a": "from p import b",
         "p": "from p.b import x",
@@ -187,7 +187,7 @@ def test_a_circle_is_seen(tmp_path):
         ("scripts.simulation.run", "ccjax.models.llama3.steps"),
     ],
 )
-def test_a_wrong_arrow_is_seen(module, imported):
+def test_forbidden_import_is_detected(module, imported):
     assert violations(module, [imported]) == [imported]
 
 
@@ -203,12 +203,12 @@ for package in ("ccjax", "ccjax.types", "ccjax.policy.planner", "ccjax.config", 
 """
 
 
-def test_light_packages_stay_light():
+def test_light_packages_import_no_heavy_modules():
     done = subprocess.run([sys.executable, "-c", _LIGHT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_packages_of_such_names_stay_out_of_the_way(tmp_path):
+def test_user_packages_with_our_names_do_not_shadow_ours(tmp_path):
     """A user's own `models.py` or `store/`, in front of everything."""
     for name in ("models", "store", "pallas_kernels", "kernels"):
         (tmp_path / name).mkdir()
@@ -220,7 +220,7 @@ def test_packages_of_such_names_stay_out_of_the_way(tmp_path):
     assert Path(done.stdout.strip()).resolve() == ROOT / "store" / "spec.py"
 
 
-def test_jit_lives_in_steps_only():
+def test_jit_is_used_only_in_designated_modules():
     """Serving compiles in one place per model; random weights, the demo's training and the kernels' checks do so
     elsewhere."""
     found = set()

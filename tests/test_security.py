@@ -56,7 +56,7 @@ def modules():
     return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def test_nothing_unpickles_evaluates_or_runs_a_shell():
+def test_no_module_unpickles_evaluates_or_runs_a_shell():
     found = {str(path.relative_to(ROOT)): what for path in modules() if (what := unsafe(path.read_text("utf-8")))}
     assert found == {}
     assert len(modules()) > 300
@@ -87,7 +87,7 @@ UNSAFE = [
 ]
 
 
-def test_what_is_unsafe_is_seen():
+def test_unsafe_code_is_detected():
     assert [source for source in UNSAFE if not unsafe(source)] == []
     assert not unsafe(
         "yaml.safe_load(text)\nsubprocess.run(['ls'], check=True)\nre.compile(x)\nmodel.eval()\nverify(x=False)"
@@ -100,14 +100,14 @@ TRAVERSALS = ["../x", "..", ".", "a/b", "/etc/passwd", "a\\b", "a\0b", "%2e%2e",
 SPEC = KVSpec(1, 1, 2, "float32")
 
 
-def test_ids_that_become_file_names():
+def test_record_ids_with_path_traversal_are_rejected():
     fields = {"variant_id": "v", "chunk_id": "c", "num_tokens": 1, "num_bytes": SPEC.num_bytes(1)}
     for field, name in itertools.product(("variant_id", "chunk_id"), TRAVERSALS):
         with pytest.raises(ValueError, match=field):
             ShardRecord(**(fields | {field: name}))
 
 
-def test_the_folder_that_a_snapshot_names():
+def test_snapshot_folder_with_path_traversal_is_rejected():
     """Read from a place that others may write to, and part of the path that is read next."""
     for folder in (*TRAVERSALS, "0" * 31, "g" * 32, f"../{'0' * 29}", "0" * 32 + "\n"):
         index = SnapshotIndex("m", "f", "n", SPEC, 1.0, folder, (), (), {})
@@ -123,13 +123,13 @@ def test_salts_and_fingerprints_never_become_part_of_a_path(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-def test_urls_of_stores():
+def test_unsafe_store_urls_are_rejected():
     for url in ("file:relative", "file://host/path", "s3://bucket/a/../b", "gs://bucket/../b", "/etc", "ftp://x"):
         with pytest.raises((ValueError, StoreUnavailableError)):
             open_root(url)
 
 
-def test_tenants(tmp_path):
+def test_invalid_tenant_names_are_rejected(tmp_path):
     path = tmp_path / "keys"
     for tenant in ("../x", "a/b", "a b", "é", "", "a" * 65):
         path.write_text(f"{tenant}:0123456789abcdef\n")

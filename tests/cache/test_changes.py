@@ -18,7 +18,7 @@ from tests.engine.helpers import TinyModel, draw_segments
 
 
 @given(st.lists(st.one_of(st.sampled_from("abc"), st.integers(0, 3)), max_size=12), st.sets(st.sampled_from("abcd")))
-def test_the_last_change_is_that_of_a_chunk_or_of_all(steps, asked):
+def test_last_change_counts_changes_of_single_chunks_and_of_all(steps, asked):
     changes, count, last = Changes(), 0, dict.fromkeys("abcd", 0)
     for step in steps:
         if isinstance(step, int):
@@ -33,7 +33,7 @@ def test_the_last_change_is_that_of_a_chunk_or_of_all(steps, asked):
     assert changes.last(map(ChunkId, asked)) == max((last[key] for key in asked), default=min(last.values()))
 
 
-def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_number_of_remembered_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(changes_module, "_MOST_CHUNKS", 3)
     changes = Changes()
     for key in "abcd":
@@ -43,7 +43,7 @@ def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert changes.last([ChunkId("a")]) == 4 and changes.last([ChunkId("e")]) == 5
 
 
-def test_requests_in_line_are_planned_again_for_changes_of_their_own_chunks_only(monkeypatch: pytest.MonkeyPatch):
+def test_queued_requests_are_replanned_only_when_their_own_chunks_change(monkeypatch: pytest.MonkeyPatch):
     model = TinyModel(seed=5)
     own, others = (draw_segments(np.random.default_rng(seed), (24, 20)) for seed in (1, 2))
     planned: list[str] = []

@@ -67,7 +67,7 @@ def chosen(registry: DocumentRegistry, document_id: str, version: str | None = N
 # -- links ------------------------------------------------------------------------------------------------------
 
 
-def test_a_document_is_found_by_its_name_its_versions_and_its_passages(registry, root):
+def test_documents_are_selected_by_id_version_or_passage(registry, root):
     registry.learn([chunk(A, "x", "1"), chunk(B, "x", "2"), chunk(B, "y"), chunk(C, None)])
     assert chosen(registry, "x") == {A, B} and chosen(registry, "x", "2") == chosen(registry, "y") == {B}
     registry.learn([chunk(C, "f#1", "1", "f"), chunk(A, "f#2", "1", "f")])
@@ -93,14 +93,14 @@ def test_names_have_1_to_1024_characters(registry, value, is_good):
             registry.select("x" * 1024, value)
 
 
-def test_what_two_documents_share_goes_with_the_second(registry):
+def test_chunk_shared_by_two_documents_is_removed_with_the_second(registry):
     one, two = registry.learn([chunk(A, "x"), chunk(B, "x")]), registry.learn([chunk(A, "y")])
     assert registry.without_others(one) == {B} and registry.without_others(one | two) == {A, B}
     registry.begin({B}, one, whole=True)  # not finished yet, so its links are still there
     assert registry.without_others(two) == {A}
 
 
-def test_links_pass_once_they_are_old_and_nothing_of_them_is_pinned(registry, start, root):
+def test_old_links_of_unpinned_documents_can_be_forgotten(registry, start, root):
     (one,), (two,) = registry.learn([chunk(A, "x")]), registry.learn([chunk(B, "y")])
     start.now[0] += ERASURE_AGE_S
     assert registry.passing() == {} and registry.last_used(A) == 1000.0
@@ -117,7 +117,7 @@ def test_links_pass_once_they_are_old_and_nothing_of_them_is_pinned(registry, st
     assert not other.knows(B) and list(other.links()) == []
 
 
-def test_a_link_that_another_process_took_for_unused_is_noted_again(registry, start, root):
+def test_used_link_forgotten_by_another_process_is_recorded_again(registry, start, root):
     registry.learn([chunk(A, "x"), chunk(B, "y"), chunk(C, "z")])
     other = start()
     start.now[0] += ERASURE_AGE_S + 1
@@ -134,7 +134,7 @@ def test_a_link_that_another_process_took_for_unused_is_noted_again(registry, st
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_link_that_an_erasure_took_is_not_noted_again(registry, start, root, whole):
+def test_link_removed_by_an_erasure_is_not_recorded_again(registry, start, root, whole):
     registry.learn([chunk(A, "x")])
     other = start()
     erasure = other.begin([A], other.select("x", None), whole=whole)
@@ -146,7 +146,7 @@ def test_a_link_that_an_erasure_took_is_not_noted_again(registry, start, root, w
         registry.select("x", None)
 
 
-def test_what_the_disk_keeps_stays_known(registry, root, monkeypatch):
+def test_link_stays_known_if_the_disk_fails_to_delete_it(registry, root, monkeypatch):
     (name,) = registry.learn([chunk(A, "x")])
 
     def refuse(*_: Any) -> None:
@@ -164,7 +164,7 @@ def test_what_the_disk_keeps_stays_known(registry, root, monkeypatch):
 # -- pins -------------------------------------------------------------------------------------------------------
 
 
-def test_a_pin_holds_until_its_time_and_its_note_goes_an_hour_after_it(registry, start, root):
+def test_pin_expires_on_time_and_its_note_is_dropped_an_hour_later(registry, start, root):
     registry.learn([chunk(A, "x", "1"), chunk(B, "x", "2")])
     until = start.now[0] + 10
     registry.pin(Pin("x", "1", until, True))
@@ -183,7 +183,7 @@ def test_a_pin_holds_until_its_time_and_its_note_goes_an_hour_after_it(registry,
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_of_two_pins_of_one_text_either_keeps_it_in_memory(registry, start, first):
+def test_either_of_two_pins_on_a_chunk_can_keep_it_in_host_memory(registry, start, first):
     registry.learn([chunk(A, "x")])
     registry.learn([chunk(A, "y")])
     registry.pin(Pin("x", None, start.now[0] + 9, first))
@@ -192,7 +192,7 @@ def test_of_two_pins_of_one_text_either_keeps_it_in_memory(registry, start, firs
     assert len(registry.pins()) == 1
 
 
-def test_a_pin_takes_the_place_of_the_same_one_in_every_process(registry, start, root):
+def test_repeated_pin_replaces_the_earlier_one_in_every_process(registry, start, root):
     registry.learn([chunk(A, "x", "1")])
     for version, until in ((None, 2000.0), ("1", 3000.0), ("1", 4000.0)):
         registry.pin(Pin("x", version, until, False))
@@ -203,7 +203,7 @@ def test_a_pin_takes_the_place_of_the_same_one_in_every_process(registry, start,
     assert [pin.version for pin in other.pins()] == [None]
 
 
-def test_a_pin_or_an_erasure_that_the_disk_refuses_is_an_error_and_holds_here(registry, root, monkeypatch, start):
+def test_pin_or_erasure_not_written_to_disk_raises_but_applies_locally(registry, root, monkeypatch, start):
     registry.learn([chunk(A, "x")])
 
     def refuse(*_: Any, **__: Any) -> bool:
@@ -218,7 +218,7 @@ def test_a_pin_or_an_erasure_that_the_disk_refuses_is_an_error_and_holds_here(re
     assert registry.pinned_chunks() == {A: False} and registry.is_erased(B, Origin(frozenset({B})))
 
 
-def test_pins_go_with_the_last_of_what_they_pin_and_no_others(registry, start):
+def test_pins_are_removed_only_with_the_last_document_they_pin(registry, start):
     one, _ = registry.learn([chunk(A, "x", "1")]), registry.learn([chunk(B, "x", "2")])
     for document_id, version in (("x", None), ("x", "1"), ("later", None)):  # the last one has nothing yet
         registry.pin(Pin(document_id, version, start.now[0] + 9, False))
@@ -230,7 +230,7 @@ def test_pins_go_with_the_last_of_what_they_pin_and_no_others(registry, start):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_an_erasure_takes_what_saw_its_text_and_an_invalidation_the_text_alone(registry, whole):
+def test_erasure_covers_kv_computed_behind_the_text_but_invalidation_does_not(registry, whole):
     erasure = registry.begin({A}, [], whole=whole)
     behind, itself = Origin(frozenset({A, B})), Origin(frozenset({A}))
     assert registry.is_erased(A, itself) and registry.is_erased(B, behind) == whole
@@ -240,7 +240,7 @@ def test_an_erasure_takes_what_saw_its_text_and_an_invalidation_the_text_alone(r
     assert not registry.is_erased(A, Origin(itself.seen, registry.after(A, itself.seen)))  # computed after it
 
 
-def test_another_process_follows_an_erasure_from_its_order_to_its_end(registry, start, root):
+def test_another_process_follows_an_erasure_from_start_to_expiry(registry, start, root):
     registry.learn([chunk(A, "x"), chunk(B, "y")])
     other = start()
     assert not follow(other)
@@ -271,7 +271,7 @@ def test_an_unfinished_erasure_is_never_too_old(registry, start):
     assert registry.outdated() == [] and len(registry.unfinished()) == 1
 
 
-def test_what_is_left_of_an_erasure_names_no_document(registry, root):
+def test_note_of_a_finished_erasure_names_no_document(registry, root):
     links = registry.learn([chunk(A, "x")])
     erasure = registry.begin({A}, links, whole=True)
     registry.note(erasure)
@@ -282,7 +282,7 @@ def test_what_is_left_of_an_erasure_names_no_document(registry, root):
 
 
 @pytest.mark.parametrize("num_done", range(4))
-def test_wherever_a_process_ends_the_next_one_knows_of_the_erasure(registry, start, root, monkeypatch, num_done):
+def test_erasure_survives_a_crash_at_any_step_of_finishing(registry, start, root, monkeypatch, num_done):
     """A link to delete, "erased" to write, "erasing" to delete."""
     erasure = registry.begin({A}, registry.learn([chunk(A, "x")]), whole=True)
     registry.note(erasure)
@@ -327,7 +327,7 @@ def test_wherever_a_process_ends_the_next_one_knows_of_the_erasure(registry, sta
     ],
 )
 @pytest.mark.parametrize("kind", ["link", "pin", "erasing", "erased", "other"])
-def test_a_note_that_cannot_be_used_is_as_if_it_were_not_there(start, root, kind, content):
+def test_unusable_notes_are_ignored(start, root, kind, content):
     root.create(f"notes/{kind}-{'0' * 32}.json", content)
     registry = start()
     assert list(registry.links()) == registry.pins() == registry.unfinished() == [] and not registry.has_erasures

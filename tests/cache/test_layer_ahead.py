@@ -28,7 +28,7 @@ ANSWER = SamplingParams(max_new_tokens=5, logprobs=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_cpu_takes_a_context_as_it_is(dtype):
+def test_cpu_backend_uses_the_context_buffer_without_a_copy(dtype):
     for num_slots in (256, 2048, 2049):
         zeros = _zeros((num_slots, 2, 16), np.dtype(jnp.dtype(dtype)))
         assert zeros.shape == (num_slots, 2, 16) and zeros.dtype == dtype and not zeros.any()
@@ -101,7 +101,7 @@ class SteeredTicket(Memory):
 
 
 @pytest.mark.parametrize("depth", [1, 2, NUM_LAYERS])
-def test_reads_stay_so_many_layers_ahead_of_the_one_that_is_merged(depth):
+def test_reads_stay_preload_depth_layers_ahead_of_the_merged_layer(depth):
     ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     with loader(model, plan(depth), ticket) as contexts:
         for there in range(NUM_LAYERS):
@@ -117,7 +117,7 @@ def test_reads_stay_so_many_layers_ahead_of_the_one_that_is_merged(depth):
     assert not load_threads() and not contexts.is_reading
 
 
-def test_no_more_than_two_contexts_stand_ready():
+def test_at_most_two_contexts_are_merged_ahead():
     merged: list[int] = []
     two = threading.Event()
 
@@ -138,7 +138,7 @@ def test_no_more_than_two_contexts_stand_ready():
 
 
 @pytest.mark.parametrize(("lead", "num_layers"), [(1, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS), (99, NUM_LAYERS)])
-def test_the_first_context_waits_for_so_many_layers(lead, num_layers):
+def test_first_context_waits_until_the_lead_layers_are_read(lead, num_layers):
     ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     with loader(model, plan(1), ticket, lead=lead) as contexts:
         if num_layers > 1:
@@ -151,7 +151,7 @@ def test_the_first_context_waits_for_so_many_layers(lead, num_layers):
 
 
 @pytest.mark.parametrize(("depth", "lead"), [(1, 1), (3, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS)])
-def test_every_way_to_load_gives_the_same_bits(depth, lead):
+def test_all_loading_methods_give_bit_identical_results(depth, lead):
     ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket.arrive(NUM_LAYERS)
     tokens = np.random.default_rng(1).integers(0, 97, plan().num_tokens).astype(np.int32)
@@ -188,7 +188,7 @@ def _on_device(contexts):
     return contexts
 
 
-def test_a_failing_read_ends_the_prefill_before_its_layer_runs():
+def test_failed_read_stops_the_prefill_before_its_layer_runs():
     ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     error = ShardCorruptError("bit flip")
     ticket.arrive(2)
@@ -201,7 +201,7 @@ def test_a_failing_read_ends_the_prefill_before_its_layer_runs():
     assert caught.value.causes == {"a": error} and not load_threads()
 
 
-def test_whatever_the_thread_stumbles_over_reaches_the_prefill():
+def test_any_error_in_the_loading_thread_is_raised_in_the_prefill():
     def read_layers(variant, first, last):
         raise MemoryError("no room")
 
@@ -211,7 +211,7 @@ def test_whatever_the_thread_stumbles_over_reaches_the_prefill():
     assert not load_threads()
 
 
-def test_a_wait_ends_when_the_request_is_cancelled_and_so_does_the_thread():
+def test_cancelling_the_request_ends_the_wait_and_the_loading_thread():
     ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket.arrive(1)
     with pytest.raises(PrefillCancelledError), loader(model, plan(), ticket, is_cancelled=After(2)) as contexts:
@@ -232,7 +232,7 @@ def url(tmp_path_factory):
     return place
 
 
-def test_waiting_is_measured_while_the_device_has_nothing_to_do(url, events, monkeypatch):
+def test_load_wait_is_measured_only_while_the_device_is_idle(url, events, monkeypatch):
     """Before it waits for KV, the host waits for the layer that runs."""
     take = LayerLoader.take
 
@@ -250,7 +250,7 @@ def test_waiting_is_measured_while_the_device_has_nothing_to_do(url, events, mon
 
 @pytest.mark.parametrize("loading", ["layerwise", "alg2", "sync"])
 @pytest.mark.parametrize("where", ["disk", "slow disk", "host"])
-def test_answers_do_not_depend_on_how_and_from_where_kv_is_loaded(url, loading, where):
+def test_answers_do_not_depend_on_loading_mode_or_tier(url, loading, where):
     request = Request(segments=permuted(SEGMENTS, [2, 0, 1]), sampling=ANSWER)
     with MODEL.engine(store=url, read_only=True) as engine:
         engine.run(request)
@@ -269,7 +269,7 @@ def test_answers_do_not_depend_on_how_and_from_where_kv_is_loaded(url, loading, 
     assert not load_threads()
 
 
-def test_the_plan_gets_eq_16_of_what_was_measured(url, monkeypatch):
+def test_preload_depth_follows_eq_16_with_measured_rates(url, monkeypatch):
     with MODEL.engine(store=url, read_only=True, host_cache_bytes=1) as engine:
         seen: list[PrefillPlan] = []
         start = LayerLoader.__init__
@@ -295,7 +295,7 @@ def test_the_plan_gets_eq_16_of_what_was_measured(url, monkeypatch):
             assert seen[-1].preload_depth == depth
 
 
-def test_a_read_that_fails_in_the_background_is_computed_instead(url, monkeypatch, caplog):
+def test_chunk_is_computed_if_its_background_read_fails(url, monkeypatch, caplog):
     wait = ShardReader.wait
     condemned = ShardCorruptError("bit flip")
 
@@ -324,7 +324,7 @@ def _without(of_chunks, discarded):
     }
 
 
-def test_a_slow_disk_is_given_up_before_it_is_read_and_tried_again_now_and_then(url):
+def test_loads_from_a_slow_disk_are_skipped_and_occasionally_retried(url):
     """Computing takes next to nothing on this model, and the disk a second per kilobyte, as it seems."""
     request = Request(segments=SEGMENTS, sampling=ANSWER)
     with MODEL.engine(store=url, read_only=True, host_cache_bytes=1) as engine:

@@ -40,7 +40,7 @@ def waits(patience: Patience, late: list[VariantId], seconds: float) -> set[Vari
     return set()
 
 
-def test_the_wait_is_bounded_in_sum_over_the_layers():
+def test_total_wait_over_all_layers_is_bounded():
     waiting = patience()
     assert not waits(waiting, [A], 0.4) and not waits(waiting, [A], 0.5)
     assert not waits(waiting, [], 60.0)  # nothing was late
@@ -50,32 +50,32 @@ def test_the_wait_is_bounded_in_sum_over_the_layers():
     assert not waits(waiting, [B], 2.9) and waits(waiting, [B], 0.1) == {B}
 
 
-def test_variants_that_load_side_by_side_may_take_what_computing_both_would():
+def test_parallel_loads_may_wait_as_long_as_computing_both():
     waiting = patience()
     assert not waits(waiting, [A, B], 3.9)
     assert waits(waiting, [A, B], 0.1) == {A, B}
 
 
-def test_a_wait_for_two_is_held_against_each_by_its_tokens():
+def test_wait_for_two_variants_is_charged_in_proportion_to_tokens():
     waiting = patience()
     waits(waiting, [A, B], 2.0)  # a quarter of it for A, which may wait 0.5 s more by itself
     assert not waits(waiting, [A], 0.49) and waits(waiting, [A], 0.02) == {A}
 
 
-def test_time_that_another_one_took_is_not_held_against_a_variant_that_was_there():
+def test_waiting_for_one_variant_is_not_charged_to_another():
     waiting = patience()
     waits(waiting, [B], 2.9)
     assert not waits(waiting, [A], 0.9)
 
 
-def test_a_new_attempt_does_not_begin_anew():
+def test_retry_does_not_reset_the_time_already_waited():
     waiting = patience()
     waits(waiting, [A], 0.9)
     waiting.expect({A: 100})
     assert waits(waiting, [A], 0.1) == {A}
 
 
-def test_the_floor_is_one_for_all_that_hang_together():
+def test_minimum_wait_is_shared_by_loads_that_hang_together():
     waiting = Patience(1e-6)
     waiting.expect({A: 100, B: 300})
     assert not waits(waiting, [A, B], 0.49)
@@ -136,7 +136,7 @@ def fixed_times(monkeypatch):
 
 @pytest.mark.usefixtures("fixed_times")
 @pytest.mark.parametrize("lengths", [{40}, {7, 40, 30, 50}], ids=["one", "all"])
-def test_a_read_that_hangs_is_computed_instead_and_used_again_later(url, monkeypatch, caplog, lengths):
+def test_chunk_with_a_hanging_read_is_computed_and_reused_later(url, monkeypatch, caplog, lengths):
     with MODEL.engine(store=url) as engine:
         wanted = off(engine).token_ids
         held = {meta.variant_id: meta for meta in engine._variants}

@@ -101,7 +101,7 @@ class Placed:
             assert len(policy._entries) == len(names), tier  # type: ignore[attr-defined]
 
 
-def test_what_is_used_stays_and_a_newcomer_of_more_worth_pushes_out_the_rest():
+def test_more_valuable_new_variant_evicts_an_unused_one():
     with Placed(host_bytes=2 * ONE) as one:
         assert one.put("a", "b") == [True, True]
         one.use("b")
@@ -110,7 +110,7 @@ def test_what_is_used_stays_and_a_newcomer_of_more_worth_pushes_out_the_rest():
         one.check()
 
 
-def test_a_newcomer_of_less_worth_is_not_taken_in():
+def test_less_valuable_new_variant_is_not_admitted():
     with Placed(host_bytes=2 * ONE) as one:
         one.put("a", "b")
         one.use("a", "b")
@@ -119,7 +119,7 @@ def test_a_newcomer_of_less_worth_is_not_taken_in():
         one.check()
 
 
-def test_with_a_disk_below_it_is_kept_there_alone(tmp_path):
+def test_less_valuable_new_variant_is_stored_only_on_disk(tmp_path):
     with Placed(tmp_path, host_bytes=2 * ONE) as one:
         one.put("a", "b")
         one.use("a", "b")
@@ -128,7 +128,7 @@ def test_with_a_disk_below_it_is_kept_there_alone(tmp_path):
         one.check()
 
 
-def test_what_leaves_memory_stays_on_disk_and_is_not_written_again(tmp_path):
+def test_variant_evicted_from_memory_stays_on_disk_without_a_rewrite(tmp_path):
     with Placed(tmp_path, host_bytes=ONE) as one:
         one.put("a", "b")
         written = one.store.usage()["disk"].writes
@@ -139,7 +139,7 @@ def test_what_leaves_memory_stays_on_disk_and_is_not_written_again(tmp_path):
         one.check()
 
 
-def test_the_device_holds_what_is_used_most_and_the_host_the_next(tmp_path):
+def test_device_holds_the_most_used_variants_and_host_the_next(tmp_path):
     with Placed(tmp_path, pages=1, host_bytes=2 * ONE, policy="lfu") as one:
         one.put("a", "b", "c")
         for name, times in (("a", 5), ("b", 3), ("c", 1)):
@@ -153,7 +153,7 @@ def test_the_device_holds_what_is_used_most_and_the_host_the_next(tmp_path):
         assert usage["disk"].writes == 3 and usage["host"].hits > 0 and usage["device"].evicted > 0
 
 
-def test_what_leaves_the_device_stays_below_and_is_not_written_there_again():
+def test_variant_evicted_from_device_stays_in_host_without_a_rewrite():
     with Placed(pages=1, host_bytes=2 * ONE, policy="lru") as one:
         one.put("a", "b")
         assert one.held("device") == {"b"} and one.held("host") == {"a", "b"}
@@ -165,7 +165,7 @@ def test_what_leaves_the_device_stays_below_and_is_not_written_there_again():
         one.check()
 
 
-def test_without_room_in_host_memory_the_device_alone_keeps_a_variant_until_it_goes():
+def test_device_alone_keeps_variants_if_host_memory_has_no_room():
     with Placed(pages=2, host_bytes=0) as one:
         assert one.put("a", "b") == [True, True] and one.held("device") == {"a", "b"}
         one.use("b")
@@ -173,7 +173,7 @@ def test_without_room_in_host_memory_the_device_alone_keeps_a_variant_until_it_g
         one.check()
 
 
-def test_a_disk_read_moves_up_to_host_and_device_at_once(tmp_path):
+def test_disk_read_promotes_to_host_and_device_at_once(tmp_path):
     with Placed(tmp_path, host_bytes=0) as one:
         one.put("a")
     with Placed(tmp_path, pages=1, host_bytes=ONE) as one:
@@ -186,7 +186,7 @@ def test_a_disk_read_moves_up_to_host_and_device_at_once(tmp_path):
         assert one.store.usage()["device"].hits == 1
 
 
-def test_room_is_made_for_all_that_one_request_read(tmp_path):
+def test_room_is_made_for_all_variants_read_by_one_request(tmp_path):
     with Placed(tmp_path, host_bytes=2 * ONE, policy="lru") as one:
         one.put("a", "b", "x", "y")
         assert one.held("host") == {"x", "y"}
@@ -195,7 +195,7 @@ def test_room_is_made_for_all_that_one_request_read(tmp_path):
         one.check()
 
 
-def test_only_leaves_of_the_knowledge_tree_leave_and_no_child_comes_without_its_parent(tmp_path):
+def test_tree_evicts_leaves_only_and_promotes_no_child_without_its_parent(tmp_path):
     with Placed(tmp_path, host_bytes=2 * ONE, policy="pgdsf") as one:
         one.parents = {"b": "a", "c": "b"}
         assert one.put("a", "b") == [True, True] and one.held("host") == {"a", "b"}
@@ -212,7 +212,7 @@ def test_only_leaves_of_the_knowledge_tree_leave_and_no_child_comes_without_its_
         one.check()
 
 
-def test_a_leaf_in_use_keeps_its_parents():
+def test_leaf_in_use_protects_its_parents_from_eviction():
     with Placed(host_bytes=3 * ONE, policy="pgdsf") as one:
         one.parents = {"b": "a", "c": "b"}
         one.put("a", "b", "c")
@@ -227,7 +227,7 @@ def test_a_leaf_in_use_keeps_its_parents():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), max_size=20), st.integers(1, 5))
-def test_in_every_tier_a_parent_is_there_while_a_child_is(steps, room):
+def test_every_tier_holds_the_parents_of_the_variants_it_holds(steps, room):
     parents = {"b": "a", "c": "b", "d": "b", "f": "e", "g": "f"}
     with Placed(host_bytes=room * ONE, policy="pgdsf") as one:
         one.parents = parents
@@ -241,7 +241,7 @@ def test_in_every_tier_a_parent_is_there_while_a_child_is(steps, room):
             one.check()
 
 
-def test_what_moves_up_into_host_memory_is_worth_less_on_the_device(tmp_path):
+def test_promotion_to_host_memory_lowers_device_score(tmp_path):
     with Placed(tmp_path, host_bytes=0) as one:
         one.put("a", "b")
     with Placed(tmp_path, pages=1, host_bytes=2 * ONE) as one:
@@ -252,7 +252,7 @@ def test_what_moves_up_into_host_memory_is_worth_less_on_the_device(tmp_path):
         one.check()
 
 
-def test_a_copy_on_the_device_saves_no_more_than_the_host_copy_costs(tmp_path):
+def test_device_copy_is_worth_only_the_load_time_of_its_host_copy(tmp_path):
     """Behind a copy in host memory, one on the device is worth a load; behind none, what computing takes."""
     with Placed(pages=1, host_bytes=ONE) as one:
         one.put("a")
@@ -263,7 +263,7 @@ def test_a_copy_on_the_device_saves_no_more_than_the_host_copy_costs(tmp_path):
         one.check()
 
 
-def test_a_disk_read_moves_up_once_it_is_worth_more(tmp_path):
+def test_disk_read_is_promoted_once_worth_more_than_a_held_variant(tmp_path):
     with Placed(tmp_path, host_bytes=ONE, policy="lfu") as one:
         one.put("a", "b")  # lfu takes every newcomer in
         for _ in range(3):
@@ -276,7 +276,7 @@ def test_a_disk_read_moves_up_once_it_is_worth_more(tmp_path):
         one.check()
 
 
-def test_the_room_made_for_one_is_not_another_ones(tmp_path):
+def test_room_counted_for_one_variant_is_not_given_to_another(tmp_path):
     with Placed(tmp_path, host_bytes=2 * ONE) as one:
         one.put("large", "there", num_tokens=10)
         one.put("small")
@@ -308,7 +308,7 @@ def test_a_use_counts_in_the_lower_tier_too(tmp_path):
         one.check()
 
 
-def test_what_a_load_holds_is_not_evicted():
+def test_variants_held_by_a_load_are_not_evicted():
     with Placed(host_bytes=2 * ONE, policy="lru") as one:
         one.put("a", "b")
         ticket = one.store.prepare_load(["a"])
@@ -321,7 +321,7 @@ def test_what_a_load_holds_is_not_evicted():
         one.check()
 
 
-def test_a_write_that_failed_later_is_noticed_when_room_is_wanted(tmp_path, monkeypatch):
+def test_failed_background_write_is_noticed_when_room_is_needed(tmp_path, monkeypatch):
     with Placed(tmp_path, host_bytes=9 * ONE) as one:
         one.put("a")
         room = one.store.usage()["disk"].used_bytes
@@ -337,7 +337,7 @@ def test_a_write_that_failed_later_is_noticed_when_room_is_wanted(tmp_path, monk
         one.check()
 
 
-def test_what_the_full_write_queue_skipped_is_not_counted(tmp_path, monkeypatch):
+def test_writes_skipped_by_a_full_queue_are_not_counted(tmp_path, monkeypatch):
     go_on = threading.Event()
     with Placed(tmp_path, host_bytes=ONE, max_pending_bytes=1, policy="lru") as one:
         write = one.store._disk.write
@@ -350,7 +350,7 @@ def test_what_the_full_write_queue_skipped_is_not_counted(tmp_path, monkeypatch)
         one.check()
 
 
-def test_what_another_process_took_out_is_no_longer_counted(tmp_path):
+def test_variants_removed_by_another_process_are_no_longer_counted(tmp_path):
     with Placed(tmp_path, host_bytes=9 * ONE) as one:
         one.put("a", "b")
         record_file(tmp_path, "a").unlink()
@@ -361,7 +361,7 @@ def test_what_another_process_took_out_is_no_longer_counted(tmp_path):
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_after_a_restart_the_same_one_goes_first(tmp_path, policy):
+def test_eviction_order_survives_a_restart(tmp_path, policy):
     with Placed(tmp_path, host_bytes=9 * ONE, policy=policy) as one:
         one.put("a", "b", "c", "d")
         room = one.store.usage()["disk"].used_bytes
@@ -376,7 +376,7 @@ def test_after_a_restart_the_same_one_goes_first(tmp_path, policy):
         one.check()
 
 
-def test_a_state_of_another_policy_is_left_out(tmp_path):
+def test_state_of_another_policy_is_ignored(tmp_path):
     with Placed(tmp_path, host_bytes=9 * ONE, policy="lru") as one:
         one.put("a")
         state = one.placement.state(None, {"a"})
@@ -386,7 +386,7 @@ def test_a_state_of_another_policy_is_left_out(tmp_path):
             one.check()
 
 
-def test_two_processes_keep_the_longer_history_of_each_variant(tmp_path):
+def test_merged_state_keeps_the_longer_history_of_each_variant(tmp_path):
     with Placed(tmp_path, host_bytes=9 * ONE) as one:
         one.put("a", "b")
         with Placed(tmp_path, host_bytes=9 * ONE) as two:
@@ -399,7 +399,7 @@ def test_two_processes_keep_the_longer_history_of_each_variant(tmp_path):
     assert {key: uses[0] for key, uses in merged.items()} == {"a": 2, "b": 3}
 
 
-def test_an_heir_takes_over_the_uses(tmp_path):
+def test_replacement_variant_inherits_uses(tmp_path):
     with Placed(tmp_path, host_bytes=2 * ONE, policy="lfu") as one:
         one.put("approx", "other")
         for _ in range(3):

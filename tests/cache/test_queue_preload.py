@@ -116,7 +116,7 @@ def engine(url, wire):
     ended()
 
 
-def test_a_request_that_waited_long_enough_finds_its_kv_in_memory(engine, wire, wanted):
+def test_request_queued_long_enough_finds_its_kv_preloaded(engine, wire, wanted):
     wire.allow(10**6)
     preload = engine.preload(REQUEST)
     wire.wait_for_end(4 * NUM_LAYERS)
@@ -128,7 +128,7 @@ def test_a_request_that_waited_long_enough_finds_its_kv_in_memory(engine, wire, 
     assert engine.run(REQUEST).reuse.preloaded_bytes == 0, "and nothing stays behind"
 
 
-def test_two_layers_are_under_way_and_the_prefill_reads_on_from_there(engine, wire, wanted):
+def test_preload_keeps_two_layers_in_flight_and_the_prefill_continues(engine, wire, wanted):
     preload = engine.preload(REQUEST)
     wire.wait_for(2 * 4)
     wire.allow(4)  # layer 0
@@ -153,7 +153,7 @@ def test_two_layers_are_under_way_and_the_prefill_reads_on_from_there(engine, wi
     assert len(wire.reads) == 3 * 4 + NUM_LAYERS * 4
 
 
-def test_a_preload_closed_in_line_frees_memory_and_pins_and_ends_the_thread(engine, wire, monkeypatch):
+def test_closing_a_queued_preload_frees_memory_and_pins_and_ends_its_thread(engine, wire, monkeypatch):
     readers: list[weakref.ref] = []
     watch = ShardReader.watch
     monkeypatch.setattr(
@@ -170,7 +170,7 @@ def test_a_preload_closed_in_line_frees_memory_and_pins_and_ends_the_thread(engi
     assert not engine._store._pins and engine._preloader.held_bytes == 0
 
 
-def test_requests_in_line_share_what_they_share(engine, wire):
+def test_queued_requests_read_shared_chunks_once(engine, wire):
     first = engine.preload(REQUEST)
     second = engine.preload(dataclasses.replace(REQUEST, segments=permuted(SEGMENTS, [2, 1, 0])))
     wire.wait_for(2 * 4)
@@ -186,7 +186,7 @@ def test_requests_in_line_share_what_they_share(engine, wire):
     assert len(wire.reads) == 4 * NUM_LAYERS
 
 
-def test_what_is_shared_takes_budget_once_and_stays_with_the_last(url, wire):
+def test_shared_chunks_use_the_budget_once_and_are_kept_until_the_last_close(url, wire):
     settings = {"host_cache_bytes": 1, "preload_bytes": NUM_TOKENS * TOKEN_BYTES}
     with MODEL.engine(store=url, read_only=True, disk_link=wire, **settings) as engine:
         first, second = engine.preload(REQUEST), engine.preload(REQUEST)
@@ -199,14 +199,14 @@ def test_what_is_shared_takes_budget_once_and_stays_with_the_last(url, wire):
         second.close()
 
 
-def test_reading_ahead_counts_as_no_look_up(engine, wire):
+def test_preloading_does_not_count_as_a_lookup(engine, wire):
     before = engine._store.usage()
     engine.preload(REQUEST)
     wire.wait_for(2 * 4)
     assert engine._store.usage() == before
 
 
-def test_what_is_evicted_just_before_its_turn_is_left_out(tmp_path, wire, monkeypatch):
+def test_variant_evicted_just_before_its_preload_is_skipped(tmp_path, wire, monkeypatch):
     wire.allow(10**6)
     with MODEL.engine(store=f"file://{tmp_path}", host_cache_bytes=1, disk_link=wire) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
@@ -229,7 +229,7 @@ def test_what_is_evicted_just_before_its_turn_is_left_out(tmp_path, wire, monkey
         assert not store._pins
 
 
-def test_a_preload_that_finds_no_memory_reads_nothing_and_the_next_one_does(engine, wire, monkeypatch):
+def test_preload_without_memory_reads_nothing_but_the_next_one_succeeds(engine, wire, monkeypatch):
     wire.allow(10**6)
 
     def refuse(*_, **__):
@@ -245,7 +245,7 @@ def test_a_preload_that_finds_no_memory_reads_nothing_and_the_next_one_does(engi
     without.close()
 
 
-def test_a_request_that_cannot_run_harms_nobody(engine, wire):
+def test_preload_of_an_invalid_request_does_not_affect_others(engine, wire):
     wire.allow(10**6)
     bad = engine.preload(Request(segments=[[1], [9999], [2]]))
     good = engine.preload(REQUEST)
@@ -259,7 +259,7 @@ def test_a_request_that_cannot_run_harms_nobody(engine, wire):
 @pytest.mark.parametrize(
     ("budget", "lengths"), [(0, []), (45, [7, 30]), (86, [7, 30, 40]), (87, [7, 30, 50]), (10**6, [7, 30, 50, 40])]
 )
-def test_only_what_fits_the_budget_is_read(url, wire, budget, lengths):
+def test_preload_reads_only_variants_that_fit_the_budget(url, wire, budget, lengths):
     wire.allow(10**6)
     settings = {"host_cache_bytes": 1, "preload_bytes": budget * TOKEN_BYTES}
     with MODEL.engine(store=url, read_only=True, disk_link=wire, **settings) as engine:
@@ -270,7 +270,7 @@ def test_only_what_fits_the_budget_is_read(url, wire, budget, lengths):
     ended()  # closing the engine closes what is open
 
 
-def test_what_is_in_host_memory_is_not_read(url, wire):
+def test_variants_in_host_memory_are_not_preloaded(url, wire):
     wire.allow(10**6)
     with MODEL.engine(store=url, read_only=True, disk_link=wire) as engine:
         engine.run(REQUEST)
@@ -331,7 +331,7 @@ def test_reads_of_the_running_request_go_first(preloader, turns, sizes, wire):
     assert preloader.add(lambda: sizes) is not None and not preload_threads()  # closed: nothing begins
 
 
-def test_a_preload_without_reads_does_not_ask_whose_turn_it_is(preloader, turns):
+def test_preload_without_reads_does_not_wait_for_its_turn(preloader, turns):
     turns.busy = True
     preloader.add(dict)
     prepared(preloader)
@@ -339,7 +339,7 @@ def test_a_preload_without_reads_does_not_ask_whose_turn_it_is(preloader, turns)
         turns.wait_for(1, timeout_s=0.1)
 
 
-def test_the_first_in_line_is_read_first(preloader, turns, sizes, wire):
+def test_preloads_are_read_in_queue_order(preloader, turns, sizes, wire):
     wire.allow(10**6)
     turns.busy = True
     for variant_id, num_bytes in sizes.items():
@@ -350,7 +350,7 @@ def test_the_first_in_line_is_read_first(preloader, turns, sizes, wire):
     assert wire.sizes == [num_bytes // NUM_LAYERS for num_bytes in sizes.values() for _ in range(NUM_LAYERS)]
 
 
-def test_a_third_layer_begins_once_all_of_the_first_is_there(preloader, turns, sizes, wire):
+def test_third_layer_starts_once_the_first_is_completely_read(preloader, turns, sizes, wire):
     preloader.add(lambda: sizes)
     wire.wait_for(2 * 4)
     wire.allow(3)
@@ -360,7 +360,7 @@ def test_a_third_layer_begins_once_all_of_the_first_is_there(preloader, turns, s
     wire.wait_for(3 * 4)
 
 
-def test_what_nobody_ran_does_not_go_into_host_memory(url, wire):
+def test_preload_of_a_request_that_never_ran_is_not_put_in_host_memory(url, wire):
     wire.allow(10**6)
     with MODEL.engine(store=url, read_only=True, disk_link=wire) as engine:
         preload = engine.preload(REQUEST)

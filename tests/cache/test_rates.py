@@ -43,7 +43,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("parallel", [1, 2, 8])
-def test_latency_and_bandwidth_are_found_however_many_reads_share_the_link(parallel):
+def test_latency_and_bandwidth_are_estimated_with_any_number_of_parallel_reads(parallel):
     disk = Disk(bytes_per_s=1000.0, latency_s=0.02)
     for number in range(1, 7):
         disk.burst([10 * number] * parallel)
@@ -61,7 +61,7 @@ def test_bursts_of_one_size_give_their_mean_rate():
     assert disk.rate.cost.seconds(100) == pytest.approx(0.12) and disk.rate.is_settled
 
 
-def test_odd_bursts_do_not_move_it_while_they_are_few_and_a_new_rate_is_learnt():
+def test_rate_ignores_a_few_outliers_but_learns_a_lasting_change():
     draw = random.Random(0)
     disk = Disk(1e5, 0.0)  # so that the slow bursts, too, end within a second
     for number in range(20):
@@ -94,7 +94,7 @@ def test_a_read_that_hangs_does_not_make_idle_time_count():
     assert disk.rate.cost.seconds(1000) == pytest.approx(1.0)
 
 
-def test_failed_reads_bring_no_bytes():
+def test_failed_reads_are_not_measured():
     rate = LoadRate(clock := Clock())
     read: Future = Future()
     assert rate(read, 1000) is read
@@ -108,7 +108,7 @@ def test_failed_reads_bring_no_bytes():
     assert rate.cost == Cost(0.0, 0.0005)
 
 
-def test_it_measures_what_a_throttled_link_was_set_to():
+def test_measured_rate_equals_the_settings_of_a_throttled_link():
     rate = LoadRate(clock := Clock())
     link = ThrottledLink(2000.0, 0.25, clock=clock, sleep=clock.sleep)
     for size in (100, 200, 400, 800):
@@ -120,7 +120,7 @@ def test_it_measures_what_a_throttled_link_was_set_to():
     assert rate.cost.fixed_s == pytest.approx(0.25) and rate.cost.unit_s == pytest.approx(1 / 2000)
 
 
-def test_computing_has_a_fixed_part_and_one_by_token():
+def test_compute_time_has_a_fixed_part_and_a_part_per_token():
     rates = Rates(Clock())
     assert rates.compute_s(5) is None and rates.seconds_per_token is None and rates.load_s("disk", 5) is None
     for tokens in (10, 200, 1000):
@@ -128,7 +128,7 @@ def test_computing_has_a_fixed_part_and_one_by_token():
     assert rates.compute_s(500) == pytest.approx(1.1) and rates.seconds_per_token == pytest.approx(0.002)
 
 
-def test_what_is_read_from_disk_is_merged_meanwhile():
+def test_disk_reads_and_host_merges_overlap_in_the_estimate():
     rates = Rates(Clock())
     assert rates.load_behind_s(100, 50) is None
     rates.tiers["host"].add(100, 1.0)
@@ -137,19 +137,19 @@ def test_what_is_read_from_disk_is_merged_meanwhile():
     assert rates.load_behind_s(200, 50) == pytest.approx(2.0) and rates.load_behind_s(200, 100) == pytest.approx(3.0)
 
 
-def test_the_fit_of_nothing_is_refused_and_nonsense_falls_back():
+def test_fit_refuses_no_samples_and_falls_back_to_the_median_rate():
     with pytest.raises(ValueError, match="^samples: wanted at least one"):
         fit([])
     assert fit([(10, 5.0), (20, 1.0), (40, 1.0)]) == Cost(0.0, 0.05)  # more in less time: the median of each one's
 
 
 @pytest.mark.parametrize("odd", [(1, 100.0), (100, 100.0), (10**6, 0.5)])
-def test_one_odd_sample_among_five_hardly_counts_however_large_it_is(odd):
+def test_fit_is_robust_to_one_outlier_in_five_samples(odd):
     samples = [(count, 0.01 + 1e-4 * count) for count in (50, 60, 100, 130)]
     assert fit([*samples, odd]).seconds(100) == pytest.approx(0.02, rel=0.1)
 
 
-def test_full_prefill_is_estimated_only_where_prompts_of_that_length_were_measured():
+def test_full_prefill_is_estimated_only_for_measured_prompt_lengths():
     rates = Rates()
     costs = MeasuredCosts(rates)
     assert costs.full_prefill_s(1) is None
@@ -164,7 +164,7 @@ def test_full_prefill_is_estimated_only_where_prompts_of_that_length_were_measur
     assert MeasuredCosts(rates, grid).full_prefill_s(1000) == 10.0
 
 
-def test_a_run_that_waits_left_no_time_of_says_nothing():
+def test_runs_without_positive_compute_time_are_ignored():
     """Seconds per token below zero once made every later schedule fail."""
     rates = Rates()
     for tokens, seconds in ((16, -1e-4), (16, 0.0)):

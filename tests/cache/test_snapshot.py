@@ -30,7 +30,7 @@ from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 
 @pytest.mark.parametrize("kv_spec", [SPEC, BF16], ids=lambda spec: spec.dtype)
-def test_round_trip_is_equal_in_every_byte_and_field(place, monkeypatch, kv_spec):
+def test_round_trip_preserves_every_byte_and_field(place, monkeypatch, kv_spec):
     monkeypatch.setattr(save_module, "PACK_BYTES", 3 * kv_spec.num_bytes(9))
     monkeypatch.setattr(save_module, "PART_BYTES", 8 * kv_spec.num_bytes(9))
     steps = []
@@ -62,7 +62,7 @@ def test_a_snapshot_of_a_restored_cache_is_the_same_snapshot(tmp_path, small_pac
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_what_eviction_goes_by_comes_along(place, tmp_path, is_used):
+def test_restore_brings_back_the_use_counts_for_eviction(place, tmp_path, is_used):
     """Into an empty cache, and into one that counts requests of its own."""
     with open_cache() as cache:
         for number in range(4):
@@ -94,7 +94,7 @@ def test_an_empty_cache_gives_an_empty_snapshot(place):
         assert restore_snapshot(cache, place).num_restored == 0
 
 
-def test_answers_after_a_restore_are_those_before_it(place):
+def test_restore_does_not_change_answers(place):
     model = TinyModel(seed=3)
     segments = draw_segments(np.random.default_rng(3), [40, 31, 60])
     requests = [
@@ -123,7 +123,7 @@ def test_answers_after_a_restore_are_those_before_it(place):
             engine.cache.restore_snapshot(place)
 
 
-def test_a_restored_variant_can_be_computed_anew(place):
+def test_restored_variants_can_be_repaired(place):
     """The token ids came along."""
     model = TinyModel(seed=3)
     segments = draw_segments(np.random.default_rng(4), [40, 31])
@@ -140,7 +140,7 @@ def test_a_restored_variant_can_be_computed_anew(place):
 # -- how much ------------------------------------------------------------------------------------------------------
 
 
-def test_a_smaller_host_keeps_the_hottest(place, small_packs):
+def test_restore_to_a_smaller_host_keeps_the_hottest_variants(place, small_packs):
     ids, expected = save_ten(place)
     with open_cache(host_bytes=3 * BYTES + 1) as cache:
         report = restore_snapshot(cache, place)
@@ -148,7 +148,7 @@ def test_a_smaller_host_keeps_the_hottest(place, small_packs):
     assert (report.num_restored, report.num_no_room) == (3, 7)
 
 
-def test_what_host_memory_cannot_hold_goes_to_disk(place, tmp_path, small_packs):
+def test_variants_that_do_not_fit_host_memory_are_restored_to_disk(place, tmp_path, small_packs):
     ids, expected = save_ten(place)
     with open_cache((tmp_path / "kv").as_uri(), host_bytes=3 * BYTES) as cache:
         assert restore_snapshot(cache, place).num_restored == 10
@@ -158,7 +158,7 @@ def test_what_host_memory_cannot_hold_goes_to_disk(place, tmp_path, small_packs)
         assert all("disk" in cache.store.tiers_of(key) for key in ids)
 
 
-def test_a_small_disk_takes_the_hottest(place, tmp_path, small_packs):
+def test_restore_to_a_small_disk_keeps_the_hottest_variants(place, tmp_path, small_packs):
     ids, _ = save_ten(place)
     with open_cache((tmp_path / "kv").as_uri(), host_bytes=0, disk_bytes=10_000) as cache:
         report = restore_snapshot(cache, place)
@@ -168,7 +168,7 @@ def test_a_small_disk_takes_the_hottest(place, tmp_path, small_packs):
     assert set(kept) == set(ids[: len(kept)])
 
 
-def test_max_variants_is_a_limit(place, small_packs):
+def test_restore_respects_max_variants(place, small_packs):
     ids, _ = save_ten(place)
     with open_cache(max_variants=4) as cache:
         put(cache, 77)
@@ -177,7 +177,7 @@ def test_max_variants_is_a_limit(place, small_packs):
     assert (report.num_restored, report.num_no_room) == (3, 7)
 
 
-def test_the_hottest_bytes_alone_are_read(place, small_packs):
+def test_max_bytes_limits_reads_to_the_hottest_variants(place, small_packs):
     ids, expected = save_ten(place)
     needed = {0, 1}  # packs of two
     for file in data_files(place):
@@ -203,12 +203,12 @@ def test_a_variant_that_is_too_large_does_not_stop_smaller_ones(place):
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, True, "1GB"])
-def test_bad_max_bytes_are_named(place, bad):
+def test_invalid_max_bytes_is_rejected(place, bad):
     with open_cache() as cache, pytest.raises(ValueError, match=f"max_bytes: wanted an int >= 0, got {bad!r}"):
         restore_snapshot(cache, place, max_bytes=bad)
 
 
-def test_what_is_there_stays_and_the_greater_frequency_counts(place, small_packs):
+def test_present_variants_are_kept_with_the_higher_frequency(place, small_packs):
     ids, expected = save_ten(place)
     with open_cache() as cache:
         other = np.zeros(SPEC.shape(5), np.float32)
@@ -277,7 +277,7 @@ def test_requests_run_while_a_snapshot_is_restored(place, monkeypatch):
         assert again.token_ids == first.token_ids and again.reuse.computed_tokens == len(segments[-1])
 
 
-def test_a_failed_restore_leaves_no_announcement(place, monkeypatch):
+def test_failed_restore_stores_nothing_and_can_be_repeated(place, monkeypatch):
     ids, expected = save_ten(place)
 
     def fail(*_):

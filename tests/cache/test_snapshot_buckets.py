@@ -47,7 +47,7 @@ def test_round_trip(bucket, monkeypatch):
     assert len(staged) == 2 * 3 and not any(directory.exists() for directory in staged)
 
 
-def test_the_hottest_bytes_alone_are_fetched(bucket):
+def test_max_bytes_limits_downloads_to_the_hottest_variants(bucket):
     ids, expected = save_ten(bucket.url)
     for key in bucket.keys():
         if "/pack-" in key and "/pack-00000/" not in key:
@@ -59,7 +59,7 @@ def test_the_hottest_bytes_alone_are_fetched(bucket):
         assert restore_snapshot(cache, bucket.url).num_damaged == 8
 
 
-def test_looking_writes_nothing(bucket):
+def test_inspect_and_restore_write_nothing(bucket):
     save_ten(bucket.url)
     before = {key: bucket.read(key) for key in bucket.keys()}
     assert len(inspect_snapshot(bucket.url).variants) == 10
@@ -68,14 +68,14 @@ def test_looking_writes_nothing(bucket):
     assert {key: bucket.read(key) for key in bucket.keys()} == before
 
 
-def test_without_the_commit_there_is_no_snapshot(bucket):
+def test_prefix_without_its_commit_object_holds_no_snapshot(bucket):
     save_ten(bucket.url)
     bucket.delete(KEY)
     with open_cache() as cache, pytest.raises(SnapshotError, match="holds no snapshot"):
         restore_snapshot(cache, bucket.url)
 
 
-def test_an_existing_snapshot_stays_unless_it_is_to_be_overwritten(bucket):
+def test_existing_snapshot_is_kept_unless_overwrite_is_set(bucket):
     save_ten(bucket.url)
     with open_cache() as cache:
         new = put(cache, 50)
@@ -87,14 +87,14 @@ def test_an_existing_snapshot_stays_unless_it_is_to_be_overwritten(bucket):
     assert all(key == KEY or key.startswith(f"parts/{index.folder}/") for key in bucket.keys())
 
 
-def test_a_prefix_with_something_else_is_left_alone(bucket):
+def test_prefix_with_other_objects_is_left_untouched(bucket):
     bucket.write("thesis.txt", b"years of work")
     with open_cache() as cache, pytest.raises(SnapshotError, match="absent or empty .* with 'thesis.txt'"):
         save_snapshot(cache, bucket.url, overwrite=True)
     assert bucket.keys() == ["thesis.txt"]
 
 
-def test_a_flipped_byte_costs_its_variant(bucket):
+def test_flipped_byte_loses_only_its_own_variant(bucket):
     _, expected = save_ten(bucket.url)
     key = next(key for key in bucket.keys() if key.endswith("/pack-00001/0.0.0.0.0"))
     bucket.flip(key, 100)
@@ -104,7 +104,7 @@ def test_a_flipped_byte_costs_its_variant(bucket):
     assert len(held) == 9 and held == {key: expected[key] for key in held}
 
 
-def test_a_failing_upload_leaves_nothing(bucket, monkeypatch):
+def test_failed_upload_leaves_no_objects_behind(bucket, monkeypatch):
     put_file, calls = packs_module._put, []
 
     def fail_late(store, key, path):
@@ -119,7 +119,7 @@ def test_a_failing_upload_leaves_nothing(bucket, monkeypatch):
     monkeypatch.undo()
 
 
-def test_objects_of_others_are_not_fetched(bucket, tmp_path):
+def test_unrequested_or_unsafe_object_names_are_not_fetched(bucket, tmp_path):
     """Names that would lead out of the staging directory, and packs that nobody asked for."""
     wanted = {"pack-00000"}
     for key in ("_METADATA", "pack-00000/.zarray", "pack-00000/0.0.0.0.0"):

@@ -38,7 +38,7 @@ def saved(place, small_packs):
     return place, save_ten(place)[1]
 
 
-def test_the_classes_of_files_are_all(saved):
+def test_damage_tests_cover_every_file_of_a_snapshot(saved):
     place, _ = saved
     files = {path for path in place.rglob("*") if path.is_file()}
     listed = {path for pattern, _ in KINDS.values() for path in place.glob(f"parts/*/*/{pattern}")}
@@ -66,7 +66,7 @@ def test_a_flipped_byte_never_gives_a_wrong_variant(saved, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damage", ["gone", "empty", "cut", "zeroed", "longer"])
-def test_a_damaged_file_costs_its_own_variants_at_most(saved, kind, damage):
+def test_damaged_file_loses_at_most_its_own_variants(saved, kind, damage):
     place, expected = saved
     file = sorted(place.glob(f"parts/*/00000/{KINDS[kind][0]}"))[0]
     raw = file.read_bytes()
@@ -83,7 +83,7 @@ def test_a_damaged_file_costs_its_own_variants_at_most(saved, kind, damage):
         assert report.num_damaged == 2
 
 
-def test_packs_in_each_others_place_are_noticed(saved):
+def test_swapped_packs_are_detected(saved):
     place, expected = saved
     first, second = data_files(place)[:2]
     raw = first.read_bytes()
@@ -93,13 +93,13 @@ def test_packs_in_each_others_place_are_noticed(saved):
     assert restored(place, expected).num_damaged == 4
 
 
-def test_a_part_that_is_gone_costs_its_own_variants(saved):
+def test_missing_part_loses_only_its_own_variants(saved):
     place, expected = saved
     shutil.rmtree(next(place.glob("parts/*/00001")))
     assert restored(place, expected).num_damaged == 4
 
 
-def test_every_bit_of_the_index_is_guarded(place):
+def test_flipping_any_bit_of_the_index_is_detected(place):
     with open_cache() as cache:
         put(cache, 1, 2.5)
         save_snapshot(cache, place)
@@ -125,7 +125,7 @@ def changed(place, change):
     (place / KEY).write_bytes(raw)
 
 
-def test_a_variant_under_the_id_of_another_is_not_stored(saved):
+def test_variants_with_swapped_ids_or_invalid_metadata_are_not_restored(saved):
     place, expected = saved
 
     def exchange(body):
@@ -142,7 +142,7 @@ def test_a_variant_under_the_id_of_another_is_not_stored(saved):
 @pytest.mark.parametrize(
     ("field", "value"), [("first_token", 3), ("first_token", 500), ("pack", 1), ("checksum", 0)], ids=str
 )
-def test_an_index_that_points_elsewhere_gives_nothing(saved, field, value):
+def test_index_entry_with_wrong_values_loses_only_its_own_variant(saved, field, value):
     place, expected = saved
     changed(place, lambda body: body["variants"][1].update({field: value}))
     assert restored(place, expected).num_damaged == 1
@@ -166,7 +166,7 @@ def test_an_index_with_impossible_values_is_refused(saved, field, value, message
         inspect_snapshot(place)
 
 
-def test_a_variant_that_the_store_lost_or_broke_is_left_out(tmp_path, place):
+def test_snapshot_omits_variants_lost_or_damaged_in_the_store(tmp_path, place):
     with open_cache((tmp_path / "kv").as_uri(), host_bytes=0) as cache:
         ids = [put(cache, number) for number in range(4)]
         namespace = tmp_path / "kv" / cache.identity.namespace

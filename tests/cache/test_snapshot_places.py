@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
     ids=["model", "tenant", "dtype", "shape"],
 )
-def test_another_owner_is_refused(place, kv_spec, identity, message):
+def test_restore_refuses_a_snapshot_of_another_identity(place, kv_spec, identity, message):
     save_ten(place)
     with open_cache(kv_spec=kv_spec, identity=identity) as cache:
         with pytest.raises(SnapshotError, match=message):
@@ -58,7 +58,7 @@ def test_another_owner_is_refused(place, kv_spec, identity, message):
         assert contents(cache) == {}
 
 
-def test_the_salt_is_nowhere(place):
+def test_snapshot_files_do_not_contain_the_tenant_salt(place):
     save_ten(place)
     files = [path for path in place.rglob("*") if path.is_file()]
     assert len(files) > 4 and not any(OURS.tenant_salt.encode() in path.read_bytes() for path in files)
@@ -74,7 +74,7 @@ def test_a_newer_format_is_refused(place):
         inspect_snapshot(place)
 
 
-def test_what_is_no_snapshot_is_refused(tmp_path):
+def test_places_without_a_snapshot_are_rejected(tmp_path):
     with pytest.raises(SnapshotError, match=r"holds no snapshot \(no snapshot.json"):
         inspect_snapshot(tmp_path)
     (tmp_path / KEY).write_text('{"format": "something", "format_version": 1}')
@@ -87,7 +87,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path):
         inspect_snapshot("ftp://somewhere")
 
 
-def test_an_existing_snapshot_stays_unless_it_is_to_be_overwritten(place, small_packs, monkeypatch):
+def test_existing_snapshot_is_kept_unless_overwrite_is_set(place, small_packs, monkeypatch):
     _, expected = save_ten(place)
     with open_cache() as cache:
         new = put(cache, 50)
@@ -117,7 +117,7 @@ def test_an_existing_snapshot_stays_unless_it_is_to_be_overwritten(place, small_
         assert len(inspect_snapshot(place).variants) == 8
 
 
-def test_the_second_of_two_saves_to_one_place_is_refused(place, monkeypatch):
+def test_slower_of_two_concurrent_saves_to_one_place_fails(place, monkeypatch):
     write = PackFolder.write
     with open_cache() as cache:
         fill(cache, 2)
@@ -136,7 +136,7 @@ def test_the_second_of_two_saves_to_one_place_is_refused(place, monkeypatch):
         assert [path.name for path in (place / "parts").iterdir()] == [inspect_snapshot(place).folder]
 
 
-def test_a_directory_with_something_else_is_left_alone(tmp_path):
+def test_directory_with_other_files_is_left_untouched(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with open_cache() as cache, pytest.raises(SnapshotError, match="absent or empty .* with 'thesis.txt'"):
         save_snapshot(cache, tmp_path, overwrite=True)
@@ -150,7 +150,7 @@ def spawn(*arguments, devices=1):
 
 
 @pytest.mark.parametrize(("saving", "restoring"), [(1, "here"), ("here", 1)])
-def test_the_number_of_devices_does_not_matter(place, saving, restoring, capsys):
+def test_snapshot_can_be_restored_on_a_different_number_of_devices(place, saving, restoring, capsys):
     assert jax.device_count() > 1
     if saving == "here":
         save(str(place), "5")
@@ -183,7 +183,7 @@ def saved_in(folder) -> list[Path]:
     return sorted(folder.iterdir(), key=lambda path: int(path.name)) if folder.exists() else []
 
 
-def test_a_killed_save_is_never_taken_for_a_snapshot(tmp_path):
+def test_killed_save_is_never_mistaken_for_a_snapshot(tmp_path):
     """CCJAX_SNAPSHOT_KILLS=50 kills as many."""
     seeded = random.Random(0)
     with open_cache(kv_spec=WIDE) as cache:
@@ -209,7 +209,7 @@ def test_a_killed_save_is_never_taken_for_a_snapshot(tmp_path):
         assert num_refused
 
 
-def test_what_a_killed_save_left_goes_at_a_later_one(place):
+def test_later_save_removes_old_leftovers_of_a_killed_save(place):
     save_ten(place)
     old, recent = place / "parts" / f"{1:032x}", place / "parts" / f"{2:032x}"
     for path in (old, recent):
@@ -222,7 +222,7 @@ def test_what_a_killed_save_left_goes_at_a_later_one(place):
     assert {path.name for path in (place / "parts").iterdir()} == {recent.name, inspect_snapshot(place).folder}
 
 
-def test_the_index_names_no_file_outside(place):
+def test_index_with_a_folder_outside_the_snapshot_is_rejected(place):
     save_ten(place)
     body = json.loads((place / KEY).read_bytes()) | {"folder": "../../elsewhere"}
     del body["checksum"]

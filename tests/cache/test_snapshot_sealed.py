@@ -26,7 +26,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("identity", [SEALED, TURNED])
-def test_it_comes_back_with_the_key_also_after_rotation(saved, identity):
+def test_sealed_snapshot_is_restored_with_its_key_even_after_rotation(saved, identity):
     place, expected = saved
     with open_cache(identity=identity) as cache:
         assert restore_snapshot(cache, place).num_restored == 3
@@ -34,7 +34,7 @@ def test_it_comes_back_with_the_key_also_after_rotation(saved, identity):
     assert len(inspect_snapshot(place).variants) == 3  # for who only looks no key is needed
 
 
-def test_without_its_key_it_is_refused(saved):
+def test_sealed_snapshot_is_refused_without_its_key(saved):
     place, _ = saved
     with open_cache(identity=STRANGER) as cache, pytest.raises(SnapshotError, match="not believed"):
         restore_snapshot(cache, place)
@@ -43,7 +43,7 @@ def test_without_its_key_it_is_refused(saved):
 
 
 @pytest.mark.parametrize("seal", ["none", "old", "another key's", "as a record"])
-def test_an_index_that_was_made_right_without_the_key_is_refused(saved, seal):
+def test_index_forged_without_the_key_is_refused(saved, seal):
     """Other KV's digest in the index, with its own checksum right."""
     place, _ = saved
     raw = (place / KEY).read_bytes()
@@ -62,7 +62,7 @@ def test_an_index_that_was_made_right_without_the_key_is_refused(saved, seal):
         restore_snapshot(cache, place)
 
 
-def test_an_unsealed_snapshot_is_refused_by_who_has_keys(tmp_path):
+def test_cache_with_keys_refuses_an_unsealed_snapshot(tmp_path):
     plain = StoreIdentity("model-a")
     with open_cache(identity=plain) as cache:
         fill(cache, 1)
@@ -74,6 +74,6 @@ def test_an_unsealed_snapshot_is_refused_by_who_has_keys(tmp_path):
         restore_snapshot(cache, tmp_path / "snapshot")
 
 
-def test_kv_is_bound_by_sha256(saved):
+def test_sealed_index_uses_sha256_checksums_for_kv(saved):
     place, _ = saved
     assert all(variant.checksum.bit_length() > 64 for variant in inspect_snapshot(place).variants)

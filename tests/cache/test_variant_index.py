@@ -47,7 +47,7 @@ def asked(monkeypatch) -> list[str]:
     return seen
 
 
-def test_only_what_a_request_asks_for_is_read_and_only_once(url, asked):
+def test_only_records_of_requested_chunks_are_read_and_only_once(url, asked):
     with MODEL.engine(store=url, host_cache_bytes=1) as engine:
         assert engine.cache.num_variants == 8 and asked == []
         for _ in range(2):
@@ -57,7 +57,7 @@ def test_only_what_a_request_asks_for_is_read_and_only_once(url, asked):
         assert sum(isinstance(held, KnownVariant) for held in engine._variants._by_id.values()) == 3
 
 
-def test_answers_are_those_of_the_engine_that_stored(url):
+def test_answers_equal_those_of_the_engine_that_stored_the_variants(url):
     with MODEL.engine() as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         wanted = engine.generate_from_tokens(permuted(SEGMENTS, (2, 0, 3, 1)), max_new_tokens=12)
@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_engine_that_stored(url):
         assert got.token_ids == wanted.token_ids and got.reuse.recomputed_tokens == wanted.reuse.recomputed_tokens
 
 
-def test_unreadable_metadata_is_dropped_when_it_is_asked_for(url, monkeypatch, caplog):
+def test_variant_with_unreadable_metadata_is_dropped_on_first_request(url, monkeypatch, caplog):
     of_json = ShardRecord.of_json.__func__
 
     def without_ranking(cls, variant_id, chunk_id, num_tokens, num_bytes, meta):
@@ -82,7 +82,7 @@ def test_unreadable_metadata_is_dropped_when_it_is_asked_for(url, monkeypatch, c
         assert engine.generate_from_tokens(OTHERS, max_new_tokens=1).reuse.computed_tokens == len(OTHERS[-1])
 
 
-def test_what_another_process_evicted_is_computed(url):
+def test_chunks_evicted_by_another_process_are_computed(url):
     with MODEL.engine(store=url) as engine, MODEL.engine(store=url) as other:
         for meta in tuple(other._variants):
             other._variants.discard(meta.variant_id)
@@ -90,7 +90,7 @@ def test_what_another_process_evicted_is_computed(url):
         assert report.reused_tokens == 0 and engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse.reused_tokens
 
 
-def test_uses_of_variants_that_were_never_looked_into_outlive_a_restart(url):
+def test_uses_of_variants_with_unread_records_survive_a_restart(url):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         uses = {key: held.frequency_reuse for key, held in engine._variants._by_id.items() if held.frequency_reuse}
@@ -104,7 +104,7 @@ def test_uses_of_variants_that_were_never_looked_into_outlive_a_restart(url):
         assert metas == {key: uses.get(key, 0.0) for key in metas} and len(metas) == 8
 
 
-def test_the_least_used_go_first_whether_looked_into_or_not(url):
+def test_least_used_variants_are_evicted_first_even_with_unread_records(url):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         kept = {key for key, held in engine._variants._by_id.items() if held.frequency_reuse}
@@ -115,7 +115,7 @@ def test_the_least_used_go_first_whether_looked_into_or_not(url):
         assert len(held) == 8 and kept <= held.keys()
 
 
-def test_known_variants_have_the_names_of_metadata():
+def test_known_variant_fields_have_the_expected_names():
     names = [field.name for field in dataclasses.fields(KnownVariant)]
     assert names == ["variant_id", "chunk_id", "num_tokens", "num_bytes", "frequency_reuse"]
 

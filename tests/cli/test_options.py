@@ -29,7 +29,7 @@ def file(tmp_path: Path):
     return written
 
 
-def test_groups_of_a_file_mean_what_flat_lines_mean(file) -> None:
+def test_grouped_config_equals_flat_config(file) -> None:
     grouped = "model: demo\nreuse: {strategy: h2o}\ncache: {host_cache_bytes: 3GB, store: file:///x}\npaper: {alpha: 2}"
     flat = "model: demo\nstrategy: h2o\nhost-cache-bytes: 3GB\nstore: file:///x\nalpha: 2"
     options = serve_options(file(grouped))
@@ -54,12 +54,12 @@ def test_groups_of_a_file_mean_what_flat_lines_mean(file) -> None:
         ("index-kind: {a: b}", "index-kind: wanted one of ('auto', 'flat', 'ivf', 'hnsw'), got {'a': 'b'}"),
     ],
 )
-def test_what_is_wrong_in_a_group_is_named(file, content: str, message: str) -> None:
+def test_invalid_grouped_config_entry_is_named_in_the_error(file, content: str, message: str) -> None:
     with pytest.raises(StartupError, match=f"^--config: .*serve.yaml: {re.escape(message)}$"):
         serve_options(file(content))
 
 
-def test_the_environment_says_what_is_secret_and_comes_last(file, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_only_secrets_with_lowest_precedence(file, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CCJAX_PORT", "tcp://10.0.0.1:80")  # as Kubernetes sets it
     monkeypatch.setenv("CCJAX_CONFIG", "no-such-file.yaml")
     monkeypatch.setenv("CCJAX_STORE_INDEX", "")
@@ -70,7 +70,7 @@ def test_the_environment_says_what_is_secret_and_comes_last(file, monkeypatch: p
     assert serve_options([*file("admin-key: second"), "--admin-key", "third"]).admin_key == "third"
 
 
-def test_an_empty_key_is_refused_and_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_key_is_rejected_and_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CCJAX_API_KEY", "")
     with pytest.raises(StartupError, match="^CCJAX_API_KEY: wanted a non-empty text"):
         serve_options([])
@@ -95,7 +95,7 @@ def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[st
     assert "Most requests that run at once; others are queued. (default: 32)" in text
 
 
-def test_what_documents_are_computed_with_is_what_a_server_takes() -> None:
+def test_precompute_options_match_server_options() -> None:
     ours, its = PrecomputeOptions.model_fields, ServeOptions.model_fields
     for name in ours.keys() & its.keys() - {"model", "store", "top_k"}:
         assert (ours[name].annotation, ours[name].default) == (its[name].annotation, its[name].default), name
@@ -103,7 +103,7 @@ def test_what_documents_are_computed_with_is_what_a_server_takes() -> None:
     assert engine_settings(options) == {"dtype": "auto", "store": "file:///x", "strategy": "h2o"}
 
 
-def test_a_setting_of_the_library_takes_text_too() -> None:
+def test_engine_config_parses_size_strings() -> None:
     config = EngineConfig(host_cache_bytes="2GiB", ranking_layers=[0, 2])
     assert config.host_cache_bytes == 2 << 30 and config.ranking_layers == (0, 2)
     assert config.replace(alpha=2).alpha == 2 and config.alpha == 1

@@ -101,7 +101,7 @@ def is_ready(command: Sequence[str], folder: Path, environment: Mapping[str, str
 
 
 @pytest.mark.slow
-def test_wheels_of_checkout_and_sdist_are_the_same(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+def test_wheels_built_from_checkout_and_sdist_are_identical(checkout: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build("build_sdist", checkout, tmp_path)
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -115,7 +115,7 @@ def test_wheels_of_checkout_and_sdist_are_the_same(checkout: Path, wheel: Path, 
     assert "ccjax/assets/demo_model/model.safetensors" in names
 
 
-def test_an_installed_wheel_runs_beside_the_users_modules(installed: Path, folder: Path) -> None:
+def test_installed_wheel_is_not_shadowed_by_user_modules(installed: Path, folder: Path) -> None:
     environment = environment_of(installed, folder)
     where = run([sys.executable, "-c", "import ccjax; print(ccjax.__file__)"], folder, environment)
     assert Path(where.strip()) == installed / "ccjax" / "__init__.py"
@@ -126,14 +126,14 @@ def test_an_installed_wheel_runs_beside_the_users_modules(installed: Path, folde
     assert is_ready([command, "serve"], folder, environment)
 
 
-def test_a_checkout_runs_beside_the_users_modules(folder: Path) -> None:
+def test_checkout_is_not_shadowed_by_user_modules(folder: Path) -> None:
     environment = environment_of(Path(), folder)
     del environment["PYTHONPATH"]
     assert is_ready([sys.executable, str(ROOT / "scripts" / "serve.py")], folder, environment)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_and_its_starter_say_the_same_and_import_no_jax(name: str) -> None:
+def test_command_and_launcher_report_the_same_error_without_importing_jax(name: str) -> None:
     code = f"""
 import runpy, sys
 sys.argv = ["x", {name!r}, "--no-such-option"]

@@ -40,7 +40,7 @@ def test_the_application_sees_the_original_request():
     assert seen[PASSAGES] == (Document("text", "7"),)
 
 
-def test_parts_arrive_as_they_are_sent():
+def test_response_parts_are_streamed_as_they_are_sent():
     async def check():
         sent, go_on = [], asyncio.Event()
 
@@ -85,7 +85,7 @@ def test_a_slow_reader_blocks_the_application():
 
 
 @pytest.mark.parametrize("is_sending", [True, False])
-def test_the_application_is_told_that_the_client_disconnected(is_sending):
+def test_application_receives_client_disconnect(is_sending):
     async def check():
         told = []
 
@@ -145,7 +145,7 @@ def test_cancelling_the_task_tells_the_application():
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_an_exception_of_the_application_is_raised(begins):
+def test_application_exception_propagates(begins):
     async def app(scope, receive, send):
         if begins:
             await send(start())
@@ -185,7 +185,7 @@ def test_large_bodies_pass_in_both_directions():
     assert answer.body == data[::-1]
 
 
-def test_parts_without_a_head_are_no_answer():
+def test_response_without_a_head_is_an_error():
     async def pieces():
         yield b"tail"
 

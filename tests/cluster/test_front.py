@@ -99,7 +99,7 @@ def told(url, request):
     return answer.status_code, kept, body
 
 
-def test_every_answer_is_that_of_a_single_server(tiny_model, start_server):
+def test_every_answer_matches_that_of_a_single_server(tiny_model, start_server):
     """One replica, so that its cache has the same history as the single server's: both begin empty."""
     statuses = []
     with contextlib.ExitStack() as stack:
@@ -116,7 +116,7 @@ def test_every_answer_is_that_of_a_single_server(tiny_model, start_server):
     assert {200, 400, 401, 403, 404, 405, 413, 415} <= set(statuses)
 
 
-def test_a_body_without_a_length_is_bounded(servers, cluster):
+def test_body_without_content_length_is_limited_in_size(servers, cluster):
     headers = {"Content-Type": "application/json", **bearer(API_KEY)}
     for url in (servers[0].url, cluster.url):
         pieces = (b" " * (MAX_BODY_BYTES // 8) for _ in range(40))
@@ -124,7 +124,7 @@ def test_a_body_without_a_length_is_bounded(servers, cluster):
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_only_the_beginning_of_a_body_that_is_too_long_is_kept(servers, tiny_model):
+def test_oversized_body_is_truncated_before_forwarding(servers, tiny_model):
     piece = b" " * (MAX_BODY_BYTES // 8)
     sent = []
 
@@ -188,7 +188,7 @@ async def _answer_nothing(scope, receive, send):
     await send({"type": "http.response.body", "body": b""})
 
 
-def test_openais_client_works_with_the_front(servers, cluster):
+def test_openai_client_works_with_the_front(servers, cluster):
     with servers[0].client() as single, cluster.client() as client:
         assert [model.id for model in client.models.list().data] == ["tiny"]
         fields = {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "extra_body": {"documents": PASSAGES}}
@@ -226,7 +226,7 @@ def test_passages_found_by_the_front_reach_the_replica(servers, cluster, monkeyp
     assert found.json()["choices"] == wanted["choices"]
 
 
-def test_the_router_sees_the_chunks_that_the_engine_sees(cluster):
+def test_router_and_engine_see_the_same_chunks(cluster):
     body = chat(documents=PASSAGES)
     report = cluster.post(CHAT, body).json()["reuse"]["per_document"]
     chunks = [(entry["chunk_id"], entry["num_tokens"]) for entry in report if entry["role"] == "document"]
@@ -237,7 +237,7 @@ def test_the_router_sees_the_chunks_that_the_engine_sees(cluster):
 
 
 @pytest.mark.parametrize("key", [None, "open", ADMIN_KEY])
-def test_nothing_is_searched_without_a_key(cluster, monkeypatch, key):
+def test_no_search_runs_without_a_valid_key(cluster, monkeypatch, key):
     searched = []
     stages = cluster.searcher.stages
     monkeypatch.setattr(
@@ -269,7 +269,7 @@ def test_documents_are_pinned_and_removed_on_every_replica(cluster):
     assert cluster.ask("GET", "/v1/cache/documents/d1").status_code == 404
 
 
-def test_a_document_of_one_replica_is_found(cluster):
+def test_document_cached_on_one_replica_is_found(cluster):
     document = {"id": "d2", "text": "Rosalind mends clocks for the whole valley."}
     assert cluster.post(CHAT, chat(documents=[document])).status_code == 200
     assert cluster.ask("GET", "/v1/cache/documents/d2").json()["data"][0]["id"] == "d2"
@@ -278,7 +278,7 @@ def test_a_document_of_one_replica_is_found(cluster):
         wait_until(lambda path=f"/v1/cache/warm/{job['id']}": cluster.ask("GET", path).json()["status"] == "completed")
 
 
-def test_a_call_that_not_all_replicas_accepted_fails(cluster):
+def test_broadcast_call_fails_if_any_replica_is_unreachable(cluster):
     cluster.replicas.unreachable = {1}
     answer = cluster.ask("DELETE", "/v1/cache/documents/d1")
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
@@ -287,7 +287,7 @@ def test_a_call_that_not_all_replicas_accepted_fails(cluster):
     assert "there is no replica" in cluster.ask("DELETE", "/v1/cache/documents/d1").json()["error"]["message"]
 
 
-def test_metrics_are_those_of_each_replica(servers, cluster):
+def test_metrics_include_those_of_each_replica(servers, cluster):
     for _ in range(3):
         cluster.post(CHAT, chat())
     cluster.replicas.generators = [

@@ -32,7 +32,7 @@ def events(text: str) -> list[str]:
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["plain", "stream"])
 @pytest.mark.parametrize("num_pieces", [0, 1], ids=["nothing yet", "its head only"])
 @pytest.mark.parametrize("num_lost", [1, MAX_RETRIES])
-def test_a_replica_lost_before_its_answer_costs_a_retry(cluster, body, num_pieces, num_lost):
+def test_replica_lost_before_answering_causes_a_retry(cluster, body, num_pieces, num_lost):
     wanted = cluster.post(CHAT, body)
     cluster.replicas.plan = [(LOST, num_pieces)] * num_lost
     found = cluster.post(CHAT, body)
@@ -44,7 +44,7 @@ def test_a_replica_lost_before_its_answer_costs_a_retry(cluster, body, num_piece
     assert outcomes(cluster) == {"tried again": num_lost, "given up": 0, "answer begun": 0}
 
 
-def test_after_some_retries_the_client_gets_an_error(cluster):
+def test_client_gets_an_error_once_retries_are_exhausted(cluster):
     cluster.replicas.plan = [(LOST, 0)] * (MAX_RETRIES + 1)
     answer = cluster.post(CHAT, BODY)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
@@ -53,7 +53,7 @@ def test_after_some_retries_the_client_gets_an_error(cluster):
     assert outcomes(cluster) == {"tried again": MAX_RETRIES, "given up": 1, "answer begun": 0}
 
 
-def test_a_stream_that_had_begun_ends_with_one_error(cluster):
+def test_replica_loss_during_a_stream_ends_it_with_one_error(cluster):
     cluster.replicas.plan = [(LOST, 4)]
     answer = cluster.post(CHAT, STREAM)
     *pieces, error, done = events(answer.text)
@@ -63,7 +63,7 @@ def test_a_stream_that_had_begun_ends_with_one_error(cluster):
     assert outcomes(cluster)["answer begun"] == 1
 
 
-def test_another_body_that_had_begun_stays_shorter_than_declared(cluster):
+def test_replica_loss_during_a_plain_response_leaves_it_incomplete(cluster):
     async def app(scope, receive, send):
         headers = [(b"content-type", b"application/json"), (b"content-length", b"20")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -84,7 +84,7 @@ def test_a_refusal_is_not_retried(cluster, status, body):
     assert len(cluster.replicas.calls) == 1
 
 
-def test_without_replicas_the_client_is_told_why(cluster):
+def test_client_gets_the_reason_when_no_replica_is_available(cluster):
     cluster.replicas.plan = [(NoReplicaError("the deployment failed"), 0)]
     answer = cluster.post(CHAT, BODY)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
@@ -131,7 +131,7 @@ def test_a_draining_front_answers_accepted_requests_and_refuses_others(cluster):
     wait_until(lambda: cluster.front.is_drained)
 
 
-def test_a_front_that_aborts_tells_every_client(cluster):
+def test_aborting_front_sends_an_error_to_every_client(cluster):
     long = {**STREAM, "max_tokens": 400, "ignore_eos": True}
     with httpx.stream("POST", f"{cluster.url}{CHAT}", json=long, headers=bearer(API_KEY), timeout=60) as begun:
         lines = begun.iter_lines()
@@ -159,7 +159,7 @@ def under_way_beside(cluster: Cluster):
         yield waiting
 
 
-def test_readiness_is_that_of_the_replicas(cluster):
+def test_readiness_reflects_the_replicas(cluster):
     found = httpx.get(f"{cluster.url}/ready", timeout=60)
     assert (found.status_code, found.json()) == (200, {"status": "ready", "replicas": {"running": 2}})
     cluster.replicas.unreachable = {0, 1}

@@ -70,7 +70,7 @@ def refused_after(answer: httpx.Response, time: Passing) -> float:
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"messages": []}, None], ids=str)
-def test_a_request_is_refused_once_its_time_is_over(begin, time, more):
+def test_request_is_refused_after_waiting_too_long_for_a_replica(begin, time, more):
     with begin(1.5) as cluster:
         if more is None:
             answer = httpx.get(f"{cluster.url}/v1/models", headers=bearer(API_KEY), timeout=60)
@@ -82,7 +82,7 @@ def test_a_request_is_refused_once_its_time_is_over(begin, time, more):
 
 @pytest.mark.parametrize("no_replica_s", [0.1, 60.0])
 @pytest.mark.parametrize("of_server", [False, True], ids=["of the request", "of the server"])
-def test_a_requests_timeout_overrides_the_fronts(begin, time, of_server, no_replica_s):
+def test_request_timeout_overrides_that_of_the_front(begin, time, of_server, no_replica_s):
     more = {} if of_server else {"timeout_s": 2.0}
     settings = SETTINGS.replace(request_timeout_s=2.0 if of_server else 50.0)
     with begin(no_replica_s, settings) as cluster:
@@ -90,7 +90,7 @@ def test_a_requests_timeout_overrides_the_fronts(begin, time, of_server, no_repl
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_replica_that_comes_in_time_answers(begin, time, stream):
+def test_replica_started_within_the_timeout_answers_waiting_request(begin, time, stream):
     body = {**BODY, "stream": stream, "timeout_s": 500.0}
     time.limit_s = 12.0
     with begin(0.1) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
@@ -114,7 +114,7 @@ def test_waiting_counts_towards_the_timeout(servers, waited_s, status):
 
 
 @pytest.mark.parametrize("states", [{"running": 1, "starting": 1}, {"stopping": 1}, {"recovering": 2}], ids=str)
-def test_a_request_with_a_replica_has_no_deadline(begin, time, states):
+def test_waiting_deadline_does_not_apply_while_a_replica_is_live(begin, time, states):
     """Plain answers arrive whole, so nothing arrives for long; and a stopping replica finishes its requests."""
     with begin(0.2) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         cluster.replicas.states = states
@@ -127,7 +127,7 @@ def test_a_request_with_a_replica_has_no_deadline(begin, time, states):
         assert answer.result().status_code == 200 and len(cluster.replicas.calls) == 1
 
 
-def test_readiness_says_that_no_replica_runs(begin):
+def test_readiness_reports_when_no_replica_runs(begin):
     with begin(1.0) as cluster:
         found = httpx.get(f"{cluster.url}/ready", timeout=60)
         assert (found.status_code, found.json()) == (503, {"status": "no replica runs", "replicas": NOBODY})
@@ -136,7 +136,7 @@ def test_readiness_says_that_no_replica_runs(begin):
         assert httpx.get(f"{cluster.url}/ready", timeout=60).status_code == 200
 
 
-def test_calls_to_all_replicas_are_refused_at_once_and_metrics_continue(begin):
+def test_without_replicas_broadcast_calls_fail_at_once_and_metrics_work(begin):
     with begin(60.0) as cluster:
         for method, path in (("GET", "/v1/cache/documents"), ("DELETE", "/v1/cache/documents/x"), ("GET", "/v1/live")):
             answer = cluster.ask(method, path)
@@ -146,7 +146,7 @@ def test_calls_to_all_replicas_are_refused_at_once_and_metrics_continue(begin):
         assert 'ccjax_cluster_replicas{state="starting"} 2.0' in text
 
 
-def test_a_front_that_aborts_does_not_wait(begin, time):
+def test_aborting_front_does_not_wait_for_a_replica(begin, time):
     time.limit_s = 2.0
     with begin(60.0) as cluster, concurrent.futures.ThreadPoolExecutor() as pool:
         answer = pool.submit(cluster.post, CHAT, BODY)
@@ -158,7 +158,7 @@ def test_a_front_that_aborts_does_not_wait(begin, time):
         wait_until(lambda: cluster.front.is_drained)
 
 
-def test_waiting_ends_when_the_client_leaves(begin, time):
+def test_waiting_ends_when_the_client_disconnects(begin, time):
     time.limit_s = 2.0
     with begin(60.0) as cluster:
         with pytest.raises(httpx.ReadTimeout):
@@ -183,7 +183,7 @@ def test_waiting_ends_when_the_client_leaves(begin, time):
         ({"stopping": 1, "starting": 1}, True),
     ],
 )
-def test_states_of_live_replicas(counts, is_there):
+def test_which_replica_states_count_as_live(counts, is_there):
     assert has_live_replica(counts) is is_there
 
 
@@ -213,12 +213,12 @@ async def after(looks: Looks, num_looks: int, cancelled: list[bool] | None = Non
         raise
 
 
-def test_one_check_without_a_replica_is_not_enough(time):
+def test_single_check_without_a_replica_does_not_end_the_answer(time):
     looks = Looks(*[0, 1] * 15, 1)
     assert asyncio.run(ReplicaWait(looks, 0.0, None, clock=time.clock).first(after(looks, 40))) == "first"
 
 
-def test_two_checks_in_a_row_end_the_answer(time):
+def test_two_consecutive_checks_without_a_replica_end_the_answer(time):
     cancelled: list[bool] = []
     looks = Looks(1, 0, 0)
     with pytest.raises(NoLiveReplicaError):
@@ -226,7 +226,7 @@ def test_two_checks_in_a_row_end_the_answer(time):
     assert cancelled == [True] and looks.count == 3
 
 
-def test_a_slow_check_delays_no_answer(time):
+def test_slow_check_does_not_delay_the_answer(time):
     looks = Looks(1)
 
     async def never() -> Mapping[str, int]:
@@ -246,7 +246,7 @@ def test_an_answer_without_parts_is_an_error(time):
         asyncio.run(ReplicaWait(Looks(1), 0.0, None, clock=time.clock).first(nothing()))
 
 
-def test_times_without_a_replica_add_up(time):
+def test_waiting_time_accumulates_across_brief_replica_starts(time):
     """Replicas that start and die at once do not keep a request waiting for ever."""
 
     async def run() -> list[bool]:

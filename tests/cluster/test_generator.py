@@ -47,7 +47,7 @@ def working(monkeypatch, idle, *, needs_idle_cpus):
 
 
 @pytest.mark.parametrize("error", [OSError("no index"), RuntimeError("a broken order")])
-def test_a_failed_order_is_followed_by_others(monkeypatch, error):
+def test_generator_continues_after_a_failed_order(monkeypatch, error):
     def fail(orders, *, is_cancelled):
         orders.times_asked += 1
         raise error
@@ -76,7 +76,7 @@ def test_idle_cpus_are_counted(busy_cpus):
     assert set(passed) == {0.3}
 
 
-def test_with_low_priority_it_works_only_while_a_cpu_is_idle(monkeypatch):
+def test_low_priority_generator_works_only_while_a_cpu_is_idle(monkeypatch):
     room, looks = [0.0], []
 
     def idle():
@@ -97,6 +97,6 @@ def test_with_low_priority_it_works_only_while_a_cpu_is_idle(monkeypatch):
         assert orders.times_asked == sum(room == 0.6 for room in looks)
 
 
-def test_with_its_own_device_it_does_not_wait_for_idle_cpus(monkeypatch):
+def test_generator_with_its_own_device_does_not_wait_for_idle_cpus(monkeypatch):
     with working(monkeypatch, lambda: 0.0, needs_idle_cpus=False) as orders:
         wait_until(lambda: orders.times_asked > 1)

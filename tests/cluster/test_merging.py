@@ -42,7 +42,7 @@ def together(path: str, *told: bytes, method: str = "GET", query: str = "", num_
     return merged(call, told, len(told) if num_asked is None else num_asked)
 
 
-def test_documents_of_all_replicas_are_listed_each_version_once():
+def test_listing_merges_replicas_and_deduplicates_versions():
     first = listing(document("a", "1"), document("b"), document("b", "2"))
     second = listing(document("a"), document("a", "1"), document("c"))
     found = together(DOCUMENTS, first, second)
@@ -69,7 +69,7 @@ def test_pagination_covers_all_documents(query, names, has_more):
     assert (found["total"], found["has_more"]) == (4, has_more)
 
 
-def test_memory_is_summed_and_the_store_is_shared():
+def test_host_bytes_are_summed_and_shared_disk_bytes_are_not():
     first = document("a", bytes={"host": 10, "disk": 100}, chunks=1, variants=3, frequency_reuse=2.0, last_used=5.0)
     second = document("a", bytes={"host": 7, "disk": 300}, chunks=2, variants=1, pinned_until=9.0, erasing=True)
     (found,) = together(f"{DOCUMENTS}/a", listing(first), listing(second))["data"]
@@ -93,7 +93,7 @@ def test_the_answer_of_a_single_replica_is_unchanged():
     assert together(f"{DOCUMENTS}/a", body, num_asked=2)["replicas"] == 1  # the other knows nothing of it
 
 
-def test_counts_of_a_removal_are_merged():
+def test_removal_counts_are_merged():
     def removal(chunks: int, variants: int, host: int, disk: int, is_own: bool) -> bytes:
         counts = {"chunks": chunks, "kept_chunks": 0, "variants": variants, "bytes": {"host": host, "disk": disk}}
         named = {"object": "cache.removal", "id": "a", "version": None, "erased": True}
@@ -122,7 +122,7 @@ def live(name: str, **more) -> dict:
     } | more
 
 
-def test_the_live_view_covers_all_replicas_and_each():
+def test_live_view_has_totals_and_each_replica():
     first = live("a")
     disk = first["tiers"][1] | {"used_bytes": 30, "num_variants": 4}
     second = live("a", tiers=[first["tiers"][0], disk], num_variants=5, answered=1, uptime_s=2.0)
@@ -142,14 +142,14 @@ def test_the_live_view_covers_all_replicas_and_each():
     assert found["replicas"][0]["queue"] == {"running": 1, "waiting": 2}
 
 
-def test_without_a_store_each_replica_has_variants_of_its_own():
+def test_variants_are_summed_when_no_store_is_shared():
     def alone(number: int) -> bytes:
         return json.dumps(live("a", tiers=[live("a")["tiers"][0]], num_variants=number)).encode()
 
     assert together("/v1/live", alone(6), alone(5))["num_variants"] == 11
 
 
-def test_a_live_view_is_no_longer_for_more_replicas():
+def test_live_view_lists_do_not_grow_with_the_number_of_replicas():
     def much(number: int) -> bytes:
         recent = [{"at": float(2 * at + number), "ttft_s": 1.0} for at in range(NUM_RECENT)]
         use = {"title": None, "tokens": 1, "reused_tokens": 1, "last_used": 1.0}
@@ -179,7 +179,7 @@ def chat(*documents: dict, **more) -> dict:
     return {"messages": question, "max_tokens": 2, "documents": list(documents), **more}
 
 
-def test_the_listing_is_of_all_replicas(cluster):
+def test_front_listing_covers_all_replicas(cluster):
     names = [f"of-both-{number}" for number in range(3)]
     texts = [f"Note {number} tells of the {number} bells of Bremen." for number in range(3)]
     first, second, third = ({"id": name, "text": text} for name, text in zip(names, texts, strict=True))
@@ -202,7 +202,7 @@ def test_the_listing_is_of_all_replicas(cluster):
     assert cluster.ask("GET", f"{DOCUMENTS}/{names[2]}").json()["replicas"] == 2
 
 
-def test_a_partial_listing_is_refused(cluster):
+def test_listing_fails_if_a_replica_is_unreachable(cluster):
     cluster.replicas.unreachable = {1}
     answer = cluster.ask("GET", DOCUMENTS)
     assert answer.status_code == 503 and "1 of 2 replicas could not be reached" in answer.text
@@ -246,7 +246,7 @@ def test_the_live_view_counts_answers_of_all_replicas(cluster):
     assert httpx.get(f"{cluster.url}/v1/live", headers=bearer(API_KEY), timeout=60).status_code == 503
 
 
-def test_the_page_is_the_fronts_own(cluster, servers):
+def test_front_serves_the_page_without_replicas(cluster, servers):
     """So it is available while no replica is."""
     cluster.replicas.states = {"starting": 2}
     for path in ("/", "/page/app.js", "/page/style.css"):

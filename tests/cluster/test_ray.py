@@ -75,7 +75,7 @@ def requests_by_replica(cluster: Serving) -> dict[str, float]:
     return found
 
 
-def test_answers_are_those_of_one_server(cluster: Serving, folder: Path) -> None:
+def test_answers_match_those_of_one_server(cluster: Serving, folder: Path) -> None:
     """Token for token, in mode exact, from both replicas, cold and from the cache."""
 
     def ask(server: Serving, question: str) -> list:
@@ -94,7 +94,7 @@ def test_answers_are_those_of_one_server(cluster: Serving, folder: Path) -> None
     assert len({text for text, *_ in wanted}) > 1
 
 
-def test_the_same_passages_are_routed_to_their_replica_and_others_spread(cluster: Serving) -> None:
+def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: Serving) -> None:
     passages = documents("bees")
     cluster.chat("What is it?", documents=passages)
     time.sleep(1.5)  # until the summary with them was published
@@ -134,7 +134,7 @@ def test_a_stream_arrives_in_parts_and_a_disconnect_frees_its_slot(cluster: Serv
     assert time.monotonic() - left < max(20 * taken_s, 3.0)
 
 
-def test_a_replica_that_is_killed_costs_its_streams_and_nothing_else(cluster: Serving) -> None:
+def test_killed_replica_affects_only_its_own_streams(cluster: Serving) -> None:
     names = [f"Tell me of {number}." for number in range(12)]
     wanted = {name: cluster.text(name, **LONG) for name in names}
     victim = cluster.pids(REPLICA)[0]
@@ -233,7 +233,7 @@ def test_a_failed_start_is_explained_in_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_that_ends_while_waiting_for_hosts_leaves_nothing_behind(folder: Path, number: int) -> None:
+def test_server_stopped_while_waiting_for_hosts_leaves_no_processes(folder: Path, number: int) -> None:
     """No host has such a resource, but one that has may join."""
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", "--cluster", "ray", *QUICK]
     command += ["--replica-resources", "unobtainable=1"]

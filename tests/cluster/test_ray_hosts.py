@@ -32,7 +32,7 @@ def cluster(folder: Path) -> Iterator[Serving]:
         yield server
 
 
-def test_answers_are_those_of_one_process(cluster: Serving, folder: Path) -> None:
+def test_answers_match_those_of_one_process(cluster: Serving, folder: Path) -> None:
     with serving(folder, under=ONE_DEVICE) as single:
         for reuse in ("off", "exact", "exact", "bounded"):
             for question in QUESTIONS:

@@ -99,7 +99,7 @@ def wait_until_written(cluster: Serving) -> None:
         counts.append(stored(cluster))
 
 
-def test_answers_continue_without_the_bucket_and_sharing_resumes_with_it(cluster: Serving, gate: Gate) -> None:
+def test_answers_continue_during_bucket_outage_and_sharing_resumes_after(cluster: Serving, gate: Gate) -> None:
     wanted = cluster.text("What is it?", documents=documents("before"), reuse="exact")
     with loading(cluster) as load:
         time.sleep(1.0)
@@ -127,7 +127,7 @@ def test_answers_continue_without_the_bucket_and_sharing_resumes_with_it(cluster
     assert tiers(cluster, "afterwards") == {"disk"} and tiers(cluster, "before") == {"disk"}
 
 
-def test_answers_continue_without_redis_and_leases_resume_with_it(cluster: Serving, redis: Redis) -> None:
+def test_answers_continue_during_redis_outage_and_leases_resume_after(cluster: Serving, redis: Redis) -> None:
     tiers(cluster, "told")
     assert redis.keys(), "nothing is told by Redis at all"
     with loading(cluster) as load:

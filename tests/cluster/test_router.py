@@ -84,7 +84,7 @@ async def send(router, replica, name="r", prompt=PROMPT):
     router.on_request_routed(pending(prompt, name), replica.replica_id, None)
 
 
-def test_a_request_is_routed_to_its_chunks(router):
+def test_request_is_routed_to_the_replica_with_most_of_its_chunks(router):
     one, two = Replica("one"), Replica("two")
     for number, (better, worse) in enumerate([(one, two), (two, one)]):
         better.publish(number, CHUNKS[:2])
@@ -92,7 +92,7 @@ def test_a_request_is_routed_to_its_chunks(router):
         assert order(router, [one, two]) == order(router, [two, one]) == [better.name, worse.name]
 
 
-def test_calls_sent_since_a_summary_count_until_the_next(router, clock):
+def test_calls_sent_since_the_last_summary_count_as_load(router, clock):
     one, two = Replica("one"), Replica("two")
     one.publish(1, CHUNKS)
     two.publish(1, CHUNKS[:2])
@@ -106,7 +106,7 @@ def test_calls_sent_since_a_summary_count_until_the_next(router, clock):
     assert order(router, [one, two]) == ["one", "two"]
 
 
-def test_calls_sent_just_before_a_summary_may_be_missing_from_it(router, clock):
+def test_calls_sent_just_before_a_summary_still_count_as_load(router, clock):
     one, two = Replica("one"), Replica("two")
     one.publish(1, CHUNKS)
     two.publish(1, CHUNKS[:2])
@@ -118,7 +118,7 @@ def test_calls_sent_just_before_a_summary_may_be_missing_from_it(router, clock):
     assert order(router, [one, two]) == ["two", "one"]
 
 
-def test_an_old_summary_is_ignored_and_does_not_look_idle(router, clock):
+def test_stale_summary_is_ignored_and_replica_is_not_considered_idle(router, clock):
     one, two = Replica("one"), Replica("two")
     one.publish(1, CHUNKS)
     two.publish(1, (), waiting=50)
@@ -128,7 +128,7 @@ def test_an_old_summary_is_ignored_and_does_not_look_idle(router, clock):
     assert order(router, [one, two]) == ["two", "one"]
 
 
-def test_without_chunks_the_less_busy_replica_is_first(router):
+def test_without_chunks_the_least_loaded_replica_is_first(router):
     one, two = Replica("one"), Replica("two")
     for replica in (one, two):
         replica.publish(1)
@@ -140,7 +140,7 @@ def test_without_chunks_the_less_busy_replica_is_first(router):
     assert order(router, [one, two], None) == ["one", "two"]
 
 
-def test_nothing_is_kept_of_a_replica_that_died(router, monkeypatch):
+def test_state_of_a_dead_replica_is_dropped(router, monkeypatch):
     one = Replica("one")
     one.publish(1, CHUNKS)
     order(router, [one])

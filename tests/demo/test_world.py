@@ -38,7 +38,7 @@ def _asked(contexts, kind=None):
                 yield question, texts, names[0] if names else None, context
 
 
-def test_every_question_has_distractors_of_its_relation_in_the_text(contexts):
+def test_text_contains_distractors_for_every_question(contexts):
     for question, texts, _, context in _asked(contexts):
         text = "\n".join(passage.text for passage in context.passages)
         present = {value for value in VALUES[question.relation] if _has(text, value)}
@@ -49,7 +49,7 @@ def test_every_question_has_distractors_of_its_relation_in_the_text(contexts):
     assert sum(ratios) / len(ratios) < 0.42, "far below answering"
 
 
-def test_single_questions_name_their_subject_in_the_passage(contexts):
+def test_passage_of_a_single_question_names_its_subject(contexts):
     named = [one for one in _asked(contexts, "single") if one[2]]
     for question, (text,), name, context in named:
         assert name in text + context.passages[question.passages[0]].title
@@ -62,7 +62,7 @@ def _names(text):
     return [f"{first} {last}" for first, last in found if first in WOMEN + MEN and last in SURNAMES]
 
 
-def test_pronoun_questions_need_the_passage_right_before(contexts):
+def test_pronoun_questions_depend_on_the_previous_passage(contexts):
     found = list(_asked(contexts, "pronoun"))
     for question, (before, after), name, _ in found:
         assert question.passages[1] == question.passages[0] + 1
@@ -72,7 +72,7 @@ def test_pronoun_questions_need_the_passage_right_before(contexts):
 
 
 @pytest.mark.parametrize(("kind", "relation"), [("alias", NICKNAME), ("two_hop", WORKPLACE)])
-def test_what_leads_to_the_answer_stands_in_both_passages(contexts, kind, relation):
+def test_bridge_entity_appears_in_both_passages(contexts, kind, relation):
     found = list(_asked(contexts, kind))
     for question, (first, second), name, _ in found:
         assert name in first and name not in second
@@ -81,7 +81,7 @@ def test_what_leads_to_the_answer_stands_in_both_passages(contexts, kind, relati
     assert len(found) >= 10
 
 
-def test_same_seed_same_towns_other_seed_other_towns():
+def test_towns_depend_only_on_the_seed():
     assert _contexts(3) == _contexts(3)
     other = random.Random("another seed")
     assert sample_context(other, Difficulty(5, WEIGHTS, min_words=27, kinds=KINDS), 6) not in _contexts(3)
@@ -97,7 +97,7 @@ def test_passages_have_the_wanted_number_of_words():
     assert min(fixed) >= 40 and max(fixed) < 60
 
 
-def test_direct_towns_put_the_value_right_behind_the_name():
+def test_direct_towns_put_the_value_right_after_the_name():
     for seed in range(20):
         town = Town(random.Random(seed), direct_ratio=1.0)
         story = town.nickname(3)
@@ -115,7 +115,7 @@ def test_people_and_surnames_are_unique_within_a_town():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_fact_is_written_once(seed):
+def test_each_fact_is_stated_once(seed):
     """Else two values answer one question: someone who worked at two places once spoilt a third of the two-hop ones."""
     town = Town(random.Random(seed))
     counts = ((town.portrait, 10), (town.register, 10), (town.nickname, 6), (town.place, 4))
@@ -133,7 +133,7 @@ def test_facts_without_enough_distractors_are_not_asked():
 
 
 @pytest.mark.parametrize(("values", "ratio"), [(["a", "b", "c", "d"], 0.25), (["a", "a", "b"], 2 / 3), (["a"], 1.0)])
-def test_guess_ratio_by_hand(values, ratio):
+def test_guess_ratio_matches_values_computed_by_hand(values, ratio):
     assert guess_ratio(values) == pytest.approx(ratio)
 
 

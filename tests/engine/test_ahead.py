@@ -63,7 +63,7 @@ def work_off(generator):
 
 
 @pytest.mark.parametrize("mode", ["exact", "bounded", "fast"])
-def test_the_whole_group_is_computed_while_its_request_waits(engines, mode):
+def test_generator_computes_all_chunks_of_a_queued_request(engines, mode):
     replica, generator = engines
     with MODEL.engine() as plain:
         wanted = plain.run(request(SEGMENTS, "off")).token_ids
@@ -76,7 +76,7 @@ def test_the_whole_group_is_computed_while_its_request_waits(engines, mode):
     assert generator.orders.counts.computed_tokens >= NUM_PASSAGE_TOKENS
 
 
-def test_what_two_prompts_begin_with_is_computed_once(engines):
+def test_common_prefix_of_two_queued_prompts_is_computed_once(engines):
     replica, generator = engines
     with in_line(replica, request(SEGMENTS), request(permuted(SEGMENTS, (0, 2)))) as futures:
         assert replica.orders.place() == 2
@@ -85,7 +85,7 @@ def test_what_two_prompts_begin_with_is_computed_once(engines):
 
 
 @pytest.mark.parametrize(("dtype", "is_exact"), [("float32", False), ("bfloat16", True)])
-def test_what_another_platform_computed_is_exact_up_to_its_rounding_only(tmp_path, monkeypatch, dtype, is_exact):
+def test_kv_from_another_platform_is_exact_only_within_rounding(tmp_path, monkeypatch, dtype, is_exact):
     model, store = TinyModel(), f"file://{tmp_path}/store"
     params = jax.tree.map(lambda weight: weight.astype(dtype), model.loaded.params)
     model.loaded = dataclasses.replace(model.loaded, params=params)
@@ -103,7 +103,7 @@ def test_what_another_platform_computed_is_exact_up_to_its_rounding_only(tmp_pat
         assert {record.meta["platform"] for record in engine._store.records()} == {"cpu"}
 
 
-def test_nothing_is_ordered_twice_or_that_is_there(engines):
+def test_chunks_already_ordered_or_stored_are_not_ordered(engines):
     replica, generator = engines
     replica.run(request(SEGMENTS))
     replica.cache.flush()
@@ -115,7 +115,7 @@ def test_nothing_is_ordered_twice_or_that_is_there(engines):
         assert work_off(generator) == [["computed"] * 2]
 
 
-def test_who_did_not_wait_long_enough_orders_nothing(tmp_path, monkeypatch):
+def test_request_places_no_order_before_order_after_s(tmp_path, monkeypatch):
     shared = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
     with MODEL.engine(**shared, order_after_s=3600.0) as replica, in_line(replica, request(SEGMENTS)):
         (waiting,) = replica._loop.waiting()
@@ -126,7 +126,7 @@ def test_who_did_not_wait_long_enough_orders_nothing(tmp_path, monkeypatch):
         assert replica.orders.place() == 1
 
 
-def test_modes_and_engines_without_reuse_order_nothing(engines, tmp_path):
+def test_reuse_off_and_engines_without_an_index_place_no_orders(engines, tmp_path):
     replica, _ = engines
     with in_line(replica, request(SEGMENTS, "off")):
         assert replica.orders.place() == 0
@@ -136,7 +136,7 @@ def test_modes_and_engines_without_reuse_order_nothing(engines, tmp_path):
             alone.orders.compute()
 
 
-def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypatch):
+def test_order_of_a_dead_generator_is_claimed_by_another(engines, monkeypatch):
     replica, generator = engines
     with in_line(replica, request(SEGMENTS, "exact")) as (future,):
         assert replica.orders.place() == 1
@@ -150,7 +150,7 @@ def test_an_order_of_a_generator_that_died_is_taken_by_another(engines, monkeypa
     assert future.result().reuse.computed_tokens == NUM_QUESTION_TOKENS
 
 
-def test_orders_that_make_no_sense_are_dropped(engines):
+def test_invalid_orders_are_dropped(engines):
     replica, generator = engines
     chunk = Chunk(chunk_id([1, 2]), (1, 2))
     foreign = PrefillOrder((Chunk(chunk_id([1, 500]), (1, 500)),), False)
@@ -164,7 +164,7 @@ def test_orders_that_make_no_sense_are_dropped(engines):
     assert len(replica.orders._orders) == 0 and generator.cache.num_variants == 0
 
 
-def test_what_is_written_is_read_and_the_key_is_that_of_the_variant():
+def test_order_survives_encoding_and_its_key_depends_on_chunk_order():
     chunks = tuple(
         Chunk(chunk_id(ids), tuple(ids), document_id=f"d{ids[0]}", version="v", title="T", source_id="s")
         for ids in ([1, 2, 3], [4, 5])
@@ -178,11 +178,11 @@ def test_what_is_written_is_read_and_the_key_is_that_of_the_variant():
 
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), True, "1"])
-def test_the_wait_must_be_a_time(value):
+def test_order_after_s_must_be_a_valid_duration(value):
     with pytest.raises(ConfigError, match="order_after_s"):
         EngineConfig(store="file:///x", store_index="sqlite:///x.db", order_after_s=value)
 
 
-def test_orders_need_an_index():
+def test_order_after_s_requires_a_store_index():
     with pytest.raises(ConfigError, match="store_index"):
         EngineConfig(store="file:///x", order_after_s=1.0)

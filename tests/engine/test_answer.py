@@ -26,6 +26,6 @@ def test_an_end_of_text_token_ends_the_answer_unless_it_is_ignored() -> None:
     assert (ignored.finish_reason, ignored.num_tokens, ignored.last_token) == (None, 3, WORD)
 
 
-def test_only_a_truth_value_is_taken() -> None:
+def test_ignore_eos_must_be_a_bool() -> None:
     with pytest.raises(RequestError, match="ignore_eos: wanted true or false, got 1"):
         SamplingParams(ignore_eos=1)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ def computed(monkeypatch):
     ],
     ids=str,
 )
-def test_each_answer_is_the_one_that_its_seed_gives_alone(settings):
+def test_each_answer_equals_a_separate_request_with_its_seed(settings):
     random = np.random.default_rng(1)
     asked = prompts(random, 8)
     with MODEL.engine(max_model_len=512, **settings) as engine:
@@ -127,7 +127,7 @@ def test_each_answer_is_the_one_that_its_seed_gives_alone(settings):
 
 
 @pytest.mark.parametrize(("question", "num_seqs"), [(1, 1), (2, 3), (16, 3), (16, 16), (17, 1), (32, 16)])
-def test_the_prompt_is_computed_once_also_when_the_answers_take_turns(question, num_seqs, computed):
+def test_prompt_is_computed_once_even_if_answers_run_one_after_another(question, num_seqs, computed):
     segments = draw_segments(np.random.default_rng(question), [40, 30], question=question)
     with MODEL.engine(max_model_len=512, max_num_seqs=num_seqs) as engine:
         request = ask(segments, n=5, tokens=21, seed=3, temperature=1.0)
@@ -139,7 +139,7 @@ def test_the_prompt_is_computed_once_also_when_the_answers_take_turns(question, 
         assert engine._pool.num_free == engine._pool.num_pages
 
 
-def test_a_prompt_that_waits_for_its_next_reader_is_kept_where_it_fits(computed):
+def test_shared_prompt_is_kept_between_answers_if_pages_suffice(computed):
     """One slot, pages for the prompt and one answer: between two answers the prompt has no reader, and nothing else
     needs its pages."""
     segments = draw_segments(np.random.default_rng(9), [150, 60], question=20)
@@ -197,7 +197,7 @@ def pages_with(free, evictable, prompts):
         (30, [4, 7], 16, 0),
     ],
 )
-def test_prompts_that_nobody_reads_go_after_cached_chunks_and_oldest_first(wanted, dropped, free, evictable):
+def test_unread_shared_prompts_are_dropped_after_cached_chunks_oldest_first(wanted, dropped, free, evictable):
     cache, pages = pages_with(2, 3, [(4, False), (5, True), (7, False)])
     unread = [one.shared_prompt.num_pages for one in pages.shared if one.is_unread]
     assert pages.num_pages == 2 + 3 + sum(unread)
@@ -208,7 +208,7 @@ def test_prompts_that_nobody_reads_go_after_cached_chunks_and_oldest_first(wante
     assert pages.num_pages == 2 + 3 + sum(unread)
 
 
-def test_answers_of_one_token_each(computed):
+def test_one_token_answers_share_the_prompt(computed):
     segments = draw_segments(np.random.default_rng(2), [40])
     with MODEL.engine(max_model_len=512) as engine:
         request = ask(segments, n=16, tokens=1, seed=3, temperature=2.0)
@@ -219,7 +219,7 @@ def test_answers_of_one_token_each(computed):
         assert sum(computed) == sum(map(len, segments)) + 15
 
 
-def test_the_second_answer_of_a_seed_is_no_first_one_of_another():
+def test_derived_seeds_of_answers_never_collide():
     seeds = {seed_of(seed, index) for seed in range(50) for index in range(16)}
     assert len(seeds) == 800 and all(0 <= seed < 2**64 for seed in seeds)
     assert [seed_of(seed, 0) for seed in (0, 7, 2**70)] == [0, 7, 2**70]
@@ -263,7 +263,7 @@ def test_an_answer_that_ends_early_gives_its_pages_back_at_once():
         assert sum(in_use == pages for in_use, pages in used) >= 5
 
 
-def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(monkeypatch):
+def test_page_shortage_preempts_single_answers_and_keeps_the_shared_prompt(monkeypatch):
     random = np.random.default_rng(4)
     asked = [draw_segments(random, [60, 60], question=20) for _ in range(4)]
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=16) as engine:
@@ -295,7 +295,7 @@ def test_when_pages_run_out_single_answers_are_preempted_and_the_prompt_stays(mo
         assert engine._pool.num_free == LEAST and not engine._loop._sequences.pages.shared
 
 
-def test_the_prompt_of_answers_that_all_wait_makes_room_and_is_shared_again(monkeypatch, computed):
+def test_shared_prompt_is_dropped_while_all_answers_wait_and_shared_again(monkeypatch, computed):
     """While all answers wait, the pages of their prompt are needed. With two slots, two of them compute it."""
     segments = draw_segments(np.random.default_rng(5), [300], question=20)
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=2) as engine:
@@ -376,7 +376,7 @@ def test_a_step_that_fails_ends_all_answers_with_one_error(monkeypatch, caplog):
         assert engine._pool.num_free == engine._pool.num_pages
 
 
-def test_cached_chunks_that_answers_read_stay_until_the_last_of_them_ends():
+def test_cached_chunks_are_kept_until_the_last_answer_reading_them_ends():
     """On the device the chunks are in pages of the cache, which other requests need meanwhile."""
     random = np.random.default_rng(8)
     segments = draw_segments(random, [60, 40], question=12)
@@ -395,7 +395,7 @@ def test_cached_chunks_that_answers_read_stay_until_the_last_of_them_ends():
         assert len(held) == 1
 
 
-def test_cached_chunks_stay_pinned_when_the_answer_that_asked_for_them_ends():
+def test_cached_chunks_stay_pinned_after_the_first_answer_ends():
     model = TinyModel(seed=31)
     model.loaded = dataclasses.replace(model.loaded, eos_ids=frozenset(range(0, 97, 24)))
     segments = draw_segments(np.random.default_rng(8), [60, 40], question=12)
@@ -420,12 +420,12 @@ def test_cached_chunks_stay_pinned_when_the_answer_that_asked_for_them_ends():
 
 
 @pytest.mark.parametrize("n", [0, -1, 17, True, None, 2.0])
-def test_other_numbers_of_answers_are_refused(n):
+def test_invalid_number_of_answers_is_rejected(n):
     with pytest.raises(RequestError, match=f"n: wanted .*got {n}"):
         SamplingParams(n=n)
 
 
-def test_a_prompt_that_no_sibling_could_read_is_refused_before_it_is_computed(computed):
+def test_prompt_without_pages_for_a_second_answer_is_rejected_up_front(computed):
     """One answer takes the whole pool; the second would need another page for the prompt's last token."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE) as engine:
         segments = [[1] * 2 for _ in range(LEAST - 1)] + [[1] * 15]

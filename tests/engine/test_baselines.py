@@ -54,7 +54,7 @@ def logits(moved: bool, ratio: float = 0.0):
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 @pytest.mark.parametrize("moved", [True, False])
-def test_table_3s_four_cases_are_the_oracles(moved, ratio):
+def test_four_cases_of_table_3_match_the_oracle(moved, ratio):
     got, plan = logits(moved, ratio)
     assert [segment.key_shift for segment in plan.segments] == ([0] * 5 if moved else [0, 70, -20, -20, 0])
     offsets = [segment.start + np.asarray(segment.recompute_offsets, int) for segment in plan.segments[:-1]]
@@ -69,14 +69,14 @@ def test_table_3s_four_cases_are_the_oracles(moved, ratio):
     assert np.abs(got - other).max() > 100 * TOLERANCE
 
 
-def test_a_device_tier_keeps_no_keys_for_one_position():
+def test_device_tier_requires_fixes_positions():
     with pytest.raises(ConfigError, match="fixes_positions: wanted True with device_cache_bytes"):
         MODEL.engine(fixes_positions=False, device_cache_bytes=8 << 20)
     with pytest.raises(ConfigError, match="fixes_positions: wanted True or False"):
         MODEL.engine(fixes_positions=1)
 
 
-def test_h2o_recomputes_what_drew_most_mass():
+def test_h2o_recomputes_the_tokens_that_received_most_attention():
     with MODEL.engine(max_model_len=512, strategy="h2o", recompute_ratio=0.2) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
         metas = {meta.num_tokens: meta for meta in engine._variants}
@@ -100,7 +100,7 @@ def test_h2o_recomputes_what_drew_most_mass():
     assert np.abs(early[:90] / drew[:90] - 1).max() > 6e-3, "the mutant: without the question's tokens"
 
 
-def test_other_strategies_measure_nothing_of_the_kind():
+def test_other_strategies_do_not_measure_received_attention():
     with MODEL.engine(max_model_len=512) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         assert not any(meta.token_received for meta in engine._variants)

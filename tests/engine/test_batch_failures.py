@@ -103,7 +103,7 @@ def jobs(monkeypatch):
 # -- without retries ---------------------------------------------------------------------------------------------------
 
 
-def test_a_prefill_without_memory_fails_alone(strict, monkeypatch, caplog):
+def test_prefill_out_of_memory_fails_only_its_own_request(strict, monkeypatch, caplog):
     engine = strict
     wanted, short = engine.run(ask(SEGMENTS, "off", tokens=60)), engine.run(ask(SEGMENTS, "off"))
     free = engine.batch_counts.free_pages
@@ -124,7 +124,7 @@ def test_a_prefill_without_memory_fails_alone(strict, monkeypatch, caplog):
     assert "1073741824" in caplog.text  # the device's message goes to the log
 
 
-def test_a_decode_step_without_memory_fails_those_that_were_in_it(strict, monkeypatch):
+def test_decode_step_out_of_memory_fails_only_the_requests_in_it(strict, monkeypatch):
     engine = strict
     wanted = engine.run(ask(SEGMENTS, "off"))
     free = engine.batch_counts.free_pages
@@ -143,7 +143,7 @@ def test_a_decode_step_without_memory_fails_those_that_were_in_it(strict, monkey
     assert engine.batch_counts.free_pages == free
 
 
-def test_pages_that_a_failed_step_took_along_are_replaced_and_nobody_reads_them(strict, monkeypatch):
+def test_pages_lost_in_a_failed_step_are_replaced_and_never_read(strict, monkeypatch):
     engine = strict
     wanted = engine.run(ask(SEGMENTS, "exact"))
     assert engine.run(ask(SEGMENTS, "exact")).reuse.reused_tokens > 0
@@ -169,7 +169,7 @@ def test_pages_that_a_failed_step_took_along_are_replaced_and_nobody_reads_them(
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, None])
-def test_the_number_of_retries_is_checked(value):
+def test_invalid_max_retries_is_rejected(value):
     with pytest.raises(ConfigError, match="max_retries"):
         EngineConfig(max_retries=value)
 
@@ -178,7 +178,7 @@ def test_the_number_of_retries_is_checked(value):
 
 
 @pytest.mark.parametrize(("module", "name"), [(pack_module, "paged_layer_step"), (decode_module, "paged_decode_step")])
-def test_who_was_in_a_failed_step_is_tried_again_and_answers_as_ever(engine, monkeypatch, module, name):
+def test_requests_in_a_failed_step_are_retried_with_the_same_answers(engine, monkeypatch, module, name):
     requests = [
         ask(SEGMENTS, "off", tokens=30),
         ask(OTHERS[0], "exact", tokens=30, temperature=1.0, seed=3),
@@ -210,7 +210,7 @@ def test_who_was_in_a_failed_step_is_tried_again_and_answers_as_ever(engine, mon
 
 @pytest.mark.parametrize("takes_pages", [False, True])
 @pytest.mark.parametrize("where", ["prefill", "decode"])
-def test_a_request_that_makes_every_step_fail_ends_alone(engine, monkeypatch, where, takes_pages):
+def test_request_that_fails_every_step_does_not_fail_others(engine, monkeypatch, where, takes_pages):
     """It shares packs and steps with others, which all get their answers; its own error is that of the step."""
     wanted = [engine.run(ask(segments, "exact", tokens=20)) for segments in OTHERS]
     before, num_failed = engine.batch_counts.retries, 0
@@ -255,7 +255,7 @@ def test_a_request_that_makes_every_step_fail_ends_alone(engine, monkeypatch, wh
     check_pages(engine)
 
 
-def test_who_has_no_retry_left_meets_nobody_elses_failure(monkeypatch):
+def test_request_without_retries_left_is_not_failed_by_another_request(monkeypatch):
     """Two requests that fail every decode step, one after the other, while other answers continue."""
     with build(max_retries=1) as engine:
         wanted = [engine.run(ask(segments, "off", tokens=40)) for segments in OTHERS[:2]]
@@ -284,7 +284,7 @@ def test_who_has_no_retry_left_meets_nobody_elses_failure(monkeypatch):
         check_pages(engine)
 
 
-def test_whoever_cannot_be_told_is_nobody_elses_concern(engine):
+def test_client_callback_that_raises_does_not_affect_other_requests(engine):
     wanted = engine.run(ask(SEGMENTS, "off", tokens=40))
 
     def refuse(event):
@@ -323,7 +323,7 @@ class LosesPool:
         pytest.param("decode", 6, "default", marks=pytest.mark.slow),
     ],
 )
-def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, number, policy):
+def test_lost_pool_only_requires_loading_the_chunks_again(monkeypatch, jobs, where, number, policy):
     """With running answers, a running prefill and queued requests."""
     settings = {} if policy == "default" else {"eviction_policy": policy, "strategy": "prefix"}
     documents = [permuted(OTHERS[0], order) for order in ([0, 1], [1, 0])]
@@ -362,7 +362,7 @@ def test_a_lost_pool_costs_no_more_than_loading_again(monkeypatch, jobs, where, 
         check_pages(engine)
 
 
-def test_what_only_the_device_had_is_computed_again(monkeypatch):
+def test_chunks_held_only_on_a_lost_device_are_computed_again(monkeypatch):
     with build() as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
         assert engine._store.ids(DEVICE)
@@ -377,7 +377,7 @@ def test_what_only_the_device_had_is_computed_again(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["pgdsf", "lru", "cost"])
-def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(monkeypatch, policy):
+def test_device_chunks_in_use_are_copied_to_host_and_survive_a_lost_pool(monkeypatch, policy):
     """RAGCache sec. 6: the hot upper nodes on the device have a replica in host memory."""
     policy = EngineConfig().eviction_policy if policy == "cost" else policy
     with build(eviction_policy=policy) as engine:
@@ -398,7 +398,7 @@ def test_what_is_in_use_on_the_device_is_copied_to_host_memory_and_outlives_it(m
         check_pages(engine)
 
 
-def test_a_copy_that_comes_too_late_leaves_no_pin_behind(caplog):
+def test_failed_copy_from_a_lost_pool_leaves_no_pin(caplog):
     with build() as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
         engine._store.evict(HOST, engine._store.ids(HOST))
@@ -412,7 +412,7 @@ def test_a_copy_that_comes_too_late_leaves_no_pin_behind(caplog):
         check_pages(engine)
 
 
-def test_what_host_memory_has_better_use_for_is_not_copied_there(monkeypatch):
+def test_device_chunks_are_not_copied_to_host_memory_without_room(monkeypatch):
     """Nor are chunks for which host memory has no space at all."""
     with build(host_cache_bytes=20 * SPEC.num_bytes(1)) as engine:
         for _ in range(3):
@@ -423,7 +423,7 @@ def test_what_host_memory_has_better_use_for_is_not_copied_there(monkeypatch):
         check_pages(engine)
 
 
-def test_answers_that_share_a_prompt_share_it_again(engine, monkeypatch):
+def test_answers_share_their_prompt_again_after_a_lost_pool(engine, monkeypatch):
     request = ask(SEGMENTS, "exact", tokens=25, n=4, temperature=1.0, seed=1)
     wanted = engine.run(request)
     step = LosesPool(engine, decode_module.DecodeBatch.step, 5)
@@ -436,7 +436,7 @@ def test_answers_that_share_a_prompt_share_it_again(engine, monkeypatch):
     check_pages(engine)
 
 
-def test_pinned_documents_are_no_reason_to_keep_lost_pages(engine, monkeypatch):
+def test_lost_pages_of_pinned_documents_are_dropped(engine, monkeypatch):
     wanted = engine.run(ask(SEGMENTS, "exact"))
     engine.run(ask(SEGMENTS, "exact"))
 
@@ -454,7 +454,7 @@ def test_pinned_documents_are_no_reason_to_keep_lost_pages(engine, monkeypatch):
     check_pages(engine)
 
 
-def test_requests_wait_for_whoever_still_reads_what_is_lost(engine, monkeypatch):
+def test_requests_wait_until_readers_release_lost_pages(engine, monkeypatch):
     """For example for a snapshot; waiting does not use up another retry."""
     wanted = engine.run(ask(SEGMENTS, "exact"))
     engine.run(ask(SEGMENTS, "exact"))
@@ -475,7 +475,7 @@ def test_requests_wait_for_whoever_still_reads_what_is_lost(engine, monkeypatch)
     check_pages(engine)
 
 
-def test_requests_are_told_when_there_are_no_pages_for_long(engine, monkeypatch):
+def test_requests_fail_if_the_lost_pool_cannot_be_renewed_in_time(engine, monkeypatch):
     wanted = engine.run(ask(SEGMENTS, "exact"))
     monkeypatch.setattr("ccjax.engine.batch.sequences._RENEW_S", 0.1)
     with monkeypatch.context() as patch:
@@ -489,7 +489,7 @@ def test_requests_are_told_when_there_are_no_pages_for_long(engine, monkeypatch)
     check_pages(engine)
 
 
-def test_a_pool_that_lost_a_page_says_so_and_is_renewed_only_when_free():
+def test_pool_reports_lost_pages_and_is_renewed_only_when_all_are_free():
     pool = DevicePool(SPEC, 4 * PAGE)
     assert not pool.is_lost()
     (shard,) = pool.allocate([20])
@@ -502,7 +502,7 @@ def test_a_pool_that_lost_a_page_says_so_and_is_renewed_only_when_free():
     assert not pool.is_lost() and not np.asarray(pool._layers[0][1]).any()
 
 
-def test_a_lost_pool_has_no_room_for_a_chunk_and_keeps_none_of_its_pages():
+def test_write_to_a_lost_pool_fails_and_frees_its_pages():
     pool = DevicePool(SPEC, 4 * PAGE)
     lose(pool)
     with pytest.raises(TierFullError, match="20 tokens could not be written"):

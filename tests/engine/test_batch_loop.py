@@ -126,7 +126,7 @@ def check(got, wanted):
     ],
     ids=str,
 )
-def test_requests_at_once_get_what_each_gets_alone(settings):
+def test_concurrent_requests_get_the_same_answers_as_alone(settings):
     random = np.random.default_rng(1)
     asked = prompts(random, 12)
     with MODEL.engine(max_model_len=512, **settings) as engine:
@@ -146,7 +146,7 @@ def test_requests_at_once_get_what_each_gets_alone(settings):
         assert engine._pool.num_free == free
 
 
-def test_what_one_request_computes_the_next_one_reuses_even_if_both_were_in_line():
+def test_queued_request_reuses_chunks_computed_by_the_one_before_it():
     segments = draw_segments(np.random.default_rng(2), [40, 30, 50])
     with MODEL.engine(max_num_seqs=1) as engine:
         with engine._loop.paused():
@@ -155,7 +155,7 @@ def test_what_one_request_computes_the_next_one_reuses_even_if_both_were_in_line
         assert shares == [0] + [7 + 40 + 30 + 50] * 3
 
 
-def test_what_a_pack_of_several_requests_leaves_behind_is_each_ones_own():
+def test_requests_packed_together_store_only_their_own_chunks():
     crowd = [draw_segments(np.random.default_rng(seed), [40, 30]) for seed in (2, 3, 4)]
     with MODEL.engine(max_num_seqs=4) as engine:
         with engine._loop.paused():
@@ -168,7 +168,7 @@ def test_what_a_pack_of_several_requests_leaves_behind_is_each_ones_own():
             check(again, plain)
 
 
-def test_compiling_is_not_taken_for_computing():
+def test_compile_time_is_not_measured_as_compute_time():
     segments = draw_segments(np.random.default_rng(2), [40, 30])
     with MODEL.engine() as engine:
         engine.run(ask(segments, "off"))
@@ -177,7 +177,7 @@ def test_compiling_is_not_taken_for_computing():
         assert engine.rates.seconds_per_token is not None
 
 
-def test_contexts_of_a_pack_stay_within_what_is_compiled_ahead():
+def test_pack_contexts_stay_within_the_precompiled_sizes():
     """Prompts with few computed tokens each: without a limit one pack would contain all of them."""
     random = np.random.default_rng(5)
     shared = draw_segments(random, [40, 50])[:-1]
@@ -206,7 +206,7 @@ def answer_and_prefill(engine, random, lengths, tokens, on_delta=lambda: None):
     return first, others[0]
 
 
-def test_a_decode_step_is_not_charged_for_the_layers_in_front_of_it():
+def test_decode_step_time_excludes_the_prefill_layers_before_it():
     random = np.random.default_rng(6)
     now_s, waits, steps_s = [time.perf_counter()], [], []
 
@@ -236,7 +236,7 @@ def test_a_decode_step_is_not_charged_for_the_layers_in_front_of_it():
     assert waits and moved and max(moved) < 0.1
 
 
-def test_answers_go_on_between_the_layers_of_a_long_prefill():
+def test_decoding_continues_between_the_layers_of_a_long_prefill():
     random = np.random.default_rng(3)
     events = []
     run_layer = loop_module.Pack.run_layer
@@ -255,7 +255,7 @@ def test_answers_go_on_between_the_layers_of_a_long_prefill():
     assert all("token" in events[a:b] for a, b in zip(layers, layers[1:], strict=False))
 
 
-def test_when_pages_run_out_requests_are_preempted_and_answer_all_the_same():
+def test_requests_preempted_for_lack_of_pages_still_answer_correctly():
     random = np.random.default_rng(4)
     asked = [draw_segments(random, [60, 60]) for _ in range(4)]
     least = 512 // PAGE_TOKENS + 64
@@ -322,7 +322,7 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
     assert min(stages[stage] for stage in ("line", "prefill", "decode")) > 20, stages
 
 
-def test_a_variant_that_cannot_be_read_costs_only_time(tmp_path):
+def test_unreadable_variant_does_not_change_the_answer(tmp_path):
     random = np.random.default_rng(6)
     segments = draw_segments(random, [40, 30, 50])
     others = [draw_segments(random, [20, 30]) for _ in range(3)]
@@ -343,7 +343,7 @@ def test_a_variant_that_cannot_be_read_costs_only_time(tmp_path):
         settled(engine)
 
 
-def test_other_threads_get_in_between_while_answers_run():
+def test_other_threads_can_use_the_engine_while_answers_run():
     random = np.random.default_rng(7)
     asked = prompts(random, 8)
     with MODEL.engine(max_model_len=512) as engine:
@@ -379,7 +379,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(monkeypatch, caplog):
     assert "no room on the device" in caplog.text
 
 
-def test_an_unfinished_stream_holds_up_nobody():
+def test_unfinished_stream_does_not_block_other_requests():
     segments = draw_segments(np.random.default_rng(11), [30, 40])
     with MODEL.engine() as engine:
         wanted = engine.run(ask(segments, "exact"))
@@ -400,7 +400,7 @@ def test_closing_waits_for_all_answers():
         engine.run(ask(draw_segments(random, [30])))
 
 
-def test_the_same_seed_draws_the_same_alone_and_in_a_batch():
+def test_seeded_sampling_is_the_same_alone_and_in_a_batch():
     random = np.random.default_rng(10)
     segments = draw_segments(random, [30])
     with MODEL.engine() as engine:

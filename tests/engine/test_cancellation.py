@@ -19,7 +19,7 @@ def test_the_host_is_one_layer_ahead_of_the_device(events):
 
 
 @pytest.mark.parametrize("num_layers", range(5))
-def test_no_layer_runs_once_it_is_cancelled(events, num_layers):
+def test_no_layer_runs_after_cancellation(events, num_layers):
     request = Request(segments=SEGMENTS)
     with MODEL.engine() as engine:
         assert list(engine.stream(request, is_cancelled=lambda: len(runs(events)) >= num_layers)) == []

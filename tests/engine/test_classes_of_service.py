@@ -96,13 +96,13 @@ def started(engine, requests):
         ("timeout_s", "1", "positive"),
     ],
 )
-def test_a_request_says_what_is_wrong_with_it(field, value, words):
+def test_invalid_request_field_is_named_in_the_error(field, value, words):
     with pytest.raises(RequestError, match=words) as caught:
         Request(prompt="x", **{field: value})
     assert caught.value.argument == field and len(str(caught.value)) < 200
 
 
-def test_the_extremes_are_allowed():
+def test_extreme_values_of_request_fields_are_accepted():
     Request(prompt="x", priority=-MOST_PRIORITY, flow="x" * LONGEST_FLOW, timeout_s=1e-9)
     Request(prompt="x", priority=MOST_PRIORITY, flow="", timeout_s=1)
 
@@ -129,7 +129,7 @@ def test_the_extremes_are_allowed():
         ("ranking_layers", (0, 1.5)),
     ],
 )
-def test_a_bad_limit_is_named(field, value):
+def test_invalid_limit_is_named_in_the_error(field, value):
     with pytest.raises(ConfigError, match=f"^{field}: wanted"):
         EngineConfig(**{field: value})
 
@@ -167,19 +167,19 @@ def test_every_method_of_the_scheduler_holds_the_lock():
     assert seen == dict.fromkeys(public, True) and not holds
 
 
-def test_the_more_important_start_first_and_equals_as_they_came(engine):
+def test_requests_start_by_priority_and_then_in_arrival_order(engine):
     order = started(engine, [request(priority=priority) for priority in (0, 0, 5, -5, -5)])
     assert order == [3, 4, 0, 1, 2]
 
 
-def test_who_asks_a_lot_does_not_keep_others_waiting(engine):
+def test_flow_with_many_requests_does_not_starve_other_flows(engine):
     flood = [request(flow="flood") for _ in range(8)]
     order = started(engine, [*flood, request(flow="a"), request(flow="b")])
     assert max(order.index(8), order.index(9)) <= 3  # one round of three flows, the flood's first request ahead
     assert [number for number in order if number < 8] == list(range(8))
 
 
-def test_those_likely_next_are_planned_first():
+def test_requests_likely_to_run_next_are_planned_first():
     class One:
         def __init__(self, flow, priority):
             self.group = types.SimpleNamespace(flow=flow, priority=priority)
@@ -188,7 +188,7 @@ def test_those_likely_next_are_planned_first():
     assert planning_order(line) == [line[number] for number in (4, 5, 0, 3, 1, 2)]
 
 
-def test_an_urgent_request_takes_the_seat_and_both_get_their_answers(engine):
+def test_urgent_request_preempts_a_running_one_and_both_are_answered(engine):
     wanted = engine.run(request(tokens=60)), engine.run(request(tokens=3))
     before = engine.batch_counts.preemptions
     with Turns(engine) as turns:
@@ -202,7 +202,7 @@ def test_an_urgent_request_takes_the_seat_and_both_get_their_answers(engine):
     assert engine.batch_counts.preemptions == before + 1
 
 
-def test_a_deadline_in_line_comes_while_others_run_and_while_the_loop_stands(engine):
+def test_queued_request_misses_its_deadline_even_while_the_loop_is_paused(engine):
     begun = []
     with decoding(engine) as (_, turns):
         late = Client(engine, request(timeout_s=0.05), on_start=lambda: begun.append("late"))
@@ -263,11 +263,11 @@ def test_a_deadline_ends_a_prefill_between_two_layers(engine, monkeypatch):
     assert not late.deltas and layers == [0] and MODEL.config.num_layers > 1
 
 
-def test_time_enough_changes_nothing(engine):
+def test_deadline_that_is_met_does_not_change_the_answer(engine):
     check(engine.run(request(tokens=20, timeout_s=3600, priority=3, flow="x")), engine.run(request(tokens=20)))
 
 
-def test_a_full_line_refuses_at_once_also_while_the_loop_stands(engine):
+def test_full_queue_rejects_at_once_even_while_the_loop_is_paused(engine):
     with engine._exclusive():
         taken = []
         with pytest.raises(OverloadError, match=r"flow 'flood'.*flow_share"):
@@ -288,12 +288,12 @@ def test_a_full_line_refuses_at_once_also_while_the_loop_stands(engine):
     engine.check_queue_limit("flood")
 
 
-def test_what_the_pool_can_never_hold_is_refused_at_once(engine):
+def test_request_that_can_never_fit_the_pool_is_rejected_at_once(engine):
     with engine._exclusive(), pytest.raises(ContextLengthError, match="pages"):
         engine.submit(Request(segments=[[1] * 2] * (NUM_PAGES + 1), sampling=request().sampling), lambda _: None)
 
 
-def test_how_long_to_wait_is_estimated_from_what_was_measured(engine):
+def test_retry_after_is_estimated_from_measured_times(engine):
     engine.run(request(tokens=100))
     loop = engine._loop
     with decoding(engine) as (first, _):
@@ -310,7 +310,7 @@ def test_how_long_to_wait_is_estimated_from_what_was_measured(engine):
         first.cancel()
 
 
-def test_a_request_id_in_use_may_come_again(engine):
+def test_request_id_already_in_use_is_accepted(engine):
     with decoding(engine, request_id="one") as (_, turns):
         again = Client(engine, request(request_id="one", tokens=3))
         turns.until(again.done.is_set)
@@ -318,7 +318,7 @@ def test_a_request_id_in_use_may_come_again(engine):
 
 
 @pytest.mark.parametrize(("window", "order"), [(1, [0, 1, 2, 3]), (2, [0, 2, 1, 3]), (32, [2, 0, 1, 3])])
-def test_of_those_in_line_the_one_with_most_in_the_cache_goes_first(window, order):
+def test_queued_request_with_most_cached_tokens_starts_first(window, order):
     fresh = [draw_segments(np.random.default_rng(seed), [40, 30]) for seed in (31, 32, 33)]
     cached = draw_segments(np.random.default_rng(34), [40, 30])
     with MODEL.engine(max_model_len=512, max_num_seqs=1, reorder_window=window) as engine:
@@ -327,7 +327,7 @@ def test_of_those_in_line_the_one_with_most_in_the_cache_goes_first(window, orde
         assert started(engine, requests) == order
 
 
-def test_more_are_planned_than_the_usual_few_where_more_wait_than_find_a_seat():
+def test_planning_looks_further_ahead_if_the_queue_exceeds_the_free_slots():
     requests = [ask(draw_segments(np.random.default_rng(seed), [20]), "exact", tokens=1) for seed in range(40, 51)]
     with MODEL.engine(max_model_len=512, max_num_seqs=1) as engine:
         engine.run(requests[-1])

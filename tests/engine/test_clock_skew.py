@@ -61,7 +61,7 @@ def full_prefill() -> tuple[int, ...]:
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
 @pytest.mark.usefixtures("waits")
-def test_two_that_ask_at_once_both_answer_right_and_lose_nothing(shared, seconds):
+def test_concurrent_requests_on_skewed_clocks_answer_right_and_lose_nothing(shared, seconds):
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(MODEL.engine(**shared))]
         with clock_ahead(seconds):
@@ -91,7 +91,7 @@ def test_two_that_ask_at_once_both_answer_right_and_lose_nothing(shared, seconds
 
 @pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
 @pytest.mark.usefixtures("waits")
-def test_claims_of_the_dead_are_not_waited_for_however_late_they_seem_to_end(shared, seconds):
+def test_claims_of_a_dead_process_delay_no_request_despite_clock_skew(shared, seconds):
     with contextlib.ExitStack() as stack:
         with clock_ahead(seconds):
             dead = stack.enter_context(MODEL.engine(**shared))

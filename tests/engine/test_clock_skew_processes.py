@@ -105,14 +105,14 @@ def ordered(request: pytest.FixtureRequest, pair: tuple[str, Process, Process]) 
     return (f"{name} 1", wrong, right) if request.param == "wrong first" else (f"{name} 2", right, wrong)
 
 
-def test_the_clocks_are_apart(processes: dict[str, Process]) -> None:
+def test_wall_clocks_of_the_processes_are_skewed(processes: dict[str, Process]) -> None:
     for process in processes.values():
         found = process.tell("clock")
         assert abs(found["time"] - time.time() - process.offset_s) < SKEW_S / 2
         assert abs(found["monotonic"] - time.monotonic()) < SKEW_S / 2
 
 
-def test_what_both_want_at_once_is_computed_once(pair: tuple[str, Process, Process]) -> None:
+def test_chunks_needed_by_both_processes_at_once_are_computed_once(pair: tuple[str, Process, Process]) -> None:
     name, *both = pair
     for process in both:
         process.begin("ask", documents=passages(name))
@@ -122,7 +122,7 @@ def test_what_both_want_at_once_is_computed_once(pair: tuple[str, Process, Proce
     assert second["recomputed"] == 0 and first["computed"] == second["computed"] + sum(second["passages"])
 
 
-def test_a_lease_is_not_taken_from_who_has_it(ordered: tuple[str, Process, Process]) -> None:
+def test_lease_is_not_taken_from_its_holder(ordered: tuple[str, Process, Process]) -> None:
     name, holder, other = ordered
     holder.begin("ask", documents=passages(name), is_held=True)
     assert holder.answer() == {"computing": True}
@@ -134,7 +134,7 @@ def test_a_lease_is_not_taken_from_who_has_it(ordered: tuple[str, Process, Proce
     assert holder.answer()["tokens"] == found["tokens"]
 
 
-def test_what_one_stored_the_other_reads(ordered: tuple[str, Process, Process]) -> None:
+def test_one_process_reads_what_the_other_stored(ordered: tuple[str, Process, Process]) -> None:
     name, first, second = ordered
     stored = first.tell("ask", documents=passages(name))
     found = second.tell("ask", documents=passages(name))
@@ -143,7 +143,7 @@ def test_what_one_stored_the_other_reads(ordered: tuple[str, Process, Process]) 
     assert first.tell("corrupt") == second.tell("corrupt") == {"number": 0}
 
 
-def test_pins_are_seen_and_stay_noted(ordered: tuple[str, Process, Process]) -> None:
+def test_pins_are_visible_to_both_processes_and_their_notes_are_kept(ordered: tuple[str, Process, Process]) -> None:
     name, first, second = ordered
     first.tell("ask", documents=passages(name))
     until = first.tell("pin", name=name, ttl_s=3600.0)["until"]
@@ -156,7 +156,7 @@ def test_pins_are_seen_and_stay_noted(ordered: tuple[str, Process, Process]) -> 
     assert found[name] == until and found[f"{name}-2"] == short  # they apply the clock of the pinning process
 
 
-def test_an_erasure_holds_and_what_is_computed_after_it_stays(ordered: tuple[str, Process, Process]) -> None:
+def test_erasure_holds_and_spares_kv_computed_after_it(ordered: tuple[str, Process, Process]) -> None:
     name, first, second = ordered
     first.tell("ask", documents=passages(name))
     assert min(second.tell("ask", documents=passages(name))["passages"]) > 0  # in memory of both processes
@@ -171,7 +171,7 @@ def test_an_erasure_holds_and_what_is_computed_after_it_stays(ordered: tuple[str
 
 
 @pytest.mark.parametrize("skewed", SKEWED)
-def test_the_lease_of_a_dead_process_ends(
+def test_lease_of_a_dead_process_expires_on_time(
     processes: dict[str, Process], arguments: tuple[str, ...], skewed: str
 ) -> None:
     """Waits end at the real end of a lease, not at its end by another clock."""

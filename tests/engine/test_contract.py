@@ -51,20 +51,20 @@ def promised(report):
     return report.recomputed_tokens, report.calibrated, report.quality_target, report.quality_bound
 
 
-def test_bounded_recomputes_what_the_calibration_showed(directory):
+def test_bounded_mode_recomputes_the_calibrated_share(directory):
     found = report(directory)
     assert promised(found) == (12 + 18, True, 0.9, pytest.approx(0.9534, abs=1e-4)) and found.mode == "bounded"
 
 
 @pytest.mark.parametrize(("cached", "bound"), [("alone", 0.9534), ("seen", 0.9534), ("prepared", None), ("idle", None)])
-def test_a_bound_of_prepared_passages_is_not_claimed_for_others(directory, cached, bound):
+def test_bound_for_prepared_passages_is_not_reported_for_others(directory, cached, bound):
     write_calibration(directory / CALIBRATION_FILE, dataclasses.replace(CALIBRATION, settings={"cached": cached}))
     found = report(directory)
     assert found.calibrated and found.recomputed_tokens == 12 + 18
     assert found.quality_bound == (None if bound is None else pytest.approx(bound, abs=1e-4))
 
 
-def test_a_bound_of_prepared_passages_is_reported_for_these(tmp_path):
+def test_bound_for_prepared_passages_is_reported_for_prepared_ones(tmp_path):
     model = load_model("demo", dtype="float32")
     trials = {"auto": (Trial(0.1, 100, 100, recompute_ratio=0.1, shares=(1.0,) * 100),)}
     calibration = dataclasses.replace(
@@ -79,20 +79,20 @@ def test_a_bound_of_prepared_passages_is_reported_for_these(tmp_path):
     assert found.quality_bound == trials["auto"][0].kept_at_least(0.95) > 0.9
 
 
-def test_the_packages_own_calibration_is_used_where_the_model_has_none(tmp_path, monkeypatch):
+def test_shipped_calibration_is_used_if_the_model_has_none(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration_module, "shipped_path", lambda model: tmp_path / f"{model}.json")
     assert not report(None).calibrated
     write_calibration(tmp_path / f"{CALIBRATION.model}.json", CALIBRATION)
     assert report(None).calibrated
 
 
-def test_a_request_may_ask_for_less_or_more(directory):
+def test_request_may_set_a_lower_or_higher_quality_target(directory):
     assert promised(report(directory, target=0.8)) == (4 + 6, True, 0.8, pytest.approx(0.8363, abs=1e-4))
     found = report(directory, target=0.99)
     assert promised(found) == (0, False, 0.99, 1.0) and found.exact and found.computed_tokens > 100
 
 
-def test_a_strategy_that_failed_is_served_as_without_a_calibration(directory):
+def test_strategy_that_failed_calibration_is_served_uncalibrated(directory):
     for reuse, target in (("bounded", 0.9), ("fast", None)):
         found = report(directory, reuse=reuse, strategy="random")
         plain = report(None, reuse=reuse, strategy="random")
@@ -100,7 +100,7 @@ def test_a_strategy_that_failed_is_served_as_without_a_calibration(directory):
         assert found.mode == reuse
 
 
-def test_without_a_calibration_the_report_says_so(tmp_path):
+def test_report_says_if_there_is_no_calibration(tmp_path):
     found = report(tmp_path)
     assert found.recomputed_tokens > 0 and (found.calibrated, found.quality_target, found.quality_bound) == (
         False,
@@ -111,7 +111,7 @@ def test_without_a_calibration_the_report_says_so(tmp_path):
     assert promised(report(directory=None)) == promised(found)
 
 
-def test_what_is_reused_exactly_keeps_everything(directory):
+def test_exact_reuse_reports_a_quality_bound_of_one(directory):
     loaded = dataclasses.replace(MODEL.loaded, directory=directory)
     with Engine(loaded, EngineConfig(max_model_len=512, strategy="cachecraft")) as engine:
         for _ in range(2):
@@ -119,7 +119,7 @@ def test_what_is_reused_exactly_keeps_everything(directory):
             assert promised(found) == (0, False, 0.9, 1.0)
 
 
-def test_a_calibration_of_other_weights_does_not_count(directory, caplog):
+def test_calibration_of_other_weights_is_not_used(directory, caplog):
     path = directory / CALIBRATION_FILE
     write_calibration(path, dataclasses.replace(CALIBRATION, model="other"))
     with caplog.at_level(logging.WARNING):
@@ -129,20 +129,20 @@ def test_a_calibration_of_other_weights_does_not_count(directory, caplog):
         report(None, calibration=str(path))
 
 
-def test_a_file_may_be_named(directory, tmp_path):
+def test_calibration_file_can_be_set_by_path(directory, tmp_path):
     assert report(None, calibration=str(directory / CALIBRATION_FILE)).calibrated
     with pytest.raises(ConfigError, match="calibration: .*absent"):
         report(None, calibration=str(tmp_path / "absent"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", json.dumps({**CALIBRATION.to_json(), "version": 9})])
-def test_a_damaged_file_refuses_to_start(directory, text):
+def test_damaged_calibration_file_prevents_the_start(directory, text):
     (directory / CALIBRATION_FILE).write_text(text)
     with pytest.raises(ConfigError, match="calibration: wanted a file that ccjax calibrate wrote"):
         report(directory)
 
 
-def test_a_write_that_fails_leaves_the_old_file(directory, monkeypatch):
+def test_failed_write_keeps_the_old_calibration_file(directory, monkeypatch):
     def broken(self, *args):
         raise OSError("disk full")
 
@@ -155,6 +155,6 @@ def test_a_write_that_fails_leaves_the_old_file(directory, monkeypatch):
 
 
 @pytest.mark.parametrize("target", [-0.1, 1.1, "high", True, float("nan")])
-def test_a_bad_target_is_refused(target):
+def test_invalid_quality_target_is_rejected(target):
     with pytest.raises(RequestError, match="quality_target: wanted a number from 0 to 1"):
         Request(segments=SEGMENTS, quality_target=target)

@@ -19,7 +19,7 @@ SEGMENTS = draw_segments(np.random.default_rng(1), [40, 60])
     # CacheBlend computes all tokens in the first of three layers, and 19 and 11 % of them in the others.
     [("cachecraft", 0.15), ("auto", 0.15), ("cacheblend", (1 + 0.19 + 0.11) / 3)],
 )
-def test_f_r_grows_by_what_was_recomputed_and_not_by_the_cfo(strategy, share):
+def test_f_r_grows_with_the_recomputed_share_not_with_the_cfo(strategy, share):
     with MODEL.engine(strategy=strategy, recompute_ratio=0.15) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         report = engine.generate_from_tokens(permuted(SEGMENTS, [1, 0]), max_new_tokens=1).reuse
@@ -30,7 +30,7 @@ def test_f_r_grows_by_what_was_recomputed_and_not_by_the_cfo(strategy, share):
             assert credit == pytest.approx(1 / share, rel=0.05)
 
 
-def test_eviction_is_told_so_and_a_repaired_variant_is_worth_something():
+def test_eviction_policy_gets_recomputed_shares_of_repaired_variants():
     """For the host tier's policy, saving a tenth of a second of computation must count."""
     with MODEL.engine(strategy="auto") as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
@@ -43,7 +43,7 @@ def test_eviction_is_told_so_and_a_repaired_variant_is_worth_something():
         assert used and max(used) <= 0.2
 
 
-def test_a_new_variant_is_expected_to_cost_what_a_use_will_recompute():
+def test_new_variant_gets_the_expected_recomputed_share():
     with MODEL.engine(strategy="cachecraft", recompute_ratio=0.3) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         entries = engine._variants._placement._policies["host"]._entries.values()
@@ -64,6 +64,6 @@ def test_a_new_variant_is_expected_to_cost_what_a_use_will_recompute():
         ({"strategy": "prefix"}, 0.0),
     ],
 )
-def test_what_a_later_use_is_expected_to_recompute(settings, share):
+def test_expected_share_follows_from_the_planner_settings(settings, share):
     assert expected_share(PlannerSettings(**settings), 0.8) == pytest.approx(share)
     assert EngineConfig().strategy == "auto"

@@ -43,7 +43,7 @@ def engine(request):
         yield engine
 
 
-def test_a_chunk_computed_behind_a_second_prefix_knows_how_its_tokens_deviate(engine):
+def test_chunk_computed_behind_a_second_prefix_records_token_deviations(engine):
     segments = draw_segments(np.random.default_rng(0), [40, 30, 20])
     shuffled = permuted(segments, [2, 0, 1])
     engine.generate_from_tokens(segments, max_new_tokens=1, reuse="exact")
@@ -60,7 +60,7 @@ def test_a_chunk_computed_behind_a_second_prefix_knows_how_its_tokens_deviate(en
         assert np.abs(oracle_deviations(other, own) / wanted - 1).max() > 6e-3  # the mutant: relative to the other
 
 
-def test_deviations_choose_what_is_recomputed_and_survive_a_restart(tmp_path):
+def test_deviations_select_recomputed_tokens_and_survive_a_restart(tmp_path):
     segments = draw_segments(np.random.default_rng(1), [40, 30, 20])
     settings = {"strategy": "auto", "max_model_len": 512, "store": tmp_path.as_uri(), "recompute_ratio": 0.2}
     asked = permuted(segments, [1, 2, 0])
@@ -77,7 +77,7 @@ def test_deviations_choose_what_is_recomputed_and_survive_a_restart(tmp_path):
     assert sorted(counts) == [20, 30, 40] and counts != {40: 8, 30: 6, 20: 4}, "the budget is the prompt's"
 
 
-def test_what_is_approximate_or_lossy_or_alone_is_not_compared(tmp_path):
+def test_deviations_are_measured_only_between_exact_variants(tmp_path):
     segments = draw_segments(np.random.default_rng(2), [40, 30])
     with MODEL.engine(strategy="auto", max_model_len=512, recompute_ratio=0.2) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
@@ -91,7 +91,7 @@ def test_what_is_approximate_or_lossy_or_alone_is_not_compared(tmp_path):
         assert any(meta.token_deviations for meta in engine._variants), "idle time makes up for it"
 
 
-def test_bfloat16_is_compared_in_float32():
+def test_bfloat16_deviations_are_computed_in_float32():
     import ml_dtypes
 
     random = np.random.default_rng(4)
@@ -109,7 +109,7 @@ def documents(count):
 NAMES = ("Anna", "Bob", "Carla")
 
 
-def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_both(demo):
+def test_warming_computes_documents_alone_and_behind_the_frame_and_compares(demo):
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         assert [one.status for one in engine.documents.warm(documents(3))] == ["computed"] * 3
         frame = tuple(chunk.chunk_id for chunk in engine.documents.frame.chunks(""))
@@ -131,7 +131,7 @@ def test_warming_prepares_each_document_alone_and_behind_the_frame_and_compares_
         assert [one.status for one in engine.documents.warm(documents(3))] == ["present"] * 3
 
 
-def test_passages_of_requests_are_prepared_in_idle_time_the_reused_ones_first(demo, monkeypatch):
+def test_requested_passages_are_prepared_in_idle_time_reused_ones_first(demo, monkeypatch):
     anna, bob, carla = documents(3)
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         for asked in ([carla], [anna], [bob], [anna, bob]):
@@ -150,7 +150,7 @@ def test_passages_of_requests_are_prepared_in_idle_time_the_reused_ones_first(de
         assert not engine.cache.repair_one() and not engine._store._pins
 
 
-def test_a_passage_that_cannot_be_prepared_does_not_keep_others_from_it(demo, monkeypatch, caplog):
+def test_passage_that_cannot_be_prepared_does_not_block_others(demo, monkeypatch, caplog):
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         engine.generate("Who sings?", documents(2), max_new_tokens=1)
         run, failed = engine._background.run, []
@@ -176,7 +176,7 @@ def framed(engine):
 
 
 @pytest.mark.parametrize("erased", ["never", "before", "meanwhile"])
-def test_what_is_erased_is_not_prepared_afterwards(demo, erased, monkeypatch):
+def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
     anna, bob = documents(2)
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         for asked in ([anna], [bob], [anna, bob]):
@@ -225,7 +225,7 @@ def test_warming_uses_the_frame_where_the_strategy_does_and_it_fits(demo, settin
         assert engine.cache.num_variants == 4 + (2 + count if count else 0)
 
 
-def test_a_frame_of_ones_own(demo, tmp_path):
+def test_frame_can_be_read_from_a_file(demo, tmp_path):
     path = tmp_path / "frame.txt"
     path.write_text("Dora paints.\n \nEmil is a baker.\n")
     with Engine(demo, EngineConfig(frame=str(path))) as engine:

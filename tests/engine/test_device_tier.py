@@ -44,7 +44,7 @@ def same_report(got, wanted):
 
 
 @pytest.mark.parametrize("device_bytes", [0, ALL])
-def test_a_closed_engine_holds_no_kv_even_while_it_is_held_itself(device_bytes, monkeypatch):
+def test_closed_engine_holds_no_kv_even_while_still_referenced(device_bytes, monkeypatch):
     stored = []
     hold = HostTier._hold
     monkeypatch.setattr(HostTier, "_hold", lambda tier, kv: stored.append(weakref.ref(kv)) or hold(tier, kv))
@@ -72,7 +72,7 @@ def test_a_closed_engine_holds_no_kv_even_while_it_is_held_itself(device_bytes, 
         ({"focus_window": None}, "fast"),
     ],
 )
-def test_what_is_on_the_device_answers_as_what_is_in_host_memory(settings, reuse):
+def test_reuse_from_device_and_host_gives_identical_answers(settings, reuse):
     with (
         MODEL.engine(**settings) as host,
         MODEL.engine(max_model_len=512, device_cache_bytes=ALL, **settings) as device,
@@ -88,7 +88,7 @@ def test_what_is_on_the_device_answers_as_what_is_in_host_memory(settings, reuse
         assert usage["device"].hits > 0 and usage["host"].hits == 0
 
 
-def test_one_prompt_from_device_host_and_disk(tmp_path):
+def test_one_prompt_can_reuse_chunks_from_device_host_and_disk(tmp_path):
     """One engine whose variants are evicted from some tiers, so that one context has parts from each tier."""
     url = f"file://{tmp_path}/store"
     with (
@@ -111,7 +111,7 @@ def test_one_prompt_from_device_host_and_disk(tmp_path):
         assert set(tiers(moved[2])) == {"device"}  # variants that were read are promoted
 
 
-def test_what_is_on_the_device_takes_no_time_to_load():
+def test_chunks_on_the_device_have_no_load_time():
     with MODEL.engine() as host, MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as device:
         for engine in (host, device):
             engine.rates.tiers["host"].add(1_000_000, 0.1)
@@ -120,7 +120,7 @@ def test_what_is_on_the_device_takes_no_time_to_load():
     assert reports[1][-1].reused_tokens == reports[0][-1].reused_tokens > 0
 
 
-def test_pages_of_another_variant_are_noticed():
+def test_reading_wrong_device_pages_changes_the_answer():
     """Mutant for the tests above."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as engine:
         wanted = answer(engine, SEGMENTS, "bounded")
@@ -131,7 +131,7 @@ def test_pages_of_another_variant_are_noticed():
     assert max(abs(a - b) for a, b in zip(got[1], wanted[1], strict=True)) > 100 * TOLERANCE
 
 
-def test_a_small_pool_serves_random_prompts_and_gets_all_its_pages_back():
+def test_small_pool_serves_random_prompts_without_leaking_pages():
     random = np.random.default_rng(0)
     passages = draw_segments(random, [int(length) for length in random.integers(20, 60, 40)])[1:-1]
     limits = {"max_model_len": 512, "device_cache_bytes": LEAST * PAGE + 5, "host_cache_bytes": 130 * PAGE}
@@ -186,7 +186,7 @@ def test_after_warm_up_the_first_hit_on_the_device_compiles_nothing():
         assert compilations().count == before
 
 
-def test_budgets_that_cannot_be_are_refused(monkeypatch):
+def test_impossible_device_budgets_are_rejected(monkeypatch):
     with pytest.raises(ConfigError, match="device_cache_bytes: wanted an integer of at least 0, got -1"):
         MODEL.engine(device_cache_bytes=-1)
     with pytest.raises(

@@ -11,7 +11,7 @@ from ccjax.engine.divergence import kl_divergence
 
 
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=20))
-def test_kl_is_scipys(pairs):
+def test_kl_divergence_equals_scipy(pairs):
     from scipy import special
 
     own, other = (np.asarray(row, np.float32) for row in zip(*pairs, strict=True))
@@ -20,7 +20,7 @@ def test_kl_is_scipys(pairs):
     assert kl_divergence(own, own + 3.0) == pytest.approx(0.0, abs=1e-5), "logits count up to a constant"
 
 
-def test_kl_is_of_full_prefill_from_the_other_and_in_nats():
+def test_kl_divergence_is_from_its_first_argument_and_in_nats():
     # p = (1/2, 1/2), q = (1/4, 3/4): KL(p || q) = ln(2)/2 + ln(2/3)/2, KL(q || p) differs
     p, q = np.log(np.asarray([0.5, 0.5])), np.log(np.asarray([0.25, 0.75]))
     assert kl_divergence(p, q) == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3))

@@ -56,7 +56,7 @@ def url(tmp_path) -> str:
 # -- which chunk belongs to which document ----------------------------------------------------------------------
 
 
-def test_the_list_tells_chunks_variants_bytes_and_use(start, url):
+def test_document_list_reports_chunks_variants_bytes_and_use(start, url):
     engine = start(store=url)
     engine.documents._documents.registry.clock = lambda: 1000.0
     ask(engine, ANNA, BOB)
@@ -74,7 +74,7 @@ def test_the_list_tells_chunks_variants_bytes_and_use(start, url):
         engine.documents.list("eve")
 
 
-def test_what_belongs_to_what_outlives_a_restart_and_reaches_other_processes(start, url):
+def test_document_ownership_survives_restarts_and_reaches_other_processes(start, url):
     first = start(store=url)
     other = start(store=url)
     ask(first, ANNA, BOB)
@@ -95,7 +95,7 @@ def test_a_passage_belongs_to_its_source(start):
     assert summary(engine) == {} and engine.cache.num_variants == 1  # the system prompt
 
 
-def test_the_notes_of_evicted_documents_go_after_an_hour(start, url, tmp_path):
+def test_notes_of_evicted_documents_are_removed_after_an_hour(start, url, tmp_path):
     engine = start(store=url, max_variants=3)
     now = [0.0]
     set_clock(engine, now)
@@ -116,7 +116,7 @@ def test_the_notes_of_evicted_documents_go_after_an_hour(start, url, tmp_path):
 # -- warm -------------------------------------------------------------------------------------------------------
 
 
-def test_a_warmed_document_is_reused_anywhere_and_exactly_in_front(start):
+def test_warmed_document_is_reused_anywhere_and_exactly_as_first_passage(start):
     engine = start()
     warmed = engine.documents.warm([ANNA, BOB, ANNA])
     assert [(item.document_id, item.status) for item in warmed] == [
@@ -136,7 +136,7 @@ def test_a_warmed_document_is_reused_anywhere_and_exactly_in_front(start):
     assert engine.generate("Who sings?", [ANNA], max_new_tokens=4, reuse="exact").token_ids == plain.token_ids
 
 
-def test_a_repaired_variant_is_no_warmed_document(start):
+def test_repaired_variant_does_not_count_as_warmed(start):
     engine = start(recompute_ratio=0.15)
     ask(engine, CARLA, ANNA)
     assert not ask(engine, ANNA).exact  # which is stored after the system prompt as well
@@ -146,7 +146,7 @@ def test_a_repaired_variant_is_no_warmed_document(start):
     assert ask(engine, ANNA, reuse="exact").per_document[1].computed_tokens == 0
 
 
-def test_warming_serves_requests_with_a_system_prompt_of_their_own(start):
+def test_warming_supports_a_custom_system_prompt(start):
     engine = start()
     engine.documents.warm([ANNA], system_prompt="Sing!")
     messages = [{"role": "system", "content": "Sing!"}, {"role": "user", "content": "Who?"}]
@@ -155,7 +155,7 @@ def test_warming_serves_requests_with_a_system_prompt_of_their_own(start):
     assert report.exact and [item.computed_tokens for item in report.per_document] == [0, 0]
 
 
-def test_warming_does_not_push_out_what_it_warmed_before(start):
+def test_warming_does_not_evict_documents_it_just_warmed(start):
     engine = start(max_variants=3)
     ask(engine, DINO)
     statuses = [item.status for item in engine.documents.warm([ANNA, BOB, CARLA])]
@@ -163,7 +163,7 @@ def test_warming_does_not_push_out_what_it_warmed_before(start):
     assert {name for (name, _), (_, variants) in summary(engine).items() if variants} == {"anna", "bob"}
 
 
-def test_warming_stops_between_layers_and_goes_on_later(start):
+def test_warming_can_stop_between_layers_and_resume_later(start):
     engine = start()
     warming = engine.documents.begin_warming([ANNA, BOB])
     for num_layers in range(engine.model_config.num_layers):
@@ -175,7 +175,7 @@ def test_warming_stops_between_layers_and_goes_on_later(start):
     assert engine.documents.warm([CARLA], is_cancelled=lambda: True) == ()
 
 
-def test_what_cannot_be_warmed_is_refused_before_anything_is_computed(start, url):
+def test_invalid_warming_is_rejected_before_anything_is_computed(start, url):
     engine = start(max_model_len=80)
     with pytest.raises(ContextLengthError, match=r"documents\[1\]: wanted at most 80 tokens"):
         engine.documents.warm([ANNA, Document("word " * 200)])
@@ -201,7 +201,7 @@ def rounds(engine: Engine, number: int) -> None:
         ask(engine, document)
 
 
-def test_a_pinned_document_stays_under_pressure_until_its_time_is_over(start):
+def test_pinned_document_is_not_evicted_until_the_pin_expires(start):
     engine = start(max_variants=6)
     now = [100.0]
     set_clock(engine, now)
@@ -248,7 +248,7 @@ def test_a_pin_holds_in_the_lowest_tier_and_in_host_memory_if_wanted(start, url,
     assert engine.documents.list("bob")[0].num_bytes["host"] == 0
 
 
-def test_more_than_its_share_is_not_pinned(start):
+def test_pins_beyond_pin_share_are_rejected(start):
     engine = start(max_variants=6, pin_share=0.5)
     engine.documents.warm([ANNA, BOB, CARLA, DINO])
     for name in ("anna", "bob", "carla"):
@@ -266,7 +266,7 @@ def test_more_than_its_share_is_not_pinned(start):
         small.documents.pin("bob")
 
 
-def test_what_a_pinned_document_gains_later_is_kept_up_to_the_share_the_best_of_each_chunk_first(start):
+def test_later_variants_of_pinned_documents_are_kept_within_pin_share(start):
     engine = start(max_variants=6, pin_share=0.34)  # two variants
     engine.documents.warm([ANNA, BOB])
     engine.documents.pin("anna")
@@ -279,7 +279,7 @@ def test_what_a_pinned_document_gains_later_is_kept_up_to_the_share_the_best_of_
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1, float("inf"), float("nan"), "9", True, None])
-def test_a_bad_time_to_live_is_refused(start, ttl_s):
+def test_invalid_ttl_document_id_or_version_is_rejected(start, ttl_s):
     engine = start()
     engine.documents.warm([ANNA])
     with pytest.raises(RequestError, match="ttl_s: wanted a positive number of seconds"):
@@ -319,7 +319,7 @@ def test_an_invalidated_document_is_computed_again_and_leaves_every_tier(start, 
     assert summary(engine)["anna", "1"] == (1, 1)
 
 
-def test_the_same_text_under_two_documents_goes_with_the_last(start, url):
+def test_text_shared_by_two_documents_is_removed_with_the_last(start, url):
     engine = start(store=url)
     copy = Document(ANNA.text, "copy", version="7")
     ask(engine, ANNA)
@@ -330,7 +330,7 @@ def test_the_same_text_under_two_documents_goes_with_the_last(start, url):
     assert engine.documents.erase("copy", "7").variants == 1 and engine.documents.list() == ()
 
 
-def test_versions_go_one_by_one_or_all_together(start, url):
+def test_versions_can_be_invalidated_one_by_one_or_all_together(start, url):
     engine = start(store=url)
     versions = [Document(f"{ANNA.text} Edition {n}.", "anna", version=str(n)) for n in range(3)]
     ask(engine, *versions, Document(versions[0].text, "anna", version="9"))
@@ -367,7 +367,7 @@ def test_the_passages_that_a_new_version_still_has_are_kept(start, salts):
         assert [item.computed_tokens for item in asked(new, salt)] == [0, 0]
 
 
-def test_another_engine_stops_using_it_after_its_next_refresh(start, url, tmp_path):
+def test_another_engine_stops_using_an_invalidated_document_after_refresh(start, url, tmp_path):
     first, other = start(store=url), start(store=url)
     ask(first, ANNA, BOB)
     first.cache.flush()

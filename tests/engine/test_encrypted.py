@@ -41,7 +41,7 @@ def traces_of(segments, place) -> set[str]:
 
 
 @pytest.mark.parametrize("encrypt_store", [False, True])
-def test_a_second_engine_reuses_what_nobody_else_can_read(model, tmp_path, keys, encrypt_store):
+def test_second_engine_with_the_key_reuses_encrypted_kv(model, tmp_path, keys, encrypt_store):
     place = tmp_path / "store"
     how = {"store": place.as_uri(), "store_key_file": keys, "encrypt_store": encrypt_store}
     request = Request(segments=SEGMENTS, sampling=SamplingParams(max_new_tokens=3), reuse="exact")
@@ -56,7 +56,7 @@ def test_a_second_engine_reuses_what_nobody_else_can_read(model, tmp_path, keys,
         assert [one.tier for one in engine.run(request).reuse.per_document] == [None] * 4
 
 
-def test_settings_that_do_not_fit(tmp_path, keys):
+def test_conflicting_encryption_settings_are_rejected(tmp_path, keys):
     store = tmp_path.as_uri()
     with pytest.raises(ConfigError, match="encrypt_store: wanted a store_key_file"):
         EngineConfig(store=store, encrypt_store=True)
@@ -67,7 +67,7 @@ def test_settings_that_do_not_fit(tmp_path, keys):
         identity_for(config, "m")
 
 
-def test_no_snapshot_is_taken_of_it(tmp_path):
+def test_snapshot_of_an_encrypted_store_is_refused(tmp_path):
     keys = StoreKeys((b"k" * 32,))
     identity = StoreIdentity("model-a", keys=keys, cipher=StoreCipher(keys))
     with open_cache(identity=identity) as cache, pytest.raises(SnapshotError, match="not encrypted"):

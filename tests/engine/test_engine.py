@@ -22,7 +22,7 @@ def segments_of(lengths, seed=0, **kwargs):
     return draw_segments(np.random.default_rng(seed), lengths, **kwargs)
 
 
-def test_the_report_adds_up_and_names_every_segment():
+def test_report_token_counts_add_up_and_cover_every_segment():
     segments = segments_of([40, 30, 50])
     with MODEL.engine() as engine:
         engine.generate_from_tokens(segments, max_new_tokens=2)
@@ -72,7 +72,7 @@ def test_fast_recomputes_at_most_five_percent():
     assert report.recomputed_tokens > 0
 
 
-def test_a_repaired_order_is_kept_and_serves_the_same_order_next_time():
+def test_repaired_variants_are_stored_and_reused_for_the_same_order():
     segments = segments_of([40, 30])
     shuffled = permuted(segments, [1, 0])
     with MODEL.engine() as engine:
@@ -85,7 +85,7 @@ def test_a_repaired_order_is_kept_and_serves_the_same_order_next_time():
         assert exact.reuse.computed_tokens == len(shuffled[-1]) + 70  # `exact` does not use approximate variants
 
 
-def test_variants_stay_within_their_number_and_bytes():
+def test_cache_stays_within_max_variants_and_byte_budget():
     segments = segments_of([40, 30, 50, 20, 60])
     random = np.random.default_rng(1)
     with MODEL.engine(max_variants=7) as few, MODEL.engine(host_cache_bytes=90_000) as small:
@@ -129,12 +129,12 @@ def test_read_only_adds_nothing():
         ({"max_model_len": True}, "max_model_len"),
     ],
 )
-def test_bad_settings_are_named(settings, named):
+def test_invalid_settings_are_named_in_the_error(settings, named):
     with pytest.raises((ConfigError, ValueError), match=named):
         MODEL.engine(**settings)
 
 
-def test_a_chip_without_kernels_is_refused_and_serves_with_another_implementation(monkeypatch):
+def test_chip_without_kernels_is_refused_but_works_with_xla_attention(monkeypatch):
     """In prefill, decode and warm-up: a chip without known block sizes, as this CPU is for Triton."""
     monkeypatch.setitem(dispatch.BEST, "cpu", "triton")
     with pytest.raises(ConfigError, match=r"attention: .*'triton': wanted a chip of .*, got 'cpu'"):
@@ -150,7 +150,7 @@ def test_a_chip_without_kernels_is_refused_and_serves_with_another_implementatio
         assert engine.generate_from_tokens(segments, max_new_tokens=4).token_ids == answer.token_ids
 
 
-def test_heads_that_only_decode_cannot_take_are_refused():
+def test_head_dimension_unsupported_by_decode_is_rejected():
     with pytest.raises(ConfigError, match="attention: triton: wanted a head dimension of 32, 64, 128 or 256, got 16"):
         TinyModel(head_dim=16).engine(attention="triton_interpret")
 
@@ -168,14 +168,14 @@ def test_heads_that_only_decode_cannot_take_are_refused():
         ([1, 2, 3], r"segments\[0\]: wanted a list of token ids, got 1"),
     ],
 )
-def test_bad_segments_are_named(segments, named):
+def test_invalid_segments_are_named_in_the_error(segments, named):
     with MODEL.engine() as engine:
         with pytest.raises(RequestError, match=named):
             engine.generate_from_tokens(segments)
         assert engine.generate_from_tokens([[1], [2]], max_new_tokens=1).token_ids
 
 
-def test_too_long_is_an_error_unless_truncated():
+def test_prompt_that_is_too_long_is_an_error_unless_truncated():
     segments = segments_of([40, 40, 40])
     with MODEL.engine(max_model_len=100) as engine:
         with pytest.raises(ContextLengthError, match=r"prompt: wanted at most 100 tokens .* got 136 prompt tokens"):
@@ -203,12 +203,12 @@ def test_too_long_is_an_error_unless_truncated():
         ([{"text": 7}], r"documents\[0\]"),
     ],
 )
-def test_bad_documents_of_a_request_are_named(documents, named):
+def test_invalid_documents_are_named_in_the_error(documents, named):
     with pytest.raises(RequestError, match=named):
         Request(prompt="Who?", documents=documents)
 
 
-def test_documents_of_a_request_may_be_mappings_but_not_beside_segments():
+def test_documents_may_be_mappings_but_not_combined_with_segments():
     assert Request(prompt="Who?", documents=[{"text": "a", "id": "7"}]).documents == (Document("a", "7"),)
     with pytest.raises(RequestError, match="documents: wanted none with segments"):
         Request(segments=[[1], [2]], documents=[Document("a")])
@@ -232,14 +232,14 @@ def test_documents_of_a_request_may_be_mappings_but_not_beside_segments():
         ({"logprobs": 99}, "logprobs"),
     ],
 )
-def test_bad_sampling_is_named(sampling, named):
+def test_invalid_sampling_parameters_are_named_in_the_error(sampling, named):
     with pytest.raises(RequestError, match=named):
         SamplingParams(**sampling)
     with pytest.raises(RequestError, match="reuse"):
         Request(segments=[[1], [2]], reuse="sometimes")  # type: ignore[arg-type]
 
 
-def test_seeds_draw_the_same_and_temperature_draws_variety():
+def test_same_seed_repeats_the_answer_and_other_seeds_vary_it():
     segments = segments_of([20])
     with MODEL.engine() as engine:
         draws = [
@@ -252,7 +252,7 @@ def test_seeds_draw_the_same_and_temperature_draws_variety():
     assert narrow == greedy
 
 
-def test_a_cancelled_stream_frees_the_engine_and_keeps_what_was_computed():
+def test_cancelled_stream_frees_the_engine_and_keeps_computed_chunks():
     segments = segments_of([30, 30])
     with MODEL.engine() as engine:
         stream = engine.stream(Request(segments=segments, sampling=SamplingParams(max_new_tokens=50)))
@@ -262,7 +262,7 @@ def test_a_cancelled_stream_frees_the_engine_and_keeps_what_was_computed():
         assert report.computed_tokens == len(segments[-1])
 
 
-def test_streamed_tokens_are_those_of_the_response():
+def test_streamed_tokens_equal_those_of_the_response():
     segments = segments_of([30])
     with MODEL.engine() as engine:
         sampling = SamplingParams(max_new_tokens=7, logprobs=2)
@@ -275,7 +275,7 @@ def test_streamed_tokens_are_those_of_the_response():
     assert all(token.top[0][0] == token.token_id for token in response.logprobs)  # greedy: the likeliest token
 
 
-def test_a_closed_engine_says_so():
+def test_closed_engine_raises_an_error_that_says_so():
     engine = MODEL.engine()
     engine.close()
     engine.close()
@@ -344,7 +344,7 @@ def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):
         assert healed.reuse.computed_tokens == len(segments[-1])
 
 
-def test_a_first_passage_behind_others_is_repaired():
+def test_passage_stored_as_first_is_repaired_when_placed_behind_others():
     """Its old prefix is only the system prompt, which is in every prefix and says nothing about the passages."""
     segments = segments_of([40, 30, 50])
     with MODEL.engine() as engine:
@@ -368,7 +368,7 @@ def test_a_repair_that_the_focus_cut_stopped_is_not_kept():
             assert (after.recomputed_tokens > 0) == (before.focused is False)
 
 
-def test_use_earns_credit_and_the_least_used_goes():
+def test_reuse_earns_credit_and_the_least_used_variant_is_evicted():
     random = np.random.default_rng(8)
     popular, rare, fresh = (draw_segments(random, [30], system=0)[1] for _ in range(3))
     question = [5, 6]
@@ -385,7 +385,7 @@ def test_use_earns_credit_and_the_least_used_goes():
     assert reused == [30, 30, 0]
 
 
-def test_variants_of_one_prompt_do_not_push_each_other_out():
+def test_variants_of_one_prompt_do_not_evict_each_other():
     with MODEL.engine(max_variants=6) as engine:
         for seed in range(2):
             engine.generate_from_tokens(segments_of([20] * 5, seed=seed, system=0), max_new_tokens=1)
@@ -411,7 +411,7 @@ def test_pins_are_released_after_answers_cancellations_and_failures(tmp_path, mo
         assert set(engine._store.evict("host", everything)) == set(everything)
 
 
-def test_a_failing_capture_costs_reuse_but_not_the_answer(monkeypatch, caplog):
+def test_failed_capture_prevents_reuse_but_not_the_answer(monkeypatch, caplog):
     segments = segments_of([40, 30])
     with MODEL.engine() as engine:
         wanted = engine.generate_from_tokens(segments, max_new_tokens=3, reuse="off").token_ids
@@ -426,5 +426,5 @@ def test_a_failing_capture_costs_reuse_but_not_the_answer(monkeypatch, caplog):
         assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted
 
 
-def test_config_defaults_need_no_arguments():
+def test_config_dtype_defaults_to_float32():
     assert EngineConfig() == EngineConfig(dtype="float32")

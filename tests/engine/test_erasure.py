@@ -74,7 +74,7 @@ def fill(engine: Engine) -> None:
     engine.cache.flush()
 
 
-def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
+def test_nothing_derived_from_an_erased_document_remains(start, url, tmp_path, cataloged):
     engine = start(store=url, device_cache_bytes=16 << 20)
     fill(engine)
     assert as_json(ids_of(engine, ANNA)) in cataloged()
@@ -101,7 +101,7 @@ def test_nothing_of_an_erased_document_is_left(start, url, tmp_path, cataloged):
     assert report.per_document[1].reused_tokens == 0
 
 
-def test_copies_of_records_of_evicted_variants_are_erased_too(start, url, tmp_path, cataloged):
+def test_catalog_copies_of_evicted_records_are_erased_too(start, url, tmp_path, cataloged):
     engine = start(store=url)
     fill(engine)
     for meta in seen_by(engine, ANNA):
@@ -112,7 +112,7 @@ def test_copies_of_records_of_evicted_variants_are_erased_too(start, url, tmp_pa
     assert where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
 
 
-def test_another_process_that_still_knows_the_records_does_not_copy_them_again(start, url, tmp_path, cataloged):
+def test_another_process_does_not_write_erased_records_to_a_new_catalog(start, url, tmp_path, cataloged):
     first, other = start(store=url), start(store=url)
     fill(first)
     other._store.refresh()
@@ -122,7 +122,7 @@ def test_another_process_that_still_knows_the_records_does_not_copy_them_again(s
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
 
 
-def test_copies_of_what_was_stored_late_go_with_it(start, url, tmp_path, cataloged, monkeypatch):
+def test_catalog_copies_of_late_writes_are_erased_too(start, url, tmp_path, cataloged, monkeypatch):
     first, other = start(store=url), start(store=url)
     fill(first)
     other.cache.refresh()
@@ -135,7 +135,7 @@ def test_copies_of_what_was_stored_late_go_with_it(start, url, tmp_path, catalog
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
 
 
-def test_records_that_were_never_looked_into_are_not_used_once_erased(start, url, tmp_path, cataloged):
+def test_unread_records_of_an_erased_document_are_never_used(start, url, tmp_path, cataloged):
     first = start(store=url)
     fill(first)
     other, late = start(store=url), start(store=url)
@@ -169,7 +169,7 @@ def request_of(*documents: Document) -> Request:
     return Request(messages=messages, documents=documents, sampling=SamplingParams(1))
 
 
-def test_opening_reads_no_record_but_after_an_erasure(start, url, monkeypatch):
+def test_opening_a_store_reads_records_only_after_an_erasure(start, url, monkeypatch):
     first = start(store=url)
     fill(first)
     seen: list[str] = []
@@ -208,14 +208,14 @@ def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
     assert {meta.variant_id for meta in seen_by(engine, ANNA)} == again != set()  # sent again after the erasure
 
 
-def test_an_invalidation_leaves_what_stood_behind_it(start):
+def test_invalidation_keeps_variants_computed_behind_the_document(start):
     engine = start()
     fill(engine)
     assert engine.documents.invalidate("anna").variants < len(seen_by(engine, ANNA)) + 3
     assert seen_by(engine, ANNA)
 
 
-def test_where_kv_came_from_outlives_a_restart(start, url, tmp_path):
+def test_origin_of_kv_survives_a_restart(start, url, tmp_path):
     engine = start(store=url)
     fill(engine)
     tainted = {meta.variant_id for meta in seen_by(engine, ANNA)}
@@ -284,9 +284,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, matches) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", ["/records/", "/data/", "/notes/link", "/catalog/"])
-def test_what_a_disk_refuses_to_delete_is_reported_not_used_and_tried_again(
-    start, url, tmp_path, monkeypatch, cataloged, folder
-):
+def test_failed_deletions_are_reported_not_used_and_retried(start, url, tmp_path, monkeypatch, cataloged, folder):
     engine = start(store=url)
     ask(engine, ANNA, BOB)
     engine.cache.flush()
@@ -326,7 +324,7 @@ def test_an_unfinished_erasure_is_finished_by_the_next_process(start, url, tmp_p
     assert summary(engine) == {("bob", "1"): (1, 0)}
 
 
-def test_an_erasure_that_cannot_be_noted_is_an_error_and_holds_all_the_same(start, url, tmp_path, monkeypatch):
+def test_erasure_that_cannot_be_recorded_raises_but_still_applies(start, url, tmp_path, monkeypatch):
     engine = start(store=url)
     ask(engine, ANNA)
     engine.cache.flush()
@@ -347,7 +345,7 @@ def test_an_erasure_that_cannot_be_noted_is_an_error_and_holds_all_the_same(star
     assert where(tmp_path, [b"anna", as_json(ids_of(engine, ANNA))]) == []
 
 
-def test_erase_in_one_engine_reaches_the_memory_of_another_and_what_it_stores_late(start, url, tmp_path):
+def test_erasure_reaches_the_memory_and_late_writes_of_another_engine(start, url, tmp_path):
     first, other = start(store=url), start(store=url)
     ask(first, ANNA, BOB)
     first.cache.flush()
@@ -370,7 +368,7 @@ def test_erase_in_one_engine_reaches_the_memory_of_another_and_what_it_stores_la
     assert seen_by(first, ANNA) and seen_by(other, ANNA)  # sent again after the erasure: a new document
 
 
-def test_what_another_engine_stores_while_an_erasure_runs_goes_at_once(start, url, tmp_path, monkeypatch):
+def test_variants_stored_by_another_engine_during_an_erasure_are_erased(start, url, tmp_path, monkeypatch):
     first, other = start(store=url), start(store=url)
     fill(first)
     other.cache.refresh()
@@ -400,7 +398,7 @@ def test_what_another_engine_stores_while_an_erasure_runs_goes_at_once(start, ur
     assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == []
 
 
-def test_others_hear_of_an_erasure_when_it_begins_and_when_it_is_over(start, url, monkeypatch):
+def test_other_engines_are_notified_when_an_erasure_starts_and_ends(start, url, monkeypatch):
     engine, events = start(store=url), []
     fill(engine)
     registry = engine.documents._documents.registry
@@ -416,7 +414,7 @@ def test_others_hear_of_an_erasure_when_it_begins_and_when_it_is_over(start, url
     assert events[:3] == ["noted", "told", "deleted"] and events[-2:] == ["finished", "told"]
 
 
-def test_what_was_computed_anew_after_an_erasure_is_left_alone_by_who_only_heard_of_it_then(start, url, tmp_path):
+def test_late_notice_of_an_erasure_spares_variants_computed_after_it(start, url, tmp_path):
     """The third engine learns of the new variants, which have the ids of the old ones, before it learns of the erasure,
     and has the old ones in memory."""
     first, other, third = start(store=url), start(store=url), start(store=url)
@@ -443,7 +441,7 @@ def test_what_was_computed_anew_after_an_erasure_is_left_alone_by_who_only_heard
     assert other.documents.erase("anna").variants == len(renewed) and where(tmp_path, old) == []
 
 
-def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, monkeypatch):
+def test_second_round_of_an_erasure_spares_variants_computed_after_it(start, url, monkeypatch):
     first, late, other = start(store=url), start(store=url), start(store=url)
     ask(first, ANNA)
     first.cache.flush()
@@ -471,7 +469,7 @@ def test_a_second_round_of_an_erasure_spares_what_was_computed_anew(start, url, 
     assert first._store.tiers_of(renewed) == ("disk",)
 
 
-def test_what_another_process_stored_under_the_same_name_counts_with_where_it_came_from(start, url):
+def test_origin_is_tracked_for_a_variant_rewritten_by_another_process(start, url):
     """Its KV was repaired with KV that had attended to DINO; that of the copy in memory was not."""
     first, other = start(store=url), start(store=url)
     ask(first, DINO)
@@ -494,7 +492,7 @@ def test_what_another_process_stored_under_the_same_name_counts_with_where_it_ca
     assert first._store.tiers_of(known) == ("host",)
 
 
-def test_after_an_hour_the_erasure_itself_is_forgotten(start, url, tmp_path):
+def test_erasure_record_is_dropped_after_an_hour(start, url, tmp_path):
     engine = start(store=url)
     now = [1000.0]
     set_clock(engine, now)
@@ -510,9 +508,7 @@ def test_after_an_hour_the_erasure_itself_is_forgotten(start, url, tmp_path):
     assert seen_by(engine, ANNA)
 
 
-def test_text_that_two_erased_documents_share_goes_with_the_second_even_while_the_first_is_unfinished(
-    start, url, tmp_path, monkeypatch
-):
+def test_shared_text_is_erased_with_the_second_document_if_the_first_failed(start, url, tmp_path, monkeypatch):
     engine = start(store=url)
     ask(engine, ANNA)
     ask(engine, Document(ANNA.text, "copy"))
@@ -528,7 +524,7 @@ def test_text_that_two_erased_documents_share_goes_with_the_second_even_while_th
     assert summary(engine) == {("bob", "1"): (1, 1)} and where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
 
 
-def test_pins_of_an_erased_document_go_with_it(start, url, tmp_path):
+def test_pins_of_an_erased_document_are_removed(start, url, tmp_path):
     engine = start(store=url)
     ask(engine, ANNA, BOB)
     engine.documents.pin("anna")
@@ -542,7 +538,7 @@ def test_pins_of_an_erased_document_go_with_it(start, url, tmp_path):
     "content", [b"", b"{", b"[]", b'{"document_id": 5}', b'{"chunk_ids": 3, "links": [], "at": 1}']
 )
 @pytest.mark.parametrize("kind", ["link", "pin", "erasing", "erased", "other"])
-def test_a_damaged_note_counts_as_none(start, url, tmp_path, kind, content):
+def test_damaged_notes_are_ignored(start, url, tmp_path, kind, content):
     engine = start(store=url)
     ask(engine, ANNA)
     engine.close()

@@ -195,7 +195,7 @@ def found(order: Sequence[int]) -> tuple[Document, ...]:
     return tuple(Document(text=f"passage {index}", id=str(index)) for index in order)
 
 
-def test_answers_are_those_of_a_full_prefill():
+def test_exact_reuse_answers_equal_full_prefill_under_random_load():
     """One test for all: at the end it checks which situations the random waves have covered."""
     seen: collections.Counter[str] = collections.Counter()
 

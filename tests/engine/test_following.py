@@ -117,7 +117,7 @@ def test_the_next_request_reuses_what_another_engine_just_stored(start, index_ur
     assert first.cache.maintenance_counts == MaintenanceCounts()
 
 
-def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the_root(start, index_url, monkeypatch):
+def test_planning_applies_changes_on_the_loop_thread_without_reading_the_disk(start, index_url, monkeypatch):
     first, second = start(index_url), start(index_url)
     answer(second, others(1))  # compiles
     only_by_requests(second)
@@ -137,7 +137,7 @@ def test_a_plan_takes_in_what_came_on_the_loops_thread_and_without_a_look_at_the
     assert threads == ["ccjax-batch"] and second.cache.num_variants == 2 * NUM_CHUNKS
 
 
-def test_an_engine_under_constant_load_follows(start, index_url, monkeypatch):
+def test_engine_under_constant_load_applies_changes_of_others(start, index_url, monkeypatch):
     first, second = start(index_url), start(index_url, host_cache_bytes=1 << 16)
     answer(first, others(1))
     answer(second, others(1))
@@ -150,7 +150,7 @@ def test_an_engine_under_constant_load_follows(start, index_url, monkeypatch):
     assert failed == []
 
 
-def test_a_guest_sees_what_came(start, index_url):
+def test_exclusive_access_applies_pending_changes_first(start, index_url):
     first, second = start(index_url), start(index_url)
     only_by_requests(second)
     answer(first)
@@ -160,7 +160,7 @@ def test_a_guest_sees_what_came(start, index_url):
         assert is_ours and second.cache.num_variants == NUM_CHUNKS
 
 
-def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypatch, caplog):
+def test_changes_that_cannot_be_applied_fail_no_request(start, index_url, monkeypatch, caplog):
     first, second = start(index_url), start(index_url)
     only_by_requests(second)
 
@@ -175,7 +175,7 @@ def test_news_that_cannot_be_taken_in_fail_no_request(start, index_url, monkeypa
     assert "could not be applied" in caplog.text
 
 
-def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, index_url):
+def test_changes_by_another_engine_count_only_for_their_own_chunks(start, index_url):
     first, second = start(index_url), start(index_url)
     answer(second, others(1))
     chunks = [meta.chunk_id for meta in second._variants]
@@ -190,7 +190,7 @@ def test_requests_in_line_are_planned_anew_only_for_their_own_chunks(start, inde
 # -- what another engine evicted -------------------------------------------------------------------------------------
 
 
-def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch):
+def test_eviction_by_another_engine_is_applied_except_to_chunks_in_memory(start, index_url, monkeypatch):
     first, second = start(index_url), start(index_url)
     monkeypatch.setattr(second.cache, "refresh", refuse)
     answer(first)
@@ -205,7 +205,7 @@ def test_an_eviction_is_followed_and_memory_stays(start, index_url, monkeypatch)
     assert report.failed_loads == 0 and report.reused_tokens == len(SEGMENTS[0]) + len(SEGMENTS[1])
 
 
-def test_what_a_running_prefill_reuses_is_known_to_its_end(start, index_url, monkeypatch):
+def test_variants_reused_by_a_running_prefill_stay_known_until_it_ends(start, index_url, monkeypatch):
     """Otherwise the texts that a repaired chunk attended to would be unknown, and their erasure would miss it."""
     first, second = start(index_url), start(index_url, max_num_batched_tokens=16, strategy="reuse", host_cache_bytes=1)
     answer(first)
@@ -310,7 +310,7 @@ def test_two_processes_with_the_same_prompt_compute_it_once(url, tmp_path):
     assert not list(tmp_path.glob("store/*/leases/*"))  # no leases in the root
 
 
-def test_a_holder_that_is_killed_is_not_waited_for_for_ever(url, common_redis, start, tmp_path):
+def test_wait_for_a_killed_claim_holder_is_bounded(url, common_redis, start, tmp_path):
     common_redis.run("FLUSHALL")
     index_url = common_redis.url
     holder = spawn(url, tmp_path / "start", 3600.0, index_url)
@@ -343,7 +343,7 @@ def shares(giver, taker, segments) -> bool:
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped", "flushed"])
-def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, own_redis, way, caplog):
+def test_requests_survive_redis_outages_and_sharing_resumes_afterwards(start, own_redis, way, caplog):
     first, second = (start(own_redis.url, share_computation=True) for _ in range(2))
     assert shares(first, second, others(1))
     stopped = own_redis.stopped()
@@ -379,7 +379,7 @@ def test_answers_go_on_whatever_happens_to_redis_and_later_all_is_shared(start, 
     assert len(logged) == (0 if way == "flushed" else 4), logged  # outage and recovery, for each engine
 
 
-def test_a_lost_sqlite_file_is_made_anew_and_the_store_listed(start, tmp_path):
+def test_damaged_sqlite_index_is_rebuilt_from_the_store(start, tmp_path):
     first, second = (start(f"sqlite://{tmp_path}/index.db") for _ in range(2))
     assert shares(first, second, others(1))
     for file in tmp_path.glob("index.db*"):
@@ -413,7 +413,7 @@ def test_an_index_needs_a_store_and_its_password_is_not_shown():
     assert EngineConfig().store_index is None
 
 
-def test_a_bad_url_ends_the_start_and_names_the_setting(url):
+def test_invalid_store_index_url_is_rejected_at_start(url):
     with pytest.raises(ValueError, match="store_index: wanted a URL that starts with one of sqlite://"):
         MODEL.engine(store=url, store_index="memcached://:hidden@host")
 
@@ -424,7 +424,7 @@ def metrics_of(engine) -> list[str]:
     return metrics.render().decode().splitlines()
 
 
-def test_metrics_tell_whether_the_index_answers_and_what_came(start, own_redis):
+def test_metrics_report_index_health_and_received_changes(start, own_redis):
     first, second, without = start(own_redis.url), start(own_redis.url), start(None)
     answer(first)
     first.cache.flush()

@@ -63,7 +63,7 @@ def oracle(world, plan, counts=COUNTS):
     return logits, seen
 
 
-def test_what_deviates_most_is_computed_and_the_rest_reused():
+def test_tokens_that_deviate_most_are_recomputed_and_the_rest_reused():
     world = World(seed=3)
     plan = blended(world)
     wanted, rows = oracle(world, plan)
@@ -79,7 +79,7 @@ def test_what_deviates_most_is_computed_and_the_rest_reused():
     assert np.abs(run(world, plan, mutate=lambda kv: kv * 1.01)[0] - wanted).max() > 10 * TOLERANCE
 
 
-def test_all_kept_is_a_full_prefill_of_what_is_not_exact():
+def test_recomputing_all_candidates_equals_full_recompute():
     world = World(seed=4)
     plan = world.plan(1.0)
     wanted, _ = run(world, plan)
@@ -88,7 +88,7 @@ def test_all_kept_is_a_full_prefill_of_what_is_not_exact():
     assert job.result.recomputed_tokens_of == {1: 33, 3: 20, 4: 37, 5: 51}
 
 
-def test_a_piece_keeps_its_share():
+def test_each_piece_of_a_prefill_recomputes_its_share():
     world = World(seed=5)
     plan = blended(world)
     _, job = run(world, plan, cuts=(100,))
@@ -98,7 +98,7 @@ def test_a_piece_keeps_its_share():
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
-def test_an_engine_reports_what_was_repaired(ratio):
+def test_engine_reports_the_tokens_it_recomputed(ratio):
     model = TinyModel(seed=2, num_hidden_layers=9)
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     shuffled = permuted(segments, [2, 1, 0])
@@ -120,7 +120,7 @@ def test_an_engine_reports_what_was_repaired(ratio):
     assert sum(one.recomputed_tokens for one in report.per_document) == report.recomputed_tokens
 
 
-def test_as_much_is_repaired_as_loading_hides(monkeypatch):
+def test_recompute_share_is_what_loading_time_hides(monkeypatch):
     model = TinyModel(seed=2, num_hidden_layers=9)
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     shuffled = permuted(segments, [2, 1, 0])
@@ -137,7 +137,7 @@ def test_as_much_is_repaired_as_loading_hides(monkeypatch):
         assert report.recomputed_tokens == pytest.approx(150 * share * 1.2, abs=2)
 
 
-def test_a_plan_whose_deviations_choose_has_no_focus_cut_and_fixed_pieces():
+def test_plan_driven_by_deviations_has_no_focus_cut_and_fixed_pieces():
     model = TinyModel(seed=2, num_hidden_layers=9)
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     for strategy, is_divisible in (("cacheblend", False), ("cachecraft", True)):

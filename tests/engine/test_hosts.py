@@ -85,7 +85,7 @@ def run(tmp_path: Path, directory: Path, num_devices: int, **settings: Any) -> l
     # tests/server/test_hosts.py has two processes of one device each
     [(2, {}), pytest.param(1, {"device_cache_bytes": 2 << 20, "strategy": "cacheblend"}, marks=pytest.mark.slow)],
 )
-def test_two_processes_compute_what_one_device_does(tmp_path, directory, num_devices, settings):
+def test_two_processes_give_the_same_answers_as_one_device(tmp_path, directory, num_devices, settings):
     store = f"file://{tmp_path}/store"
     leader, follower = run(tmp_path, directory, num_devices, store=store, **settings)
     tokens = [token for segment in SEGMENTS for token in segment]

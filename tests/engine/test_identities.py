@@ -38,7 +38,7 @@ def assert_same(got, wanted):
 
 
 @pytest.mark.parametrize("lengths", [*CASES[::3], LONG], ids=str)
-def test_full_prefill_is_the_oracle(lengths):
+def test_full_prefill_matches_the_oracle(lengths):
     segments = draw_segments(np.random.default_rng(len(lengths)), lengths)
     tokens = [token for segment in segments for token in segment]
     with MODEL.engine() as engine:
@@ -53,7 +53,7 @@ def test_full_prefill_is_the_oracle(lengths):
     ],
     ids=str,
 )
-def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengths, reuse):
+def test_cold_run_equals_full_prefill_and_warm_run_recomputes_nothing(lengths, reuse):
     segments = draw_segments(np.random.default_rng(sum(lengths)), lengths)
     total = sum(map(len, segments))
     with MODEL.engine() as engine:
@@ -70,7 +70,7 @@ def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengt
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(seed):
+def test_full_recompute_and_exact_reuse_equal_full_prefill_in_any_order(seed):
     random = np.random.default_rng(seed)
     lengths = [int(length) for length in random.integers(1, 120, random.integers(2, 8))]
     segments = draw_segments(random, lengths)
@@ -84,7 +84,7 @@ def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(se
             assert exact[2].exact and exact[2].recomputed_tokens == 0
 
 
-def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
+def test_naive_reuse_behind_other_chunks_differs_from_full_prefill():
     """Mutant for the identities above: without recompute the error far exceeds the tolerance."""
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     shuffled = permuted(segments, [2, 1, 0])
@@ -96,7 +96,7 @@ def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
     assert max(abs(a - b) for a, b in zip(naive[1], plain[1], strict=True)) > 100 * TOLERANCE
 
 
-def test_the_same_chunk_twice_in_one_prompt():
+def test_prompt_with_the_same_chunk_twice_equals_full_prefill():
     segments = draw_segments(np.random.default_rng(3), [30, 20])
     twice = permuted(segments, [0, 1, 0])
     with MODEL.engine() as engine:
@@ -104,7 +104,7 @@ def test_the_same_chunk_twice_in_one_prompt():
             assert_same(answer(engine, twice, "bounded"), answer(engine, twice, "off"))
 
 
-def test_an_empty_system_prompt_and_no_passages():
+def test_empty_system_prompt_or_no_passages_equals_full_prefill():
     random = np.random.default_rng(4)
     with MODEL.engine() as engine:
         for segments in ([[], *draw_segments(random, [12, 30])[1:]], draw_segments(random, [])):
@@ -125,7 +125,7 @@ def _plan(lengths, actions):
     return PrefillPlan(tuple(segments))
 
 
-def test_recomputed_rows_leave_nothing_of_the_cached_ones():
+def test_recomputed_rows_completely_replace_the_cached_ones():
     """If all offsets of a reused chunk are recomputed, even NaN in its stored KV has no effect."""
     lengths = [20, 33, 9]
     tokens = np.random.default_rng(5).integers(0, 97, sum(lengths)).astype(np.int32)
@@ -142,7 +142,7 @@ def test_recomputed_rows_leave_nothing_of_the_cached_ones():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_recomputing_every_row_of_every_reused_chunk_is_full_prefill(seed):
+def test_recomputing_every_row_of_reused_chunks_equals_full_prefill(seed):
     """Tests merging: k chunks of meaningless stored KV, all rows recomputed, next to computed chunks."""
     random = np.random.default_rng(seed)
     lengths = [int(length) for length in random.integers(1, 60, random.integers(1, 9))] + [9]
@@ -159,7 +159,7 @@ def test_recomputing_every_row_of_every_reused_chunk_is_full_prefill(seed):
     np.testing.assert_allclose(result.last_logits, wanted, atol=TOLERANCE)
 
 
-def test_off_runs_no_cache_code(monkeypatch):
+def test_reuse_off_runs_no_cache_code(monkeypatch):
     segments = draw_segments(np.random.default_rng(7), [20, 30])
 
     def refuse(*_, **__):

@@ -33,7 +33,7 @@ def check_tree(engine) -> None:
 
 @given(st.lists(st.permutations(range(4)).map(lambda order: order[:3]), max_size=7), st.integers(150, 420))
 @settings(max_examples=max(5, settings.default.max_examples // 4))
-def test_memory_holds_whole_paths_and_answers_are_those_of_a_full_prefill(orders, room):
+def test_memory_holds_whole_paths_and_answers_equal_full_prefill(orders, room):
     with MODEL.engine(strategy="prefix", eviction_policy="pgdsf", host_cache_bytes=room * TOKEN) as engine:
         for order in orders:
             segments = permuted(SEGMENTS, order)
@@ -41,7 +41,7 @@ def test_memory_holds_whole_paths_and_answers_are_those_of_a_full_prefill(orders
             check_tree(engine)
 
 
-def test_the_ends_of_paths_make_room():
+def test_leaves_of_the_tree_are_evicted_first():
     with MODEL.engine(strategy="prefix", eviction_policy="pgdsf", host_cache_bytes=260 * TOKEN) as engine:
         for order in ([0, 1, 2], [0, 1, 2], [0, 3, 2], [1, 3]):
             answer(engine, permuted(SEGMENTS, order), "bounded", tokens=1)
@@ -51,7 +51,7 @@ def test_the_ends_of_paths_make_room():
 
 
 @pytest.mark.parametrize(("most", "reused"), [(1, (0,)), (2, (0, 1)), (None, (0, 1, 2))])
-def test_only_the_first_documents_of_a_prompt_are_kept(most, reused):
+def test_only_the_first_documents_of_a_prompt_are_cached(most, reused):
     with MODEL.engine(cached_documents=most) as engine:
         segments = permuted(SEGMENTS, [0, 1, 2])
         answer(engine, segments, "exact", tokens=1)
@@ -61,7 +61,7 @@ def test_only_the_first_documents_of_a_prompt_are_kept(most, reused):
     assert next(one for one in report.per_document if one.role == "system").reused_tokens
 
 
-def test_after_a_restart_ends_of_paths_go_first_though_no_record_was_looked_into(tmp_path):
+def test_after_a_restart_leaves_are_evicted_first_even_with_unread_records(tmp_path):
     def opened(**more):
         return MODEL.engine(strategy="prefix", eviction_policy="pgdsf", store=f"file://{tmp_path}/store", **more)
 

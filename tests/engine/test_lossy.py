@@ -40,7 +40,7 @@ def lossy(engine):
 
 
 @pytest.mark.parametrize("host_bytes", [1, 1 << 30])
-def test_after_a_restart_reuse_is_approximate_and_says_so(url, host_bytes):
+def test_reuse_after_a_restart_is_approximate_and_reported_as_such(url, host_bytes):
     with MODEL.engine(store=url, disk_kv_dtype="int8", host_cache_bytes=host_bytes) as engine:
         assert len(lossy(engine)) == engine.cache.num_variants == 4
         plain = answer(engine, SEGMENTS, "off")
@@ -55,7 +55,7 @@ def test_after_a_restart_reuse_is_approximate_and_says_so(url, host_bytes):
 
 
 @pytest.mark.parametrize("host_bytes", [1, 1 << 30])
-def test_mode_exact_stays_full_prefill(url, host_bytes):
+def test_exact_mode_still_equals_full_prefill(url, host_bytes):
     with MODEL.engine(store=url, disk_kv_dtype="int8", host_cache_bytes=host_bytes) as engine:
         for segments in (SEGMENTS, permuted(SEGMENTS, [1, 0, 2]), SEGMENTS):
             answer(engine, segments, "bounded")  # promotes lossy copies
@@ -64,7 +64,7 @@ def test_mode_exact_stays_full_prefill(url, host_bytes):
             assert exact[2].exact
 
 
-def test_what_mode_exact_computed_takes_the_place_of_the_lossy_copies_once(url, monkeypatch):
+def test_kv_computed_in_exact_mode_replaces_lossy_copies_once(url, monkeypatch):
     stored = []
     put = TieredStore._put
     monkeypatch.setattr(TieredStore, "_put", lambda *args, **kwargs: stored.append(1) or put(*args, **kwargs))
@@ -84,7 +84,7 @@ def test_what_mode_exact_computed_takes_the_place_of_the_lossy_copies_once(url, 
         assert not engine._store._pins
 
 
-def test_nothing_is_captured_again_and_again_without_room(url):
+def test_lossy_variants_are_not_recaptured_without_room(url):
     with MODEL.engine(store=url, disk_kv_dtype="int8", host_cache_bytes=1) as engine:
         for reuse in ("exact", "bounded", "exact"):
             ask(engine, reuse=reuse)
@@ -93,20 +93,20 @@ def test_nothing_is_captured_again_and_again_without_room(url):
         assert engine.cache.usage()["disk"].writes == 0 and not engine.cache.repair_one()
 
 
-def test_a_copy_that_gives_way_pushes_nobody_out_at_the_limit(url):
+def test_replacing_lossy_copies_at_max_variants_evicts_nothing(url):
     with MODEL.engine(store=url, disk_kv_dtype="int8", max_variants=4) as engine:
         assert ask(engine, reuse="exact").reused_tokens == 0
         assert engine.cache.num_variants == 4 and lossy(engine) == set()
         assert ask(engine, reuse="exact").reused_tokens == NUM_STORED
 
 
-def test_lossy_copies_alone_are_no_work_for_idle_time(url):
+def test_lossy_copies_alone_are_not_repaired_in_idle_time(url):
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         ask(engine)
         assert not engine.cache.repair_one() and len(lossy(engine)) == 4
 
 
-def test_a_new_chunk_behind_lossy_copies_is_approximate_until_idle_time(url):
+def test_new_chunk_behind_lossy_copies_is_approximate_until_repaired(url):
     new = [*SEGMENTS[:2], [5] * 20, SEGMENTS[-1]]
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         report = ask(engine, new)
@@ -121,7 +121,7 @@ def test_a_new_chunk_behind_lossy_copies_is_approximate_until_idle_time(url):
         assert reused[2].exact and reused[2].reused_tokens == len(new[0]) + len(new[1]) + 20
 
 
-def test_a_repair_from_a_lossy_copy_is_kept_once_and_is_approximate(url):
+def test_repair_from_a_lossy_copy_is_stored_once_as_approximate(url):
     shuffled = permuted(SEGMENTS, [2, 1, 0])
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         first = ask(engine, shuffled)
@@ -148,7 +148,7 @@ def evict_between_plan_and_load(engine: Engine, monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("reuse", ["exact", "bounded"])
-def test_an_exact_copy_that_goes_between_plan_and_load_is_planned_again(tmp_path, monkeypatch, reuse):
+def test_request_is_replanned_if_an_exact_copy_is_evicted_before_its_load(tmp_path, monkeypatch, reuse):
     with MODEL.engine(store=f"file://{tmp_path}/store", disk_kv_dtype="int8") as engine:
         plain = answer(engine, SEGMENTS, "off")
         ask(engine)
@@ -164,7 +164,7 @@ def test_an_exact_copy_that_goes_between_plan_and_load_is_planned_again(tmp_path
             assert not got[2].exact and got[2].reused_tokens == NUM_STORED
 
 
-def test_a_store_as_it_is_reads_int8_and_replaces_it_when_it_computes(url):
+def test_full_precision_engine_reads_int8_kv_and_replaces_it_when_computed(url):
     with MODEL.engine(store=url) as engine:
         assert len(lossy(engine)) == 4 and not ask(engine).exact
         wanted = answer(engine, SEGMENTS, "exact")
@@ -176,7 +176,7 @@ def test_a_store_as_it_is_reads_int8_and_replaces_it_when_it_computes(url):
         assert again[2].reused_tokens == NUM_STORED
 
 
-def test_compression_changes_nothing(tmp_path):
+def test_disk_compression_is_lossless(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url, disk_compression="zstd") as engine:
         plain = answer(engine, SEGMENTS, "off")
@@ -190,7 +190,7 @@ def test_compression_changes_nothing(tmp_path):
         assert reused[2].exact and reused[2].reused_tokens == NUM_STORED
 
 
-def test_the_demo_model_answers_alike_from_int8(tmp_path):
+def test_demo_model_answers_nearly_the_same_from_int8(tmp_path):
     """Two questions, with passages from an int8 store after a restart."""
     contexts = [context for kind in KINDS[:2] for context in held_out_contexts(kind, 1)]
     settings = {"store": f"file://{tmp_path}/store", "disk_kv_dtype": "int8", "focus_window": None}
@@ -223,7 +223,7 @@ def test_the_demo_model_answers_alike_from_int8(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"disk_kv_dtype": "int4"}, {"disk_compression": "lz4"}, {"disk_kv_dtype": None}])
-def test_other_settings_are_refused(wrong):
+def test_unsupported_disk_settings_are_rejected(wrong):
     (name,) = wrong
     with pytest.raises(ConfigError, match=f"{name}: wanted one of"):
         MODEL.engine(**wrong)

@@ -58,7 +58,7 @@ def distance_to_full_prefill(engine, meta, segments) -> float:
     return float(np.abs(kv_of(engine, meta.variant_id) - wanted).max())
 
 
-def test_a_repaired_variant_is_what_a_full_prefill_behind_its_prefix_gives():
+def test_repaired_variant_equals_full_prefill_behind_its_prefix():
     with MODEL.engine() as engine:
         fill(engine)
         before = {(meta.chunk_id, meta.prefix_ids) for meta in engine._variants}
@@ -76,7 +76,7 @@ def test_a_repaired_variant_is_what_a_full_prefill_behind_its_prefix_gives():
 
 
 @pytest.mark.parametrize("has_system", [True, False])
-def test_the_metadata_is_that_of_a_request_with_these_passages(has_system):
+def test_repaired_metadata_equals_that_of_a_fresh_request(has_system):
     """The ranking ignores the system prompt; without one, it must not ignore the first passage instead."""
     order = [*SEGMENTS[:3], SEGMENTS[3], SEGMENTS[-1]] if has_system else [[], *SEGMENTS[1:]]
     shuffled = permuted(order, [2, 1, 0])
@@ -94,7 +94,7 @@ def test_the_metadata_is_that_of_a_request_with_these_passages(has_system):
             np.testing.assert_allclose(got[variant_id].cci, meta.cci, rtol=1e-4)
 
 
-def test_the_most_used_comes_first_and_f_r_is_taken_over():
+def test_most_used_variant_is_repaired_first_and_keeps_its_f_r():
     with MODEL.engine() as engine:
         fill(engine)
         earlier = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._variants}
@@ -119,7 +119,7 @@ def test_approximate_variants_of_the_prefix_are_replaced_along_the_way():
         assert engine.cache.maintenance_counts.repaired == 3 and engine.cache.num_variants == 7
 
 
-def test_an_exact_variant_of_a_request_takes_the_place_of_the_approximate_one():
+def test_exact_variant_from_a_request_replaces_the_approximate_one():
     with MODEL.engine() as engine:
         fill(engine)
         engine.generate_from_tokens(SHUFFLED, max_new_tokens=1)
@@ -131,7 +131,7 @@ def test_an_exact_variant_of_a_request_takes_the_place_of_the_approximate_one():
         assert {key: got[key] for key in used} == used
 
 
-def test_repair_stays_within_the_number_of_variants_and_pushes_nothing_out():
+def test_repair_stays_within_max_variants_and_evicts_nothing():
     with MODEL.engine(max_variants=7) as engine:
         fill(engine)
         kept = {meta.variant_id for meta in engine._variants if meta.fidelity == "exact"}
@@ -140,7 +140,7 @@ def test_repair_stays_within_the_number_of_variants_and_pushes_nothing_out():
 
 
 @pytest.mark.parametrize("num_layers", range(3))
-def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers, request):
+def test_repair_can_be_cancelled_between_layers_without_effect(num_layers, request):
     with MODEL.engine() as engine:
         fill(engine)
         before = set(engine._variants)
@@ -156,7 +156,7 @@ def test_it_gives_up_between_layers_and_leaves_all_as_it_was(num_layers, request
         assert engine.cache.repair_one(is_cancelled=lambda: False)
 
 
-def test_it_compiles_nothing_for_a_warmed_up_engine():
+def test_repair_compiles_nothing_in_a_warmed_up_engine():
     """Requests would have to wait for the compilation."""
     with MODEL.engine() as engine:
         engine.warmup(only_first=True)
@@ -193,7 +193,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("settings", [{"read_only": True}, {"strategy": "full"}])
-def test_some_engines_never_repair(tmp_path, settings):
+def test_read_only_and_full_strategy_engines_never_repair(tmp_path, settings):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as engine:
         fill(engine)
@@ -201,7 +201,7 @@ def test_some_engines_never_repair(tmp_path, settings):
         assert not engine.cache.repair_one() and len(approximate(engine)) == 3
 
 
-def test_an_engine_in_use_is_left_alone():
+def test_engine_in_use_does_not_repair():
     with MODEL.engine() as engine:
         fill(engine)
         stream = engine.stream(Request(segments=SEGMENTS))
@@ -246,7 +246,7 @@ def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, m
         assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
 
 
-def test_token_ids_that_are_not_the_chunks_are_not_believed(tmp_path, monkeypatch):
+def test_variant_with_wrong_token_ids_is_not_repaired(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/store"
     record_from_meta = variants_module.record_from_meta
 
@@ -263,7 +263,7 @@ def test_token_ids_that_are_not_the_chunks_are_not_believed(tmp_path, monkeypatc
         assert engine.cache.num_variants == 7 and not engine.cache.repair_one()
 
 
-def test_what_is_longer_than_this_engine_allows_is_passed_over(tmp_path):
+def test_variants_longer_than_max_model_len_are_not_repaired(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as engine:
         fill(engine)
@@ -297,7 +297,7 @@ def test_token_ids_are_kept_as_long_as_a_variant_needs_them():
     assert not tokens.known()
 
 
-def test_token_ids_go_with_their_variants():
+def test_token_ids_are_dropped_with_their_variants():
     with MODEL.engine(max_variants=5) as engine:
         for seed in range(4):
             engine.generate_from_tokens(draw_segments(np.random.default_rng(seed), [20] * 4), max_new_tokens=1)
@@ -305,7 +305,7 @@ def test_token_ids_go_with_their_variants():
             assert set(engine._variants.tokens.known()) == held and len(held) <= 10
 
 
-def test_what_another_engine_wrote_is_usable_after_a_refresh(tmp_path):
+def test_variants_written_by_another_engine_are_usable_after_a_refresh(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as writer, MODEL.engine(store=url, read_only=True) as reader:
         wanted = writer.generate_from_tokens(SEGMENTS, max_new_tokens=4).token_ids
@@ -319,7 +319,7 @@ def test_what_another_engine_wrote_is_usable_after_a_refresh(tmp_path):
         assert reader.cache.maintenance_counts == MaintenanceCounts(adopted=4)
 
 
-def test_what_another_engine_took_out_is_forgotten_unless_it_is_in_memory(tmp_path):
+def test_variants_removed_by_another_engine_are_dropped_unless_in_memory(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as owner:
         owner.generate_from_tokens(SEGMENTS, max_new_tokens=1)
@@ -334,7 +334,7 @@ def test_what_another_engine_took_out_is_forgotten_unless_it_is_in_memory(tmp_pa
             assert report.failed_loads == 0 and report.reused_tokens == 7 + 40
 
 
-def test_what_another_engine_wrote_anew_is_usable_after_one_failed_load(tmp_path):
+def test_variants_rewritten_by_another_engine_are_usable_after_a_failed_load(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as writer:
         writer.generate_from_tokens(SEGMENTS, max_new_tokens=1)
@@ -351,7 +351,7 @@ def test_what_another_engine_wrote_anew_is_usable_after_one_failed_load(tmp_path
             assert again.reuse.computed_tokens == len(SEGMENTS[-1])
 
 
-def test_an_approximate_variant_that_another_engine_repaired_goes_too(tmp_path):
+def test_approximate_copy_of_a_variant_repaired_elsewhere_is_replaced(tmp_path):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as first:
         fill(first)
@@ -369,7 +369,7 @@ def test_an_approximate_variant_that_another_engine_repaired_goes_too(tmp_path):
             assert all(credit in taken_over for credit in credits) and min(credits) > 0
 
 
-def test_a_refresh_does_not_wait_for_the_disk_inside_the_engine(tmp_path, monkeypatch):
+def test_refresh_does_not_block_requests_while_listing_the_disk(tmp_path, monkeypatch):
     """Requests are answered while the disk is listed, however long that takes."""
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as engine:
@@ -424,7 +424,7 @@ def test_engines_that_share_a_store_do_not_lower_each_others_f_r(tmp_path):
 
 
 @pytest.mark.parametrize("values", [[1], {"x": 1}, "all", None, {"ID": "much"}, {"ID": -1}, {"ID": float("inf")}])
-def test_damaged_hints_cost_f_r_only(tmp_path, values):
+def test_damaged_hints_lose_only_f_r(tmp_path, values):
     url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)

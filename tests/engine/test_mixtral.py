@@ -17,7 +17,7 @@ MODEL = TinyModel(5, model_type="mixtral", num_local_experts=8, num_experts_per_
 
 
 @pytest.mark.parametrize("lengths", [[1], [90, 1, 1, 200, 33]], ids=str)
-def test_full_prefill_is_the_oracle(lengths):
+def test_full_prefill_matches_the_oracle(lengths):
     tokens = [token for part in draw_segments(np.random.default_rng(len(lengths)), lengths) for token in part]
     with MODEL.engine() as engine:
         logits = engine.prefill_logits(tokens)
@@ -29,7 +29,7 @@ def test_full_prefill_is_the_oracle(lengths):
     [([300], "fast"), ([40, 40, 41], "bounded"), ([10, 20, 30, 40, 50, 60, 70], "exact")],
     ids=str,
 )
-def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengths, reuse):
+def test_cold_run_equals_full_prefill_and_warm_run_recomputes_nothing(lengths, reuse):
     segments = draw_segments(np.random.default_rng(sum(lengths)), lengths)
     total = sum(map(len, segments))
     with MODEL.engine() as engine:
@@ -42,7 +42,7 @@ def test_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(lengt
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(seed):
+def test_full_recompute_and_exact_reuse_equal_full_prefill_in_any_order(seed):
     random = np.random.default_rng(seed)
     lengths = [int(length) for length in random.integers(1, 120, random.integers(3, 8))]
     segments = draw_segments(random, lengths)
@@ -56,7 +56,7 @@ def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(se
             assert exact[2].exact and exact[2].recomputed_tokens == 0
 
 
-def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
+def test_naive_reuse_behind_other_chunks_differs_from_full_prefill():
     """Mutant for the identities above: without recompute the error far exceeds the tolerance."""
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     shuffled = permuted(segments, [2, 1, 0])
@@ -67,7 +67,7 @@ def test_naive_reuse_behind_other_chunks_is_not_full_prefill():
     assert max(abs(a - b) for a, b in zip(naive[1], plain[1], strict=True)) > 100 * TOLERANCE
 
 
-def test_exact_answers_of_a_running_batch_are_those_of_each_alone():
+def test_exact_answers_in_a_batch_equal_those_of_each_request_alone():
     random = np.random.default_rng(8)
     segments = draw_segments(random, [40, 33, 64, 17])
     orders = [random.permutation(4) for _ in range(4)]
@@ -79,7 +79,7 @@ def test_exact_answers_of_a_running_batch_are_those_of_each_alone():
             assert [client.response().token_ids for client in clients] == wanted
 
 
-def test_the_identity_of_a_model_without_experts_stays_what_it_was():
+def test_fingerprint_of_a_model_without_experts_is_unchanged():
     """It is part of the key of stored chunk-caches."""
     wanted = "6699599aca887d4fa6862ab4ad9c6cf40d67acfeea3c21561f21ec6a12fbc109"
     assert read_model_files("demo").fingerprint("float32") == wanted
@@ -87,7 +87,7 @@ def test_the_identity_of_a_model_without_experts_stays_what_it_was():
 
 @pytest.mark.peers
 @pytest.mark.parametrize("is_original", [True, False])
-def test_prefill_and_32_greedy_steps_agree_also_from_reused_chunks(tmp_path, is_original):
+def test_prefill_and_greedy_decoding_match_transformers_even_with_reuse(tmp_path, is_original):
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 

@@ -39,7 +39,7 @@ def _segments():
     return [[int(token) for token in random.integers(0, 151, length)] for length in (8, 60, 45, 12)]
 
 
-def test_prefill_and_32_greedy_steps_agree_also_from_reused_chunks(peer):
+def test_prefill_and_greedy_decoding_match_transformers_even_with_reuse(peer):
     import torch
 
     model, directory = peer
@@ -55,7 +55,7 @@ def test_prefill_and_32_greedy_steps_agree_also_from_reused_chunks(peer):
     assert len(set(tokens)) > 5 and np.abs(logits).max() > 1
 
 
-def test_bfloat16_stays_close_and_float32_is_closer(peer):
+def test_bfloat16_logits_stay_close_to_transformers(peer):
     import torch
 
     model, directory = peer

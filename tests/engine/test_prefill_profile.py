@@ -31,7 +31,7 @@ def engine(directory, **settings):
     return Engine(loaded, EngineConfig(**{"max_model_len": 512, "eviction_policy": "pgdsf", **settings}))
 
 
-def test_prefills_are_measured_behind_what_is_cached():
+def test_prefills_are_measured_behind_cached_prefixes():
     steps = []
     with MODEL.engine(max_model_len=512) as engine:
         asked = []
@@ -48,7 +48,7 @@ def test_prefills_are_measured_behind_what_is_cached():
     assert sizes[:4] == [(0, 8), (0, 8), (0, 8), (0, 40)] and sizes.count((0, 64, 40)) == 3
 
 
-def test_the_file_beside_the_model_is_found_and_one_of_another_model_or_device_is_not_used(tmp_path, caplog):
+def test_profile_of_another_model_or_device_is_not_used(tmp_path, caplog):
     path = tmp_path / PROFILE_FILE
     write_profile(path, PROFILE)
     assert PrefillProfile.from_json(json.loads(path.read_text())) == PROFILE
@@ -69,7 +69,7 @@ def test_the_file_beside_the_model_is_found_and_one_of_another_model_or_device_i
             engine(tmp_path)
 
 
-def test_costs_are_shares_of_a_profiled_prefill_or_else_of_what_a_token_takes():
+def test_compute_cost_uses_the_profile_or_else_the_time_per_token():
     costs = MeasuredCosts(Rates(), GRID)
     assert costs.compute_s(50, 0, 100) == pytest.approx(0.5)
     assert costs.compute_s(50, 500, 150) == pytest.approx(50 * 3.0 / 150)
@@ -79,7 +79,7 @@ def test_costs_are_shares_of_a_profiled_prefill_or_else_of_what_a_token_takes():
     assert MeasuredCosts(rates).compute_s(50, 500, 150) == pytest.approx(0.5)
 
 
-def test_what_a_chunk_is_worth_depends_on_the_prefill_that_computed_or_reused_it(tmp_path):
+def test_chunk_value_depends_on_the_prefill_that_computed_or_reused_it(tmp_path):
     """PGDSF values an entry by the cost of its misses per token (RAGCache eq. 4)."""
     write_profile(tmp_path / PROFILE_FILE, PROFILE)
     with engine(tmp_path, strategy="reuse", focus_window=None) as one:
@@ -99,7 +99,7 @@ def test_what_a_chunk_is_worth_depends_on_the_prefill_that_computed_or_reused_it
         assert sum(entry.uses.num_uses > 1 for entry in policy._entries.values()) == 3
 
 
-def test_the_command_line_writes_the_file(tmp_path, capsys):
+def test_command_line_tool_writes_the_profile(tmp_path, capsys):
     path = tmp_path / "profile.json"
     assert profile_prefill.main(["--max-model-len", "513", "--repetitions", "1", "--output", str(path)]) == 0
     found = PrefillProfile.from_json(json.loads(path.read_text()))
@@ -116,6 +116,6 @@ def test_the_command_line_writes_the_file(tmp_path, capsys):
         (["--model", "/absent"], "model: wanted"),
     ],
 )
-def test_bad_options_are_named(options, message, capsys):
+def test_invalid_options_are_named_in_the_error(options, message, capsys):
     assert profile_prefill.main(options) == 2
     assert message in capsys.readouterr().err

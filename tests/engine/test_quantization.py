@@ -51,7 +51,7 @@ def model(request) -> PackedModel:
     return PackedModel(request.param)
 
 
-def test_full_prefill_is_the_oracle_with_the_rounded_weights(model):
+def test_full_prefill_matches_the_oracle_with_rounded_weights(model):
     """The error is that of float32: only the rounding of the weights is lost."""
     segments = draw_segments(np.random.default_rng(0), [40, 90, 3])
     tokens = [token for segment in segments for token in segment]
@@ -62,7 +62,7 @@ def test_full_prefill_is_the_oracle_with_the_rounded_weights(model):
     assert np.abs(logits - plain).max() > 100 * 3e-5, "the bound tells these weights from those that were not rounded"
 
 
-def test_an_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(model):
+def test_cold_run_equals_full_prefill_and_warm_run_recomputes_nothing(model):
     segments = draw_segments(np.random.default_rng(1), [5, 130, 40])
     total = sum(map(len, segments))
     with model.engine() as engine:
@@ -74,7 +74,7 @@ def test_an_empty_store_is_full_prefill_and_the_same_again_recomputes_nothing(mo
         assert warm[2].exact and warm[2].reused_tokens == total - len(segments[-1])
 
 
-def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(model):
+def test_full_recompute_and_exact_reuse_equal_full_prefill_in_any_order(model):
     random = np.random.default_rng(2)
     segments = draw_segments(random, [60, 17, 88, 30])
     with model.engine(recompute_ratio=1.0) as everything, model.engine() as engine:
@@ -86,7 +86,7 @@ def test_recomputing_everything_and_exact_reuse_are_full_prefill_in_any_order(mo
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_demo_answers_as_before(name):
+def test_quantized_demo_model_gives_the_same_answer(name):
     documents = [{"title": "", "text": "Notes on Ada Lunt: Tool of Ada Lunt: chisel. The bells ring at noon."}]
     with Engine.from_pretrained("demo", quantization=name) as packed, Engine.from_pretrained("demo") as plain:
         asked = "Which tool does Ada Lunt own?"
@@ -94,7 +94,7 @@ def test_the_demo_answers_as_before(name):
     assert isinstance(load_model("demo", dtype="float32", quantization=name).params.layers[0].wq, QuantizedWeight)
 
 
-def test_kv_of_one_format_is_not_taken_for_anothers(tmp_path):
+def test_kv_is_never_shared_between_weight_formats(tmp_path):
     files = read_model_files("demo")
     formats = (None, *FORMATS)
     assert len({files.fingerprint(dtype, name) for name in formats for dtype in ("float32", "bfloat16")}) == 6
@@ -112,7 +112,7 @@ def test_kv_of_one_format_is_not_taken_for_anothers(tmp_path):
             Engine.from_pretrained("demo", store=url, quantization=name)
 
 
-def test_fingerprints_of_plain_weights_are_those_of_earlier_releases():
+def test_fingerprints_of_unquantized_weights_match_earlier_releases():
     """Stored KV survives an upgrade; golden values of the embedded model from release 0.1.0."""
     files = read_model_files(DEMO_MODEL)
     assert files.fingerprint("float32") == GOLDEN["float32"] and files.fingerprint("bfloat16") == GOLDEN["bfloat16"]
@@ -124,6 +124,6 @@ GOLDEN = {
 }
 
 
-def test_another_format_is_refused():
+def test_unknown_quantization_format_is_rejected():
     with pytest.raises(ConfigError, match=r"quantization: wanted one of \('int8', 'fp8'\) or None, got 'int4'"):
         EngineConfig(quantization="int4")

@@ -80,7 +80,7 @@ def mean_kl(full, got) -> float:
     return float(np.mean([kl_divergence(p, q) for wanted, one in pairs for p, q in zip(wanted, one, strict=True)]))
 
 
-def test_kv_from_behind_the_frame_is_better_and_its_mass_is_none_of_the_instructions(shallow, tmp_path):
+def test_kv_computed_behind_the_frame_is_better_than_alone(shallow, tmp_path):
     passages, questions, store = PASSAGES[:2], QUESTIONS[:1], tmp_path.as_uri()
     with Engine(shallow, EngineConfig(frame="none", store=store)) as engine:
         engine.documents.warm(passages)
@@ -95,7 +95,7 @@ def test_kv_from_behind_the_frame_is_better_and_its_mass_is_none_of_the_instruct
 
 
 @pytest.mark.slow
-def test_the_instructions_and_the_first_tokens_draw_mass_that_counts_nowhere(model):
+def test_attention_on_instructions_and_first_tokens_is_not_counted(model):
     """If it counted the instructions' mass, CCI of a passage directly after them would be 0.95 or more."""
     with Engine(model, EngineConfig(frame="none")) as engine:
         engine.documents.warm(PASSAGES[:1])
@@ -110,7 +110,7 @@ def test_the_instructions_and_the_first_tokens_draw_mass_that_counts_nowhere(mod
         assert 0.5 < behind.cci < 0.8
 
 
-def test_without_instructions_the_first_passage_holds_the_sink_which_is_no_mass_on_it(model):
+def test_attention_sink_in_the_first_passage_is_not_counted(model):
     with Engine(model, EngineConfig()) as engine:
         first, second, *_ = (chunk.token_ids for chunk in engine.documents.passage_chunks(PASSAGES))
         engine.generate_from_tokens([(), first, second, [1, 2]], max_new_tokens=1)
@@ -122,7 +122,7 @@ def test_without_instructions_the_first_passage_holds_the_sink_which_is_no_mass_
 
 
 @pytest.mark.slow
-def test_kv_from_behind_other_text_is_better_than_kv_from_behind_the_instructions_alone(model, tmp_path):
+def test_kv_computed_behind_other_text_beats_kv_behind_instructions_only(model, tmp_path):
     """So `auto` prefers it; both are repaired with its default settings."""
 
     stores = {}

@@ -52,14 +52,14 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
     return trace.segments[:-1]
 
 
-def test_a_focus_cut_ends_what_is_recomputed_of_the_others():
+def test_trace_shows_the_focus_cut_ending_recompute_of_other_chunks():
     first, second = traced(PrefillOutcome(focused=frozenset({0}), focus_cut_layer=4, partly_recomputed=frozenset({1})))
     assert (first.recomputed_offsets, first.recomputed_layers, first.focused) == ((0, 3, 7), 6, True)
     assert (second.recomputed_offsets, second.recomputed_layers, second.focused) == ((1, 2), 4, False)
     assert (first.tier, second.tier) == ("host", "disk")
 
 
-def test_where_deviation_chooses_the_marks_are_what_it_chose_first():
+def test_trace_marks_the_tokens_that_deviation_selected_first():
     outcome = PrefillOutcome(
         partly_recomputed=frozenset({0, 1}),
         recomputed_tokens_of={0: 1, 1: 2},
@@ -70,7 +70,7 @@ def test_where_deviation_chooses_the_marks_are_what_it_chose_first():
     assert first.recomputed_layers == second.recomputed_layers == 3
 
 
-def test_what_runs_behind_the_first_token_is_another_answers():
+def test_trace_ends_with_the_first_token():
     tracer = Tracer(2, lambda _: {}, lambda _: None)
     tracer.load(0, 0.0, 0.5)
     tracer.layers([0.0, 1.0, 2.0], has_new_sizes=False)

@@ -50,7 +50,7 @@ def test_no_hit_across_salts_in_any_tier(model, tmp_path, place):
         }
 
 
-def test_another_process_on_the_store_sees_the_same_walls(model, tmp_path):
+def test_salts_isolate_tenants_across_processes_sharing_a_store(model, tmp_path):
     with model.engine(store=tmp_path.as_uri()) as engine:
         engine.run(request("anna"))
     with model.engine(store=tmp_path.as_uri()) as engine:
@@ -58,7 +58,7 @@ def test_another_process_on_the_store_sees_the_same_walls(model, tmp_path):
         assert tiers_hit(engine, "anna") == ["disk"] * 3
 
 
-def test_ids_of_chunks():
+def test_chunk_id_includes_the_tenant_tag_but_not_the_salt():
     ids = (1, 2, 3)
     assert len({chunk_id(ids, tag) for tag in ("", tenant_tag("a"), tenant_tag("b"))}) == 3
     assert chunk_id(ids, tenant_tag("a"))[:64] != chunk_id(ids)  # not only in the tag: routers use the first digits
@@ -66,7 +66,7 @@ def test_ids_of_chunks():
     assert "secret" not in chunk_id(ids, tenant_tag("secret"))
 
 
-def test_orders_keep_whose_they_are():
+def test_prefill_orders_keep_their_tenant():
     chunks = tuple(as_chunk(ids, None, tenant_tag("anna")) for ids in ((1, 2), (3, 4)))
     order = PrefillOrder(chunks, True)
     assert PrefillOrder.decode(order.encode()) == order and b"anna" not in order.encode()
@@ -74,7 +74,7 @@ def test_orders_keep_whose_they_are():
         PrefillOrder.decode(order.encode().replace(tenant_tag("anna").encode(), b"../../etc"))
 
 
-def test_repairs_know_the_tokens_of_salted_chunks(model):
+def test_salted_chunks_can_be_repaired(model):
     """Approximate variants are recomputed in idle time, also if their ids have a salt."""
     with model.engine() as engine:
         engine.run(request("anna", reuse="fast"))
@@ -120,7 +120,7 @@ def work_of(model, monkeypatch) -> dict[str, list]:
         return {"theirs": work.of("bob", theirs), "fresh": work.of("bob", fresh), "own": work.of("bob", fresh)}
 
 
-def test_a_hit_of_another_tenant_cannot_be_timed(model, monkeypatch):
+def test_cache_hits_of_another_tenant_cannot_be_inferred_from_timing(model, monkeypatch):
     """A tenant's own hit shows, so the measure is sensitive enough; so does a salt that is ignored."""
     with monkeypatch.context() as patch:
         work = work_of(model, patch)

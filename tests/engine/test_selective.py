@@ -66,7 +66,7 @@ def computed_offsets(plan, dropped=()):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.4, 0.9])
-def test_selective_recompute_is_the_oracle(share):
+def test_selective_recompute_matches_the_oracle(share):
     world = World(seed=round(share * 100))
     plan = world.plan(share)
     model = DeviceModel(MODEL.loaded.params, MODEL.config)
@@ -91,7 +91,7 @@ def test_one_recomputed_token_more_or_less_exceeds_the_tolerance():
 
 
 @pytest.mark.parametrize(("window", "rule"), [(1, "entropy"), (2, "entropy"), (2, "largest_gap"), (3, "largest_gap")])
-def test_focus_cut_is_the_oracle(window, rule):
+def test_focus_cut_matches_the_oracle(window, rule):
     world = World(seed=10 + window)
     plan = world.plan(0.5, focus_window=window, focus_rule=rule)
     model = DeviceModel(MODEL.loaded.params, MODEL.config)
@@ -127,7 +127,7 @@ def test_focus_cut_is_the_oracle(window, rule):
 
 
 @pytest.mark.parametrize("ranking_layers", [None, (0,), (1, 2)])
-def test_captured_kv_and_metadata_are_the_oracles(ranking_layers):
+def test_captured_kv_and_metadata_match_the_oracle(ranking_layers):
     world = World(seed=20)
     names = "sabcdq"
     prompt = np.concatenate([world.tokens[name] for name in names]).astype(np.int32)
@@ -177,7 +177,7 @@ def test_captured_kv_and_metadata_are_the_oracles(ranking_layers):
 
 
 @pytest.mark.parametrize("window", [None, 1])
-def test_repaired_kv_is_captured_as_the_oracle_repairs_it(window):
+def test_captured_repaired_kv_matches_the_oracle(window):
     world = World(seed=30)
     plan = world.plan(0.4, focus_window=window)
     model = DeviceModel(MODEL.loaded.params, MODEL.config)

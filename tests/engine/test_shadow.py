@@ -35,7 +35,7 @@ def full(engine, segments):
     return engine.run(Request(segments=segments, sampling=params, reuse="off"))
 
 
-def test_what_is_counted_is_what_full_prefill_says():
+def test_shadow_counts_equal_a_comparison_with_full_prefill():
     asked = prompts(8)
     with MODEL.engine(**{**SETTINGS, "recompute_ratio": 0.6}) as engine:
         same = kl = 0
@@ -56,7 +56,7 @@ def test_what_is_counted_is_what_full_prefill_says():
         assert counts.first_kl == pytest.approx(kl, rel=1e-3) and kl > 1e-3
 
 
-def test_exact_answers_and_such_as_nobody_chose_are_not_checked():
+def test_exact_answers_and_those_not_selected_are_not_checked():
     segments = prompts(1)[0]
     with MODEL.engine(**SETTINGS) as engine:
         for _ in range(2):
@@ -69,7 +69,7 @@ def test_exact_answers_and_such_as_nobody_chose_are_not_checked():
         assert not engine.cache.check_one()
 
 
-def test_a_drawn_answer_tells_its_divergence_only():
+def test_sampled_answer_is_checked_for_divergence_only():
     segments = prompts(1)[0]
     with MODEL.engine(**SETTINGS) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
@@ -79,7 +79,7 @@ def test_a_drawn_answer_tells_its_divergence_only():
         assert (counts.checks, counts.greedy, counts.tokens) == (1, 0, 0) and counts.first_kl > 0.0
 
 
-def test_the_answer_is_what_it_would_be_without_a_check():
+def test_shadow_checks_do_not_change_answers():
     segments = prompts(1)[0]
     shuffled = permuted(segments, [2, 0, 1])
     answers = []
@@ -96,7 +96,7 @@ def test_the_answer_is_what_it_would_be_without_a_check():
     assert answers[0].first_logits is None and answers[1].first_logits is None
 
 
-def test_an_end_that_full_prefill_would_not_have_made_is_no_agreement():
+def test_answers_agree_only_if_full_prefill_also_ends_there():
     """The token that ends an answer counts, although it is not part of it."""
     asked = {}
     with MODEL.engine(**SETTINGS) as engine:
@@ -119,7 +119,7 @@ def test_an_end_that_full_prefill_would_not_have_made_is_no_agreement():
             assert (engine.cache.shadow_counts.same, engine.cache.shadow_counts.agreed_tokens) == (is_same, 1)
 
 
-def test_the_oldest_goes_unchecked_where_there_is_no_time():
+def test_oldest_waiting_answers_are_dropped_if_too_many_wait():
     segments = prompts(1)[0]
     with MODEL.engine(**SETTINGS) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
@@ -128,7 +128,7 @@ def test_the_oldest_goes_unchecked_where_there_is_no_time():
         assert engine.cache.shadow_counts.dropped == 3 and engine._shadow.num_waiting == MOST_WAITING
 
 
-def test_cancelling_leaves_the_answer_in_line():
+def test_cancelled_check_leaves_the_answer_queued():
     segments = prompts(1)[0]
     with MODEL.engine(**SETTINGS) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
@@ -137,7 +137,7 @@ def test_cancelling_leaves_the_answer_in_line():
         assert engine.cache.check_one() and engine.cache.shadow_counts.checks == 1
 
 
-def test_more_is_recomputed_while_answers_differ():
+def test_recompute_share_grows_while_answers_differ():
     asked = prompts(WINDOW)
     with MODEL.engine(**{**SETTINGS, "recompute_ratio": 0.04, "shadow_target": 1.0}) as engine:
         for segments in asked:
@@ -152,6 +152,6 @@ def test_more_is_recomputed_while_answers_differ():
 
 
 @pytest.mark.parametrize("name", ["shadow_ratio", "shadow_target"])
-def test_shares_out_of_range_are_named(name):
+def test_shares_out_of_range_are_rejected(name):
     with pytest.raises(ConfigError, match=f"{name}: wanted a share from 0 to 1"):
         MODEL.engine(**{name: 1.5})

@@ -57,7 +57,7 @@ def leases(tmp_path: Path) -> list[Path]:
     return list(tmp_path.rglob("leases/*"))
 
 
-def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
+def test_shared_warming_writes_results_to_disk_and_releases_all_leases(start, tmp_path):
     engine = start()
     results = engine.documents.warm_shared([ANNA, BOB, ANNA])
     assert statuses(results) == ["computed", "computed", "present"] and leases(tmp_path) == []
@@ -71,7 +71,7 @@ def test_what_was_computed_is_on_disk_and_no_lease_is_left(start, tmp_path):
     assert statuses(start().documents.warm_shared([ANNA, BOB])) == ["present", "present"]
 
 
-def test_what_another_process_claimed_is_left_to_it_and_its_result_taken_in(start, tmp_path):
+def test_documents_claimed_by_another_process_are_skipped_and_reused_later(start, tmp_path):
     engine, other = start(), start()
     assert other._store.claims.claim([id_of(engine, BOB)], 3600)
     assert statuses(engine.documents.warm_shared([ANNA, BOB, CARLA])) == ["computed", "elsewhere", "computed"]
@@ -81,7 +81,7 @@ def test_what_another_process_claimed_is_left_to_it_and_its_result_taken_in(star
     assert statuses(found) == ["present"] and found[0].computed_tokens == 0
 
 
-def test_who_loses_a_race_leaves_all_to_the_winner_who_may_not_have_claimed_it_all_yet(start, monkeypatch):
+def test_loser_of_a_claim_race_leaves_all_documents_to_the_winner(start, monkeypatch):
     engine, other = start(), start()
     acquire = engine._store._disk.leases.acquire
 
@@ -94,7 +94,7 @@ def test_who_loses_a_race_leaves_all_to_the_winner_who_may_not_have_claimed_it_a
     assert statuses(other.documents.warm_shared([ANNA, BOB, CARLA])) == ["computed"] * 3
 
 
-def test_neighbours_and_the_frame_that_another_process_stored_are_reused(start):
+def test_neighbours_and_frame_stored_by_another_process_are_reused(start):
     engine, other = start(), start()
     other.documents.warm_shared([ANNA, BOB])
     other.documents.warm([BOB])
@@ -105,7 +105,7 @@ def test_neighbours_and_the_frame_that_another_process_stored_are_reused(start):
     assert result.computed_tokens == lengths[1] + 1, "nor the frame"
 
 
-def test_a_store_that_refuses_leases_stops_nobody(start, monkeypatch):
+def test_warming_continues_if_the_store_refuses_leases(start, monkeypatch):
     engine = start()
 
     def refuse(*_, **__):
@@ -116,7 +116,7 @@ def test_a_store_that_refuses_leases_stops_nobody(start, monkeypatch):
     assert statuses(engine.documents.warm_shared([ANNA])) == ["computed"]
 
 
-def test_what_the_disk_refuses_is_not_called_computed(start, monkeypatch):
+def test_document_that_cannot_be_written_is_reported_as_unwritten(start, monkeypatch):
     engine = start()
     engine.documents.warm_shared([ANNA])
     with monkeypatch.context() as patch:
@@ -131,7 +131,7 @@ def test_what_the_disk_refuses_is_not_called_computed(start, monkeypatch):
     assert statuses(engine.documents.warm_shared([BOB])) == ["computed"]
 
 
-def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
+def test_failure_of_one_document_does_not_affect_others(start, monkeypatch, tmp_path):
     engine, compute = start(), type(start().documents._warmer).compute
     seen = []
 
@@ -147,7 +147,7 @@ def test_one_failure_is_no_others(start, monkeypatch, tmp_path):
     assert leases(tmp_path) == [] and not engine._store._pins
 
 
-def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
+def test_cancelled_warming_stops_between_layers_with_finished_work_on_disk(start, tmp_path):
     engine = start()
     engine.documents.warm_shared([DINO])
     in_the_second = After(3)  # also called while steps compile: counts only from the first on
@@ -159,7 +159,7 @@ def test_it_ends_between_layers_with_what_is_done_on_disk(start, tmp_path):
     assert statuses(start().documents.warm_shared([ANNA, BOB])) == ["present", "computed"]
 
 
-def test_behind_neighbours_only_the_document_itself_is_stored_and_compared_with_itself_alone(start):
+def test_warming_behind_neighbours_stores_and_compares_only_the_document(start):
     engine = start()
     engine.documents.warm_shared([ANNA, BOB, CARLA])
     before = set(engine._variants.ids())
@@ -186,7 +186,7 @@ def kv_of(engine, prompt):
     return kv
 
 
-def test_refusals(start, model):
+def test_invalid_shared_warming_and_pruning_is_rejected(start, model):
     engine = start()
     with pytest.raises(RequestError, match="behind: wanted one list for each of 1 documents, got 2"):
         engine.documents.warm_shared([ANNA], behind=[[], []])
@@ -201,7 +201,7 @@ def test_refusals(start, model):
 # -- prune ------------------------------------------------------------------------------------------------------
 
 
-def test_pruning_takes_what_is_of_no_passage_and_what_was_computed_behind_it(start):
+def test_pruning_removes_unlisted_passages_and_kv_computed_behind_them(start):
     engine = start()
     engine.documents.warm_shared([ANNA, BOB, CARLA])
     engine.documents.warm_shared([CARLA, ANNA], behind=[[BOB], [CARLA]])
@@ -219,7 +219,7 @@ def test_pruning_takes_what_is_of_no_passage_and_what_was_computed_behind_it(sta
     assert id_of(engine, CARLA, [BOB]) not in set(engine._store.ids("disk"))
 
 
-def test_pruning_leaves_what_is_pinned_or_of_a_request(start):
+def test_pruning_keeps_pinned_documents_and_those_of_requests(start):
     engine = start()
     engine.documents.warm_shared([ANNA, BOB])
     engine.generate("Who sings?", [dataclasses.replace(BOB, id="mine", source_id=None)], max_new_tokens=1)
@@ -229,7 +229,7 @@ def test_pruning_leaves_what_is_pinned_or_of_a_request(start):
     assert engine.documents.prune(set()).variants == 1 and id_of(engine, BOB) in engine._variants
 
 
-def test_links_of_passages_that_are_there_can_be_noted(start):
+def test_new_documents_can_be_linked_to_stored_passages(start):
     engine = start()
     engine.documents.warm_shared([ANNA])
     renamed = dataclasses.replace(ANNA, id="new.md#0", source_id="new.md")

@@ -92,7 +92,7 @@ def test_two_processes_with_the_same_prompt_compute_it_once(spawn, start_file, t
     assert leases(tmp_path) == []
 
 
-def test_a_holder_that_is_killed_is_not_waited_for_for_ever(spawn, url, start_file, tmp_path):
+def test_wait_for_a_killed_claim_holder_is_bounded(spawn, url, start_file, tmp_path):
     holder = spawn(seconds=3600)
     wait_for(holder, "ready")
     start_file.touch()
@@ -146,7 +146,7 @@ def answer(engine, segments=SEGMENTS, **options):
     return engine.generate_from_tokens(segments, max_new_tokens=4, **options)
 
 
-def test_it_is_off_by_default_and_only_a_bool(url):
+def test_share_computation_is_off_by_default_and_must_be_a_bool(url):
     assert EngineConfig().share_computation is False
     with pytest.raises(ConfigError, match="share_computation: wanted True or False, got 1"):
         EngineConfig(share_computation=1)  # type: ignore[arg-type]
@@ -195,7 +195,7 @@ def patient(monkeypatch) -> None:
     monkeypatch.setattr(sharing, "longest_shared_wait_s", lambda *_: math.inf)
 
 
-def test_a_wait_for_nothing_is_bounded_and_computes_itself(url, monkeypatch, clock):
+def test_request_computes_itself_after_a_bounded_wait_without_progress(url, monkeypatch, clock):
     with (
         MODEL.engine(store=url, share_computation=True) as engine,
         MODEL.engine(store=url, share_computation=True) as other,
@@ -225,7 +225,7 @@ class Winner:
         return frozenset(variant_ids) & ({"b", "c"} if self.stored else {"a"})
 
 
-def test_what_a_winner_claims_late_is_waited_for_as_long_as_it_takes(monkeypatch):
+def test_wait_is_extended_for_claims_that_arrive_late(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("ccjax.cache.shared.prefill.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(
@@ -249,7 +249,7 @@ def test_what_a_winner_claims_late_is_waited_for_as_long_as_it_takes(monkeypatch
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_holder_that_gives_up_is_succeeded_at_once(url, monkeypatch, clock):
+def test_waiting_request_takes_over_at_once_when_claims_are_released(url, monkeypatch, clock):
     with (
         MODEL.engine(store=url, share_computation=True) as engine,
         MODEL.engine(store=url, share_computation=True) as other,
@@ -262,7 +262,7 @@ def test_a_holder_that_gives_up_is_succeeded_at_once(url, monkeypatch, clock):
         assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
 
 
-def test_what_another_process_stored_since_the_last_look_is_found_without_a_wait(url, clock):
+def test_chunks_just_stored_by_another_process_are_found_without_waiting(url, clock):
     with (
         MODEL.engine(store=url, share_computation=True) as engine,
         MODEL.engine(store=url, share_computation=True) as other,
@@ -274,7 +274,7 @@ def test_what_another_process_stored_since_the_last_look_is_found_without_a_wait
 
 
 @pytest.mark.usefixtures("patient")
-def test_only_the_common_beginning_is_waited_for(url, monkeypatch, clock):
+def test_request_waits_only_for_the_common_prefix(url, monkeypatch, clock):
     with (
         MODEL.engine(store=url, share_computation=True) as engine,
         MODEL.engine(store=url, share_computation=True) as other,
@@ -291,7 +291,7 @@ def test_only_the_common_beginning_is_waited_for(url, monkeypatch, clock):
 
 
 @pytest.mark.parametrize("reuse", ["bounded", "exact", "fast", "off"])
-def test_claims_end_with_the_request(url, tmp_path, reuse):
+def test_claims_are_released_when_the_request_ends(url, tmp_path, reuse):
     with MODEL.engine(store=url, share_computation=True) as engine:
         answer(engine, reuse=reuse)
         answer(engine, permuted(SEGMENTS, (3, 1, 0, 2)), reuse=reuse)
@@ -299,13 +299,13 @@ def test_claims_end_with_the_request(url, tmp_path, reuse):
         assert leases(tmp_path) == []
 
 
-def test_claims_of_what_finds_no_room_end_with_the_request_too(url, tmp_path):
+def test_claims_of_chunks_without_room_are_released_too(url, tmp_path):
     with MODEL.engine(store=url, share_computation=True, host_cache_bytes=1, disk_cache_bytes=1) as engine:
         answer(engine)
         assert engine.cache.num_variants == 0 and leases(tmp_path) == []
 
 
-def test_variants_are_stored_before_the_rest_of_the_answer_is_drawn(url):
+def test_variants_are_stored_before_the_rest_of_the_answer_is_decoded(url):
     with MODEL.engine(store=url, share_computation=True) as engine:
         stream = engine.stream(_request(SEGMENTS))
         next(stream)
@@ -314,7 +314,7 @@ def test_variants_are_stored_before_the_rest_of_the_answer_is_drawn(url):
         stream.close()
 
 
-def test_claims_end_when_the_client_leaves_and_when_the_device_fails(url, tmp_path, monkeypatch):
+def test_claims_are_released_on_cancellation_and_device_failure(url, tmp_path, monkeypatch):
     with MODEL.engine(store=url, share_computation=True) as engine:
         seen: list[int] = []
 
@@ -336,7 +336,7 @@ def test_claims_end_when_the_client_leaves_and_when_the_device_fails(url, tmp_pa
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_wait_ends_when_the_client_leaves(url, tmp_path, monkeypatch, clock):
+def test_cancellation_ends_the_wait_for_another_process(url, tmp_path, monkeypatch, clock):
     with (
         MODEL.engine(store=url, share_computation=True) as engine,
         MODEL.engine(store=url, share_computation=True) as other,
@@ -346,7 +346,7 @@ def test_a_wait_ends_when_the_client_leaves(url, tmp_path, monkeypatch, clock):
         assert len(leases(tmp_path)) == 5  # those of the other process
 
 
-def test_a_store_that_refuses_everything_fails_no_request(url, monkeypatch):
+def test_unavailable_store_fails_no_request(url, monkeypatch):
     with MODEL.engine(store=url, share_computation=True) as engine:
 
         def refuse(*_, **__):

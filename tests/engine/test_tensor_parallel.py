@@ -40,7 +40,7 @@ def engine_of(size, **settings):
     [pytest.param(WIDE, 2, None, marks=slow), (WIDE, 4, "triton_interpret"), (MODEL, 8, None)],
     ids=["2", "4-triton_interpret", "8"],
 )
-def test_prefill_and_decode_are_the_oracle(model, size, attention):
+def test_prefill_and_decode_match_the_oracle(model, size, attention):
     tokens = [token for segment in SEGMENTS for token in segment]
     with model.engine(tensor_parallel_size=size, max_model_len=512, attention=attention) as engine:
         logits = engine.prefill_logits(tokens)
@@ -51,7 +51,7 @@ def test_prefill_and_decode_are_the_oracle(model, size, attention):
 
 
 @pytest.mark.parametrize("size", [*(pytest.param(size, marks=slow) for size in (2, 4)), 8])
-def test_experts_are_split_within_each(size):
+def test_each_expert_is_split_over_the_devices(size):
     """Uses prompts long enough for every form of the routed MLP, and decode."""
     segments = draw_segments(np.random.default_rng(3), [150, 33])
     with (
@@ -76,7 +76,7 @@ def test_weights_in_8_bits_are_split_with_their_scales():
 
 
 @pytest.mark.parametrize(("is_checkpoint", "quantization"), [(False, "int8"), (True, None), (True, "int8")])
-def test_weights_that_a_host_reads_whole_are_split_as_they_are(tmp_path, is_checkpoint, quantization):
+def test_weights_read_whole_are_split_without_changes(tmp_path, is_checkpoint, quantization):
     source = write(tmp_path / "files", MODEL.weights, MODEL.raw)
     if is_checkpoint:
         to_checkpoint(source, tmp_path / "checkpoint", quantization=quantization)
@@ -91,7 +91,7 @@ def test_weights_that_a_host_reads_whole_are_split_as_they_are(tmp_path, is_chec
 
 
 @pytest.mark.parametrize(("size", "device_cache_bytes"), [pytest.param(2, 2 << 20, marks=slow), (4, 2 << 20), (8, 0)])
-def test_identities(size, device_cache_bytes):
+def test_reuse_identities_hold_on_several_devices(size, device_cache_bytes):
     """Empty store, same prefix, everything recomputed, exact in any order; and equality with one device."""
     settings = {"device_cache_bytes": device_cache_bytes}
     total = sum(map(len, SEGMENTS))
@@ -116,7 +116,7 @@ def test_identities(size, device_cache_bytes):
     "strategy",
     ["auto", "cacheblend", "h2o", "reuse", *(pytest.param(name, marks=slow) for name in ("legolink", "set"))],
 )
-def test_approximate_reuse_gives_what_it_gives_on_one_device(strategy):
+def test_approximate_reuse_equals_that_of_one_device(strategy):
     """Includes naive reuse, which differs much from a full prefill, so that equality means equal reuse."""
     settings = {"strategy": strategy, "max_model_len": 512, "device_cache_bytes": 2 << 20}
     found = []
@@ -133,7 +133,7 @@ def test_approximate_reuse_gives_what_it_gives_on_one_device(strategy):
 
 
 @pytest.mark.parametrize(("writer", "reader"), [pytest.param(1, 4, marks=slow), (2, 8)])
-def test_what_one_mesh_stored_another_one_loads(tmp_path, writer, reader):
+def test_kv_stored_by_one_mesh_can_be_loaded_by_another(tmp_path, writer, reader):
     store = f"file://{tmp_path}/store"
     with engine_of(writer, store=store) as engine:
         wanted = answer(engine, SEGMENTS, "bounded")
@@ -163,7 +163,7 @@ def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
     assert answers[::2] == wanted
 
 
-def test_each_device_has_its_part():
+def test_each_device_holds_its_shard_of_weights_and_pages():
     with engine_of(4, device_cache_bytes=2 << 20) as engine:
         wq, k_pages = engine._model.params.layers[0].wq, engine._pool._layers[0][0]
         assert [shard.data.shape for shard in wq.addressable_shards] == [(64, 2, wq.shape[2])] * 4
@@ -184,12 +184,12 @@ def test_each_device_has_its_part():
         (True, "wanted a positive integer, got True"),
     ],
 )
-def test_an_impossible_size_is_refused(size, message):
+def test_impossible_tensor_parallel_size_is_rejected(size, message):
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: {message}"):
         MODEL.engine(tensor_parallel_size=size)
 
 
-def test_a_model_is_loaded_over_its_devices():
+def test_model_is_loaded_sharded_over_its_devices():
     """The embedded model has 4 kv heads, one per device."""
     model = load_model("demo", dtype="float32", tensor_parallel_size=2)
     assert {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(model.params)} == {2}

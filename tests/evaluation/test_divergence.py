@@ -24,7 +24,7 @@ def first_logits(engine, segments, reuse="bounded"):
     return response.first_logits
 
 
-def test_the_first_tokens_logits_are_the_oracles():
+def test_first_token_logits_match_the_oracle():
     segments = draw_segments(np.random.default_rng(0), [40, 30])
     wanted = llama_forward(MODEL.weights, MODEL.raw, np.concatenate([np.asarray(one) for one in segments]))[0][-1]
     with MODEL.engine(max_model_len=512) as engine:
@@ -52,7 +52,7 @@ def stored(tmp_path_factory):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "cachecraft", "cacheblend", "legolink"])
-def test_divergence_falls_with_the_share(strategy, stored):
+def test_divergence_falls_as_recompute_ratio_grows(strategy, stored):
     prompts, store, full = stored
     means = []
     for ratio in RATIOS:

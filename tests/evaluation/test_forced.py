@@ -25,7 +25,7 @@ def test_kl_and_agreement_are_means_over_tokens():
     assert forced.agreement(FULL, OWN) == 0.5 and forced.agreement(FULL, FULL) == 1.0
 
 
-def test_nll_is_a_mean_over_the_answers_tokens():
+def test_nll_is_the_mean_over_answer_tokens():
     assert forced.nll(FULL + 7.0, [0, 1]) == pytest.approx(-(np.log(0.6) + np.log(0.8)) / 2)
     assert forced.nll(FULL, [1, 0]) == pytest.approx(-(np.log(0.4) + np.log(0.2)) / 2)
 
@@ -33,12 +33,12 @@ def test_nll_is_a_mean_over_the_answers_tokens():
 @pytest.mark.parametrize(
     ("token_ids", "finish", "wanted"), [((5, 6), "length", (5, 6)), ((5, 6), "stop", (5, 6, 9)), ((), "stop", (9,))]
 )
-def test_the_end_of_an_answer_is_one_of_its_tokens(token_ids, finish, wanted):
+def test_end_token_counts_as_part_of_the_answer(token_ids, finish, wanted):
     assert forced.drawn_tokens(Response("", token_ids, finish, REPORT, 1, 0.1, 0.1), 9) == wanted
 
 
 @pytest.mark.parametrize(("reuse", "system"), [("off", 7), ("bounded", 0)])
-def test_each_token_is_scored_behind_those_before_it_however_the_prompt_is_cut(reuse, system):
+def test_forced_logits_match_the_oracle_for_any_prompt_chunking(reuse, system):
     prompt, answer = draw_segments(np.random.default_rng(2), [40, 30], system=system), [3, 1, 4, 1, 5]
     token_ids = [token for segment in prompt for token in segment]
     wanted = llama_forward(MODEL.weights, MODEL.raw, np.asarray([*token_ids, *answer]))[0]
@@ -52,7 +52,7 @@ def test_each_token_is_scored_behind_those_before_it_however_the_prompt_is_cut(r
         np.testing.assert_allclose(one, wanted[first : first + 1], atol=TOLERANCE)
 
 
-def test_an_answer_has_a_token():
+def test_empty_answer_is_rejected():
     with (
         MODEL.engine(max_model_len=512) as engine,
         pytest.raises(ValueError, match="answer: wanted at least one token"),

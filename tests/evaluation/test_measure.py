@@ -25,7 +25,7 @@ def right(outcome):
     return [exact_match(one.text, one.question.answers[0]) for one in outcome.answers]
 
 
-def test_full_prefill_scores_what_a_plain_forward_pass_scores(model, tmp_path):
+def test_full_prefill_score_equals_that_of_a_plain_forward_pass(model, tmp_path):
     (outcome,) = measure(model, demo_questions(1), [FULL], tmp_path)
     contexts = [context for kind in KINDS for context in held_out_contexts(kind, 1)]
     assert right(outcome) == answered(*load_model(), contexts, batch_size=len(contexts))
@@ -67,7 +67,7 @@ def prepared(model, tmp_path_factory):
     return {outcome.way: outcome for outcome in outcomes}, directory
 
 
-def test_each_way_recomputes_the_share_it_says_and_full_prefill_comes_first(seen):
+def test_each_way_recomputes_its_ratio_and_full_prefill_is_listed_first(seen):
     outcomes, done = seen
     assert [outcome.way for outcome in outcomes] == [FULL, *SEEN]
     assert [outcome.state for outcome in outcomes] == [None, *["seen"] * len(SEEN)]
@@ -81,7 +81,7 @@ def test_each_way_recomputes_the_share_it_says_and_full_prefill_comes_first(seen
     assert all(one.first_kl > 0.0 for outcome in outcomes[1:] for one in outcome.answers)
 
 
-def test_the_share_counts_layers_that_ran_for_all_tokens(model, seen):
+def test_computed_ratio_includes_layers_run_for_all_tokens(model, seen):
     *_, outcome = seen[0]
     num_layers = model.config.num_layers
     whole_first = (1 + 0.15 * (num_layers - 1)) / num_layers
@@ -96,7 +96,7 @@ def test_auto_recomputes_as_much_of_a_prompt_as_cachecraft(prepared):
         assert one.first_kl != other.first_kl
 
 
-def test_passage_by_passage_computes_no_passage_that_is_stored_alone(prepared):
+def test_map_ways_reuse_passages_that_were_stored_alone(prepared):
     full, rerank, reduce = (prepared[0][way] for way in (FULL, Way("map_rerank"), Way("map_reduce")))
     for one in rerank.answers:
         assert one.computed_ratio == 0.0 and one.text
@@ -105,7 +105,7 @@ def test_passage_by_passage_computes_no_passage_that_is_stored_alone(prepared):
     assert sum(right(rerank)) >= 1, "what one passage says is found without the others"
 
 
-def test_h2o_reuses_what_it_measured_itself(prepared):
+def test_h2o_reuses_only_its_own_measurements(prepared):
     outcomes, directory = prepared
     drew, craft = (outcomes[Way(name, 0.3)] for name in ("h2o", "cachecraft"))
     for one, other in zip(drew.answers, craft.answers, strict=True):
@@ -113,13 +113,13 @@ def test_h2o_reuses_what_it_measured_itself(prepared):
     assert not list(directory.iterdir()), "stores go with their state"
 
 
-def test_keys_at_old_positions_cost_answers(model, tmp_path):
+def test_unrotated_keys_increase_divergence(model, tmp_path):
     ways = [Way("reuse"), Way("reuse", fixes_positions=False)]
     _, moved, old = measure(model, demo_questions(4, kinds=("single",)), ways, tmp_path, states=["seen"])
     assert np.mean([one.first_kl for one in old.answers]) > 3 * np.mean([one.first_kl for one in moved.answers])
 
 
-def test_states_and_given_answers(model, tmp_path):
+def test_forced_answers_are_scored_in_every_state(model, tmp_path):
     """Full prefill and the default options in each state, with the scores of given answers."""
     questions = demo_questions(2, (3,), kinds=("single",))
     ways = [DEFAULT, Way("reuse")]
@@ -141,14 +141,14 @@ def test_states_and_given_answers(model, tmp_path):
             assert one.forced.nll != whole.forced.nll
 
 
-def test_given_answers_are_scored_where_asked_for_and_there_is_one_prompt(model, tmp_path, seen):
+def test_forced_scores_require_the_option_and_a_single_prompt(model, tmp_path, seen):
     assert all(one.forced is None for outcome in seen[0] for one in outcome.answers)
     questions = demo_questions(1, (3,), kinds=("single",))
     _, rerank = measure(model, questions, [Way("map_rerank")], tmp_path, states=["alone"], with_forced=True)
     assert rerank.answers[0].forced is None
 
 
-def test_a_store_is_measured_as_it_is(model, tmp_path):
+def test_existing_store_is_measured_unchanged(model, tmp_path):
     questions, done = demo_questions(1, (3,), kinds=("single",)), []
     config = EngineConfig(store=tmp_path.as_uri())
     full, own = measure_store(model, questions, config, progress=lambda *counts: done.append(counts))
@@ -157,7 +157,7 @@ def test_a_store_is_measured_as_it_is(model, tmp_path):
 
 
 @pytest.mark.parametrize("num_questions", [4, pytest.param(32, marks=pytest.mark.slow)])
-def test_reuse_hurts_where_the_passage_before_matters_and_a_few_tokens_bring_it_back(model, tmp_path, num_questions):
+def test_partial_recompute_restores_accuracy_lost_on_pronoun_questions(model, tmp_path, num_questions):
     """The property that the world was made for, on so many pronoun questions and as many over one passage."""
     questions = demo_questions(num_questions, kinds=("single", "pronoun"))
     ways = [Way("reuse"), Way("cachecraft", 0.3), Way("auto", 0.15)]

@@ -39,7 +39,7 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_evaluation_goes_on_where_it_ended(model, tmp_path):
+def test_interrupted_evaluation_resumes_where_it_stopped(model, tmp_path):
     path, done = tmp_path / "results.jsonl", []
 
     def interrupt(stage, count, total):
@@ -74,7 +74,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_ended(model, tmp_path):
     assert kept == resumed, "all is read, times included"
 
 
-def test_more_questions_go_on_with_the_results_of_fewer(model, tmp_path, monkeypatch):
+def test_evaluation_of_more_questions_reuses_earlier_results(model, tmp_path, monkeypatch):
     monkeypatch.setattr(parts, "QUESTIONS_PER_PART", 2)
     path, questions = tmp_path / "results.jsonl", demo_questions(2, (3,), kinds=KINDS[:2])[:4]
 
@@ -109,7 +109,7 @@ def test_more_questions_go_on_with_the_results_of_fewer(model, tmp_path, monkeyp
         ("# Notes", "wanted a file of an earlier evaluation"),
     ],
 )
-def test_results_of_something_else_are_refused_and_kept(tmp_path, first_line, message):
+def test_results_file_of_another_evaluation_is_rejected_and_left_intact(tmp_path, first_line, message):
     path = tmp_path / "results.jsonl"
     path.write_text(first_line)
     with pytest.raises(ValueError, match=message):

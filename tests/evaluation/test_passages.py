@@ -24,7 +24,7 @@ class Model:
         return Response(text, tuple(range(len(tokens))), "stop", REPORT, 1, 0.25, 1.0, tokens)
 
 
-def test_the_most_confident_answer_wins_whatever_its_length():
+def test_most_confident_answer_wins_regardless_of_length():
     model = Model(one=("red", (-0.2, -0.6)), two=("blue boat sails", (-0.3, -0.3, -0.3)), three=("", ()))
     found = map_rerank(model, "Who?", DOCUMENTS)
     assert found.last.text == "blue boat sails" and len(found.calls) == 3
@@ -32,12 +32,12 @@ def test_the_most_confident_answer_wins_whatever_its_length():
     assert model.asked == [("Who?", [(one.title, one.text)]) for one in DOCUMENTS]
 
 
-def test_of_equal_confidence_the_first():
+def test_first_answer_wins_a_confidence_tie():
     model = Model(one=("red", (-0.5,)), two=("blue", (-0.5, -0.5)), three=("green", (-0.7,)))
     assert map_rerank(model, "Who?", DOCUMENTS).last.text == "red"
 
 
-def test_what_passages_say_stands_in_the_last_prompt():
+def test_map_reduce_puts_passage_answers_in_the_final_prompt():
     model = Model(one=(" Ann. ", (-1.0,)), two=(" ", (-1.0,)), three=("Bob.", (-1.0,)))
     found = map_reduce(model, "Who?", DOCUMENTS)
     assert found.last.text == "the end" and found.calls[-1] is found.last and len(found.calls) == 4

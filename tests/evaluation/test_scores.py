@@ -19,14 +19,14 @@ from ccjax.evaluation.scores import (
 )
 
 
-def test_words_are_compared_as_squad_does():
+def test_words_are_normalized_as_in_squad():
     assert words("The  Eiffel-Tower, in A park.") == ["eiffeltower", "in", "park"]
     assert exact_match("The blue boat.", "blue  Boat") == 1.0
     assert exact_match("boat blue", "blue boat") == 0.0
     assert exact_match("another", "other") == 0.0, "an article is a whole word"
 
 
-def test_an_answer_contains_words_in_a_row():
+def test_contains_requires_consecutive_whole_words():
     assert contains("It was the Blue boat, I think.", "blue boat") == 1.0
     assert contains("The boat was blue.", "blue boat") == 0.0, "in another order"
     assert contains("blue old boat", "blue boat") == 0.0, "not in a row"
@@ -46,12 +46,12 @@ def test_an_answer_contains_words_in_a_row():
         ("the", "red", 0.0, 0.0),
     ],
 )
-def test_f1_counts_every_occurrence_and_jaccard_none_twice(answer, reference, f1, common):
+def test_f1_counts_repeated_words_and_jaccard_does_not(answer, reference, f1, common):
     assert token_f1(answer, reference) == token_f1(reference, answer) == pytest.approx(f1)
     assert jaccard(answer, reference) == jaccard(reference, answer) == pytest.approx(common)
 
 
-def test_rouge_l_is_the_packages_with_stemming():
+def test_rouge_l_matches_the_rouge_score_package_with_stemming():
     from rouge_score.rouge_scorer import RougeScorer
 
     pairs = [("the boats were painted", "a boat was painted red"), ("x", "x"), ("", "x")]
@@ -61,13 +61,13 @@ def test_rouge_l_is_the_packages_with_stemming():
     assert rouge_l("boats", "boat") == 1.0
 
 
-def test_of_several_references_the_best_counts():
+def test_best_score_over_several_references_counts():
     assert best(token_f1, "red boat", ["blue", "red", "red boat"]) == 1.0
     assert set(TEXT_SCORES) == {"exact_match", "contains", "f1", "jaccard", "rouge_l"}
 
 
 @pytest.mark.parametrize("is_share", [True, False], ids=["Wilson", "bootstrap"])
-def test_an_interval_covers_the_mean_of_what_was_drawn_from_about_as_often_as_it_says(is_share):
+def test_confidence_interval_has_its_nominal_coverage(is_share):
     from scipy import stats
 
     rng = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_an_interval_covers_the_mean_of_what_was_drawn_from_about_as_often_as_it
     assert least - 6 <= covered <= most, "the percentile bootstrap covers a little less than it says"
 
 
-def test_shares_have_wilsons_interval_also_where_all_answers_are_right():
+def test_proportions_use_the_wilson_interval_even_at_0_and_1():
     from scipy import stats
 
     whole = mean_interval([1.0] * 24)
@@ -98,7 +98,7 @@ def test_shares_have_wilsons_interval_also_where_all_answers_are_right():
     assert kept is not None and (kept.mean, kept.low, kept.high) == (0.75, wanted.low, wanted.high)
 
 
-def test_a_ratio_draws_questions_in_pairs():
+def test_ratio_interval_resamples_questions_in_pairs():
     rng = np.random.default_rng(1)
     full = rng.random(50)
     interval = ratio_interval((0.9 * full).tolist(), full.tolist())
@@ -111,6 +111,6 @@ def test_a_ratio_draws_questions_in_pairs():
     assert rare is not None and (rare.low, rare.high) == (0.5, 0.5), "a draw without the one right answer says nothing"
 
 
-def test_one_question_has_no_interval():
+def test_interval_of_one_question_is_rejected():
     with pytest.raises(ValueError, match="at least two"):
         mean_interval([1.0])

@@ -26,7 +26,7 @@ def filled(request, model, tmp_path_factory):
     return request.param, store, len(told)
 
 
-def test_variants_stand_behind_what_the_state_says(model, filled):
+def test_stored_variants_have_the_prefixes_of_the_state(model, filled):
     state, store, told = filled
     assert told == len(steps(state, PROMPTS)) == {"empty": 0, "seen": 2, "idle": 2}.get(state, 6)
     with Engine(model, EngineConfig(store=store)) as engine:
@@ -42,7 +42,7 @@ def test_variants_stand_behind_what_the_state_says(model, filled):
     assert compared >= 6 if state in ("prepared", "idle") else compared == 0
 
 
-def test_default_options_reuse_what_was_computed(model, filled):
+def test_default_options_reuse_stored_variants(model, filled):
     state, store, _ = filled
     with Engine(model, EngineConfig(store=store, read_only=True)) as engine:
         parts = engine.generate(QUESTIONS[0].text, PROMPTS[0], max_new_tokens=1).reuse.per_document[1:]

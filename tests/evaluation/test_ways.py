@@ -46,17 +46,17 @@ BAD = [
 ]
 
 
-def test_text_and_way():
+def test_way_round_trips_through_text():
     assert [(str(way), parse_way(text)) for text, way in WAYS] == WAYS
 
 
-def test_bad_text_is_named():
+def test_invalid_way_is_rejected_with_a_message():
     for text, message in BAD:
         with pytest.raises(ValueError, match=message):
             parse_way(text)
 
 
-def test_shares_are_for_strategies_that_recompute_and_have_none_of_their_own():
+def test_ratios_apply_only_to_recompute_strategies_without_their_own_ratio():
     found = expand(
         ["default", "reuse", "auto", "random:0.5", "auto", "auto~2", "map_reduce", "cachecraft/old"], [0.1, 0.2]
     )
@@ -76,7 +76,7 @@ def test_shares_are_for_strategies_that_recompute_and_have_none_of_their_own():
     assert str(Way("auto", alpha=0.5)) == "auto (alpha 0.5)"
 
 
-def test_the_default_options_are_an_engines_whatever_they_are():
+def test_default_way_uses_the_engine_defaults():
     assert DEFAULT.settings == {} and DEFAULT.reuse == "bounded"
     assert EngineConfig(**Way("auto").settings) == EngineConfig(), "today they are these"
     craft = EngineConfig(**parse_way("cachecraft/old:0.3").settings)

@@ -70,14 +70,14 @@ def send(case, url) -> int:
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 @drawn
 @schema.parametrize()
-def test_whatever_is_sent_is_answered_or_refused(case, url):
+def test_arbitrary_requests_are_answered_or_refused(case, url):
     send(case, url)
 
 
 @settings(drawn, max_examples=4 * drawn.max_examples)
 @schema.include(path_regex="completions").parametrize()
 @schema.given(data=strategies.data())
-def test_single_odd_fields_are_answered_or_refused(case, url, data, statuses):
+def test_requests_with_a_few_random_fields_are_answered_or_refused(case, url, data, statuses):
     """All at once they would nearly always be refused for the first of them."""
     body = case.body if isinstance(case.body, dict) else {}
     names = sorted(body.keys() - VALID.keys() - {"model"})

@@ -57,7 +57,7 @@ def decoded(raw: bytes):
         {"meta": None},
     ],
 )
-def test_a_record_that_says_what_none_can_say_is_damaged(changes):
+def test_record_with_impossible_values_is_corrupt(changes):
     assert decoded(record_with()).object_id == "0" * 32
     with pytest.raises(ShardCorruptError, match="record of variant v: "):
         decoded(record_with(**changes))
@@ -70,7 +70,7 @@ def catalog_of(table: object) -> bytes:
     return json.dumps(head).encode() + b"\n" + text
 
 
-def test_a_catalog_names_no_file_elsewhere():
+def test_catalog_with_invalid_ids_is_rejected():
     row = {"variant_id": ["v"], "chunk_id": ["c"], "num_tokens": [3], "object_id": ["o"], "charge_bytes": [1]}
     row |= {"is_lossy": [False], "crc32": [0], "record_bytes": [0]}
     (known,) = decode_part(catalog_of(row), "n")
@@ -96,19 +96,19 @@ def test_a_catalog_names_no_file_elsewhere():
         {"vocab_size": "many"},
     ],
 )
-def test_an_odd_model_is_refused_by_name(changes):
+def test_malformed_model_config_is_rejected_with_the_key_named(changes):
     config = seed("model-config")
     LlamaConfig.from_hf(config)
     with pytest.raises(ValueError, match="config.json|rope_theta|rms_norm_eps|invalid literal"):
         LlamaConfig.from_hf(config | changes)
 
 
-def test_odd_documents_are_refused():
+def test_document_with_an_unknown_encoding_is_rejected():
     with pytest.raises(DocumentError, match="unknown character encoding"):
         parse_document(Path("x.html"), b'<meta charset="a\0b">text')
 
 
-def test_a_deep_line_spoils_no_collection(tmp_path):
+def test_deeply_nested_line_does_not_break_the_collection(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"[" * 2000 + b'\n{"_id": "a", "text": "b"}\n')
     wrong, right = read_lines(path, "c", max_line_bytes=10_000)

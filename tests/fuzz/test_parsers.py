@@ -24,7 +24,7 @@ def targets():
     return targets
 
 
-def test_each_target_takes_its_seeds_and_refuses_or_takes_what_is_none(targets):
+def test_each_target_accepts_its_seeds_and_handles_malformed_input(targets):
     for target in targets.TARGETS.values():
         for seed in target.seeds:
             target.run(seed)
@@ -43,7 +43,7 @@ def test_a_short_look_finds_nothing(tmp_path, monkeypatch, targets):
 
 
 @needs_atheris
-def test_what_is_broken_is_found_and_kept(tmp_path, monkeypatch):
+def test_fuzzing_finds_and_saves_a_crash(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
     outcome = fuzz("tests.fuzz.broken", "fault", [b"ant"], ENOUGH_S, tmp_path, seed=1)
     assert not outcome.is_clean and "KeyError" in outcome.line, outcome.line
@@ -52,14 +52,14 @@ def test_what_is_broken_is_found_and_kept(tmp_path, monkeypatch):
 
 
 @needs_atheris
-def test_what_hangs_is_found(tmp_path, monkeypatch):
+def test_fuzzing_finds_a_hang(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "SLOWEST_S", 1)
     outcome = fuzz("tests.fuzz.broken", "hang", [b"a"], ENOUGH_S, tmp_path)
     assert not outcome.is_clean and "timeout" in outcome.line, outcome.line
 
 
 @needs_atheris
-def test_what_takes_too_much_memory_is_found(tmp_path, monkeypatch):
+def test_fuzzing_finds_excessive_memory_use(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "MOST_MEMORY_MB", 700)
     monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
     outcome = fuzz("tests.fuzz.broken", "hoard", [b"a"], ENOUGH_S, tmp_path)
@@ -67,7 +67,7 @@ def test_what_takes_too_much_memory_is_found(tmp_path, monkeypatch):
 
 
 @needs_atheris
-def test_memory_of_who_starts_it_does_not_count(tmp_path, monkeypatch):
+def test_parent_process_memory_does_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzzing, "MOST_MEMORY_MB", 700)
     monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
     held = b"\1" * (1 << 30)

@@ -24,14 +24,14 @@ def assert_same_model(one, other) -> None:
 @pytest.mark.parametrize(
     ("quantization", "dtype"), [(None, "float32"), (None, "bfloat16"), ("int8", "bfloat16"), ("fp8", "float32")]
 )
-def test_a_checkpoint_is_the_model(tmp_path, quantization, dtype):
+def test_converted_checkpoint_loads_as_the_same_model(tmp_path, quantization, dtype):
     flags = [] if quantization is None else ["--quantization", quantization]
     convert("demo", tmp_path / "there", *flags)
     wanted = load_model("demo", dtype=dtype, quantization=quantization)
     assert_same_model(load_model(tmp_path / "there", dtype=dtype), wanted)
 
 
-def test_a_checkpoint_shares_the_kv_of_the_model(tmp_path):
+def test_converted_checkpoint_shares_stored_kv_with_the_original(tmp_path):
     convert("demo", tmp_path / "there", "--quantization", "int8")
     url, documents = (tmp_path / "store").as_uri(), [{"title": "Ash", "text": "A tree."}]
     with Engine.from_pretrained("demo", store=url, quantization="int8") as engine:
@@ -41,7 +41,7 @@ def test_a_checkpoint_shares_the_kv_of_the_model(tmp_path):
     assert second.token_ids == first.token_ids and second.reuse.reused_tokens > 0
 
 
-def test_there_and_back_shares_kv_until_the_files_change(tmp_path):
+def test_round_trip_conversion_keeps_the_fingerprint_until_files_change(tmp_path):
     convert("demo", tmp_path / "there")
     convert(tmp_path / "there", tmp_path / "back", "--to", "huggingface")
     assert_same_model(load_model(tmp_path / "back", dtype="float32"), load_model("demo", dtype="float32"))
@@ -53,7 +53,7 @@ def test_there_and_back_shares_kv_until_the_files_change(tmp_path):
     assert changed != read_model_files("demo").fingerprint("float32")
 
 
-def test_random_weights_written_out_are_themselves(tmp_path):
+def test_converted_random_weights_are_unchanged(tmp_path):
     convert("random:tiny:3", tmp_path / "there")
     convert("random:tiny:3", tmp_path / "hf", "--to", "huggingface")
     drawn = load_model("random:tiny:3", dtype="float32")
@@ -65,7 +65,7 @@ def test_random_weights_written_out_are_themselves(tmp_path):
         ).weights.fingerprint("float32", None)
 
 
-def test_rounded_weights_are_shared_where_they_are_the_same_and_nowhere_else(tmp_path):
+def test_rounded_weights_share_a_fingerprint_only_if_identical(tmp_path):
     """The demo model is float32. Loaded as bfloat16 it is what a bfloat16 checkpoint holds; as float32 it is not, and
     8 bits are rounded from other digits."""
     convert("demo", tmp_path / "narrow", "--dtype", "bfloat16")
@@ -99,7 +99,7 @@ def test_errors_name_what_was_wanted(tmp_path, capsys, arguments, message):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_checkpoint_in_another_format_is_refused(tmp_path):
+def test_loading_a_checkpoint_in_another_quantization_is_rejected(tmp_path):
     convert("random:tiny", tmp_path, "--quantization", "int8")
     with pytest.raises(ConfigError, match=r"quantization: wanted int8, which .* is in, got 'fp8'"):
         load_model(tmp_path, dtype="float32", quantization="fp8")

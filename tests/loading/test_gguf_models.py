@@ -40,7 +40,7 @@ def assert_same_model(one, other):
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_checkpoint_is_the_model(tmp_path, small, quantization):
+def test_gguf_converted_to_a_checkpoint_loads_as_the_same_model(tmp_path, small, quantization):
     flags = [] if quantization is None else ["--quantization", quantization]
     assert main([str(small), str(tmp_path / "there"), *flags]) == 0
     for dtype in ("float32", "bfloat16"):
@@ -48,12 +48,12 @@ def test_a_checkpoint_is_the_model(tmp_path, small, quantization):
         assert_same_model(load_model(tmp_path / "there", dtype=dtype), wanted)
 
 
-def test_a_hugging_face_directory_is_the_model(tmp_path, small):
+def test_gguf_converted_to_hugging_face_loads_as_the_same_model(tmp_path, small):
     assert main([str(small), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
     assert_same_model(load_model(tmp_path / "hf", dtype="float32"), load_model(small, dtype="float32"))
 
 
-def test_what_reads_no_weights(small):
+def test_config_tokenizer_and_fingerprint_need_no_weights(small):
     tokenizer = model_tokenizer(small)
     assert tokenizer is not None and tokenizer.vocab_size == model_config(small).vocab_size
     assert load_prompt_builder(small) is not None
@@ -62,7 +62,7 @@ def test_what_reads_no_weights(small):
     assert files.fingerprint("float32", "int8") != files.fingerprint("float32")
 
 
-def test_an_engine_reuses_what_it_stored(tmp_path, small):
+def test_gguf_engine_reuses_stored_chunks(tmp_path, small):
     with Engine.from_pretrained(str(small), store=(tmp_path / "store").as_uri()) as engine:
         assert engine.model_name == "small"
         first = engine.generate("Who?", documents=DOCUMENTS, reuse="exact", max_new_tokens=4)
@@ -70,14 +70,14 @@ def test_an_engine_reuses_what_it_stored(tmp_path, small):
     assert second.token_ids == first.token_ids and second.reuse.reused_tokens > 0
 
 
-def test_an_engine_over_two_devices(small):
+def test_gguf_engine_answers_the_same_on_two_devices(small):
     with Engine.from_pretrained(small) as engine:
         wanted = engine.generate("Who?", documents=DOCUMENTS, max_new_tokens=8).token_ids
     with Engine.from_pretrained(small, tensor_parallel_size=2) as engine:
         assert engine.generate("Who?", documents=DOCUMENTS, max_new_tokens=8).token_ids == wanted
 
 
-def test_what_is_read_of_smollm2_but_its_weights(smollm2):
+def test_smollm2_config_and_tokenizer_are_read(smollm2):
     config = model_config(smollm2)
     assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.rope_theta, config.rms_norm_eps, config.tie_embeddings) == (100000.0, 1e-5, True)
@@ -86,7 +86,7 @@ def test_what_is_read_of_smollm2_but_its_weights(smollm2):
 
 
 @pytest.mark.slow
-def test_smollm2(smollm2):
+def test_smollm2_completes_a_name_from_its_prompt(smollm2):
     with Engine.from_pretrained(smollm2) as engine:
         assert engine.model_name == "smollm2"
         tokenizer = engine.tokenizer

@@ -58,7 +58,7 @@ def our_logits(path: Path, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0, Kind.F16], ids=lambda kind: kind.name)
-def test_small_files(tmp_path, kind, tied):
+def test_logits_of_small_files_match_transformers(tmp_path, kind, tied):
     shape, words = Shape(), byte_level_words()
     path = tmp_path / "model.gguf"
     write_gguf(path, shape, hugging_face_tensors(shape, len(words.tokens), tied=tied), words, kind=kind)
@@ -68,7 +68,7 @@ def test_small_files(tmp_path, kind, tied):
     np.testing.assert_allclose(ours, peers, atol=ATOL, rtol=0)
 
 
-def test_smollm2():
+def test_logits_of_smollm2_match_transformers():
     path = smollm2()
     found = text_of(open_gguf(path))
     assert found is not None

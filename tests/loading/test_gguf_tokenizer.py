@@ -53,12 +53,12 @@ def differing(tokenizer, name):
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED["ids"] if name != "smollm2"])
-def test_ids_are_llama_cpps(tmp_path, name):
+def test_token_ids_match_llama_cpp(tmp_path, name):
     tokenizer, _ = text(tmp_path, words_of(name))
     assert differing(tokenizer, name) == DIFFERENT.get(name, set())
 
 
-def test_ids_of_smollm2_are_llama_cpps():
+def test_token_ids_of_smollm2_match_llama_cpp():
     try:
         path = gguf_path("smollm2")
     except ConfigError as error:
@@ -67,7 +67,7 @@ def test_ids_of_smollm2_are_llama_cpps():
     assert differing(tokenizer, "smollm2") == set()
 
 
-def test_the_texts_tell_the_ways_of_cutting_apart(tmp_path):
+def test_recorded_texts_distinguish_all_pre_tokenizers(tmp_path):
     names = [name for name in RECORDED["ids"] if name not in ("smollm2", "llama", "llama-bpe")]
     for one, other in itertools.combinations(names, 2):
         assert RECORDED["ids"][one] != RECORDED["ids"][other], (one, other)
@@ -76,7 +76,7 @@ def test_the_texts_tell_the_ways_of_cutting_apart(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["smollm", "llama"])
-def test_texts_come_back(tmp_path, name):
+def test_decoding_encoded_text_restores_it(tmp_path, name):
     tokenizer, _ = text(tmp_path, words_of(name))
     for content in RECORDED["texts"]:
         got = tokenizer.decode(tokenizer.encode(content, allow_special=False), skip_special=False)
@@ -90,7 +90,7 @@ def test_untrusted_text_never_becomes_a_control_token(tmp_path):
             assert tokenizer.special_ids.isdisjoint(tokenizer.encode(content, allow_special=False))
 
 
-def test_a_word_in_the_vocabulary_is_its_token_where_merges_are_ignored(tmp_path):
+def test_whole_word_tokens_are_used_if_the_pre_tokenizer_ignores_merges(tmp_path):
     """ " the" is a token that no merges lead to."""
     words = byte_level_words(pre="llama-bpe")
     unmerged = Words(**{**vars(words), "merges": words.merges[:2]})
@@ -109,11 +109,11 @@ def test_a_word_in_the_vocabulary_is_its_token_where_merges_are_ignored(tmp_path
         ("llama-bpe", {"add_bos_token": False}, None),
     ],
 )
-def test_bos(tmp_path, pre, extra, bos_id):
+def test_bos_id_follows_the_metadata_and_pre_tokenizer(tmp_path, pre, extra, bos_id):
     assert text(tmp_path, byte_level_words(pre=pre, **extra))[0].bos_id == bos_id
 
 
-def test_bos_of_sentence_piece(tmp_path):
+def test_sentencepiece_adds_bos_unless_disabled(tmp_path):
     words = words_of("llama")
     assert text(tmp_path, words)[0].bos_id == 1
     plain = Words(**{**vars(words), "extra": {"add_bos_token": False}})
@@ -121,7 +121,7 @@ def test_bos_of_sentence_piece(tmp_path):
     assert tokenizer.bos_id is None and tokenizer.eos_ids == {2} and template.variables["bos_token"] == "<s>"
 
 
-def test_a_prefix_space_or_none(tmp_path):
+def test_prefix_space_is_added_unless_disabled(tmp_path):
     words = words_of("llama")
     spaced, _ = text(tmp_path, words)
     plain, _ = text(tmp_path, Words(**{**vars(words), "extra": {"add_space_prefix": False}}))
@@ -130,14 +130,14 @@ def test_a_prefix_space_or_none(tmp_path):
     assert plain.decode(plain.encode(" the", allow_special=False)) == " the"
 
 
-def test_ids_that_end_an_answer(tmp_path):
+def test_eos_ids_include_metadata_ids_and_known_names(tmp_path):
     """Those that the metadata names, and those that llama.cpp knows by name."""
     letter = byte_level_words().tokens.index("x")
     words = byte_level_words(eos_token_id=1, eot_token_id=letter, eom_token_id=letter + 1)
     assert text(tmp_path, words)[0].eos_ids == {0, 1, 2, letter, letter + 1}
 
 
-def test_eos_at_the_end_of_a_prompt_is_not_added(tmp_path, caplog):
+def test_add_eos_token_is_ignored_with_a_warning(tmp_path, caplog):
     tokenizer, template = text(
         tmp_path, byte_level_words(add_eos_token=True, chat_template="{{ messages[0].content }}")
     )
@@ -146,7 +146,7 @@ def test_eos_at_the_end_of_a_prompt_is_not_added(tmp_path, caplog):
     assert parts.token_ids == tuple(tokenizer.encode("a", allow_special=False))
 
 
-def test_user_defined_tokens_count_in_trusted_text(tmp_path):
+def test_user_defined_tokens_are_recognized_in_trusted_text_only(tmp_path):
     words = byte_level_words()
     defined = Words(**{**vars(words), "tokens": (*words.tokens, "<tool>"), "types": (*words.types, 4)})
     tokenizer, _ = text(tmp_path, defined)
@@ -161,19 +161,19 @@ def test_the_chat_template_gets_the_special_tokens(tmp_path):
     assert template.render([{"role": "user", "content": "x"}]) == "<|im_start|>x<|im_end|>"
 
 
-def test_without_a_pre_name_words_are_cut_as_by_default(tmp_path, caplog):
+def test_missing_pre_tokenizer_name_falls_back_to_the_default(tmp_path, caplog):
     tokenizer, _ = text(tmp_path, Words(**{**vars(words_of("default")), "pre": None}))
     assert differing(tokenizer, "default") == set()
     assert "no tokenizer.ggml.pre" in caplog.text
 
 
-def test_no_vocabulary(tmp_path):
+def test_file_without_a_vocabulary_has_no_tokenizer(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, SHAPE, hugging_face_tensors(SHAPE, 32), None)
     assert text_of(open_gguf(path)) is None
 
 
-def test_files_give_the_same_tokenizer(tmp_path):
+def test_exported_tokenizer_files_give_the_same_tokenizer(tmp_path):
     from ccjax.loading.gguf import vocabulary_of
 
     tokenizer, _ = text(tmp_path, words_of("llama"))

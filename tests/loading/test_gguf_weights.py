@@ -53,7 +53,7 @@ def assert_same(got, wanted):
 
 
 @pytest.mark.parametrize("kind", [*QUANTISED, *SCALES_AT], ids=lambda kind: kind.name)
-def test_every_type(tmp_path, kind):
+def test_weights_of_every_tensor_type_match_the_reference(tmp_path, kind):
     path, directory, config = written_pair(tmp_path, kind=kind)
     file = open_gguf(path)
     assert file.tensors["blk.0.attn_q.weight"][1].tensor_type == kind
@@ -63,13 +63,13 @@ def test_every_type(tmp_path, kind):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_weights_in_8_bits_and_bfloat16(tmp_path, quantization):
+def test_8_bit_and_bfloat16_weights_match_the_reference(tmp_path, quantization):
     path, directory, config = written_pair(tmp_path, kind=Kind.Q8_0)
     settings = {"dtype": jnp.bfloat16, "quantization": quantization}
     assert_same(load_gguf(open_gguf(path), config, **settings), load_params(directory, config, **settings))
 
 
-def test_experts(tmp_path):
+def test_expert_weights_match_the_reference(tmp_path):
     path, directory, config = written_pair(tmp_path, kind=Kind.Q4_0, shape=MIXTURE)
     assert (config.model_type, config.num_experts, config.num_experts_per_token) == ("mixtral", 3, 2)
     params = load_gguf(open_gguf(path), config, dtype=jnp.float32)
@@ -78,7 +78,7 @@ def test_experts(tmp_path):
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="wants two devices")
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_parts_for_two_devices(tmp_path, quantization):
+def test_weights_sharded_over_two_devices_match_the_reference(tmp_path, quantization):
     path, directory, config = written_pair(tmp_path, kind=Kind.Q4_K)
     mesh = make_mesh(config, jax.devices()[:2])
     params = load_gguf(
@@ -92,7 +92,7 @@ def test_parts_for_two_devices(tmp_path, quantization):
     assert_same(params, load_params(directory, config, dtype=jnp.float32, quantization=quantization))
 
 
-def test_tied_output(tmp_path):
+def test_tied_output_weights_have_no_lm_head(tmp_path):
     path, directory, config = written_pair(tmp_path, tied=True)
     assert config.tie_embeddings
     params = load_gguf(open_gguf(path), config, dtype=jnp.float32)
@@ -100,7 +100,7 @@ def test_tied_output(tmp_path):
     assert_same(params, load_params(directory, config, dtype=jnp.float32))
 
 
-def test_parts_of_a_split_file(tmp_path):
+def test_split_file_loads_the_same_weights_as_a_whole_file(tmp_path):
     whole, _, config = written_pair(tmp_path)
     tensors = hugging_face_tensors(SHAPE, VOCAB)
     write_gguf(tmp_path / "split.gguf", SHAPE, tensors, WORDS, split_max_tensors=8)
@@ -111,14 +111,14 @@ def test_parts_of_a_split_file(tmp_path):
     assert_same(load_gguf(file, config, dtype=jnp.float32), load_gguf(open_gguf(whole), config, dtype=jnp.float32))
 
 
-def test_progress_ends_where_it_should(tmp_path):
+def test_progress_increases_to_its_total(tmp_path):
     path, _, config = written_pair(tmp_path, kind=Kind.Q4_0, shape=MIXTURE)
     seen = []
     load_gguf(open_gguf(path), config, dtype=jnp.float32, progress=lambda *at: seen.append(at))
     assert seen[-1][0] == seen[-1][1] == seen[-2][0] and [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
-def test_weights_do_not_lie_in_the_file(tmp_path):
+def test_loaded_weights_do_not_share_memory_with_the_file(tmp_path):
     """An array of JAX may share NumPy's memory; the file's would change with the file."""
     path, _, config = written_pair(tmp_path, tied=True)
     params = load_gguf(open_gguf(path), config, dtype=jnp.float32)
@@ -129,13 +129,13 @@ def test_weights_do_not_lie_in_the_file(tmp_path):
         np.testing.assert_array_equal(leaf, kept)
 
 
-def test_config(tmp_path):
+def test_config_is_read_from_the_metadata(tmp_path):
     path, _, config = written_pair(tmp_path, metadata={"rope.freq_base": 500000.0, "rope.scaling.type": "none"})
     assert config == LlamaConfig(VOCAB, 256, 2, 4, 2, 64, 256, 500000.0, rms_norm_eps=1e-5, max_position_embeddings=512)
     assert lossless_dtype(open_gguf(path)) == "float32"
 
 
-def test_vocabulary_counts_where_no_size_is_given(tmp_path):
+def test_missing_vocab_size_is_taken_from_the_vocabulary(tmp_path):
     assert written_pair(tmp_path, metadata={"vocab_size": None})[2].vocab_size == VOCAB
 
 
@@ -145,7 +145,7 @@ def test_vocabulary_counts_where_no_size_is_given(tmp_path):
     + [RopeScaling(16.0, 1.0, 3.0, 2048)],
 )
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_rope_factors(tmp_path, scaling, theta):
+def test_rope_factors_are_read_as_llama_3_scaling(tmp_path, scaling, theta):
     """The divisors that a converter writes give Llama 3.1's scaling again."""
     plain = LlamaConfig(VOCAB, 256, 2, 4, 2, 64, 256, theta)
     scaled = LlamaConfig(VOCAB, 256, 2, 4, 2, 64, 256, theta, scaling)
@@ -155,11 +155,11 @@ def test_rope_factors(tmp_path, scaling, theta):
     np.testing.assert_allclose(rope_frequencies(config), rope_frequencies(scaled), rtol=1e-6)
 
 
-def test_rope_factors_of_one(tmp_path):
+def test_rope_factors_of_one_mean_no_scaling(tmp_path):
     assert written_pair(tmp_path, rope_factors=np.ones(32))[2].rope_scaling is None
 
 
-def test_load_model(tmp_path):
+def test_load_model_reads_weights_config_tokenizer_and_fingerprint(tmp_path):
     path, directory, config = written_pair(tmp_path, kind=Kind.Q5_1)
     model = load_model(path, dtype="float32")
     assert (model.name, model.config, model.directory) == ("model", config, None)

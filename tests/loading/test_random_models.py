@@ -16,7 +16,7 @@ from ccjax.loading.model import DEMO_MODEL, load_model, load_prompt_builder, rea
 from ccjax.text import ByteTokenizer
 
 
-def test_an_engine_answers_and_reuses(tmp_path):
+def test_random_model_answers_and_reuses_stored_chunks(tmp_path):
     store = tmp_path.as_uri()
     with Engine.from_pretrained("random:tiny", store=store) as engine:
         assert engine.model_name == "random:tiny" and isinstance(engine.tokenizer, ByteTokenizer)
@@ -28,7 +28,7 @@ def test_an_engine_answers_and_reuses(tmp_path):
         assert second.token_ids == first.token_ids and second.reuse.reused_tokens > 0
 
 
-def test_the_same_name_gives_the_same_weights_and_another_seed_others():
+def test_same_name_gives_same_weights_and_another_seed_differs():
     first, again, other = (
         load_model(name, dtype="float32") for name in ("random:tiny", "random:tiny:0", "random:tiny:7")
     )
@@ -36,7 +36,7 @@ def test_the_same_name_gives_the_same_weights_and_another_seed_others():
     assert not np.array_equal(first.params.layers[0].wq, other.params.layers[0].wq)
 
 
-def test_the_fingerprint_says_preset_seed_dtype_and_tokenizer():
+def test_fingerprint_depends_on_preset_seed_dtype_and_tokenizer():
     def of(name: str, dtype: str = "float32", tokenizer: Path | None = None) -> str:
         return read_model_files(name, tokenizer=tokenizer).fingerprint(dtype)
 
@@ -54,19 +54,19 @@ def test_the_fingerprint_says_preset_seed_dtype_and_tokenizer():
     assert load_model("random:tiny", dtype="bfloat16").fingerprint == of("random:tiny", "bfloat16")
 
 
-def test_seed_0_is_said_or_not():
+def test_seed_defaults_to_0():
     assert read_model_files("random:tiny:0").fingerprint("float32") == read_model_files("random:tiny").fingerprint(
         "float32"
     )
 
 
-def test_nobody_takes_the_byte_tokenizer_for_a_real_one(caplog):
+def test_byte_tokenizer_is_announced_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         read_model_files("random:tiny")
     assert "random:tiny has no tokenizer: its tokens are bytes" in caplog.text and "--tokenizer" in caplog.text
 
 
-def test_a_named_tokenizer_is_taken_with_its_template_and_stops(caplog):
+def test_tokenizer_option_brings_its_template_and_stop_tokens(caplog):
     with caplog.at_level(logging.WARNING):
         model = load_model("random:2x64x4", dtype="float32", tokenizer=DEMO_MODEL)
     own = load_model("demo", dtype="float32")
@@ -81,7 +81,7 @@ def test_a_named_tokenizer_is_taken_with_its_template_and_stops(caplog):
     assert builder.build_completion("Who?").token_ids == theirs.build_completion("Who?").token_ids
 
 
-def test_a_directory_of_a_model_takes_another_tokenizer_too(tmp_path):
+def test_model_directory_can_use_a_tokenizer_from_elsewhere(tmp_path):
     (tmp_path / "config.json").write_bytes((DEMO_MODEL / "config.json").read_bytes())
     (tmp_path / "model.safetensors").symlink_to(DEMO_MODEL / "model.safetensors")
     assert load_model(tmp_path, dtype="float32").tokenizer is None

@@ -95,7 +95,7 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
-def test_both_sides_see_the_same_in_the_same_order(pair):
+def test_leader_and_follower_run_the_same_operations_in_the_same_order(pair):
     """Random programs of four threads, whose arrays come and go."""
 
     def program(seed: int) -> None:
@@ -121,7 +121,7 @@ def test_both_sides_see_the_same_in_the_same_order(pair):
     assert len(pair.probe.seen["leader"]) == 240 and pair.probe.seen["follower"] == pair.probe.seen["leader"]
 
 
-def test_what_the_caller_does_to_its_buffer_later_is_not_seen(pair):
+def test_later_changes_to_the_callers_buffer_have_no_effect(pair):
     buffer = np.ones((64, 64), np.float32)
     on_mesh = lockstep.put(buffer, PLACE)
     buffer[:] = 7.0
@@ -131,7 +131,7 @@ def test_what_the_caller_does_to_its_buffer_later_is_not_seen(pair):
         assert pair.probe.seen[side] == [[np.ones((64, 64)).tolist()]]
 
 
-def test_arrays_that_are_gone_here_are_gone_there(pair):
+def test_arrays_freed_on_the_leader_are_freed_on_the_follower(pair):
     kept = lockstep.zeros((3,), np.float32, PLACE)
     for _ in range(5):
         pair.run_probe(lockstep.zeros((3,), np.float32, PLACE), kept)
@@ -143,14 +143,14 @@ def test_arrays_that_are_gone_here_are_gone_there(pair):
     assert alive == [False, True] * 5 + [True]
 
 
-def test_a_step_of_nothing_on_the_mesh_is_run_here_alone(pair):
+def test_step_without_mesh_arrays_runs_only_on_the_leader(pair):
     first, second = mixed_step(jnp.ones(2), np.ones(2, np.float32), config="another")
     assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [10.0, 10.0])
     pair.close()
     assert pair.ended == [None]  # it never heard of that config
 
 
-def test_a_follower_that_fails_says_why(pair):
+def test_failing_follower_reports_its_error_to_the_leader(pair):
     pair.probe.fails = "follower"
     array = lockstep.zeros((3,), np.float32, PLACE)
     pair.run_probe(array)
@@ -162,7 +162,7 @@ def test_a_follower_that_fails_says_why(pair):
     assert isinstance(pair.ended[0], ArithmeticError)
 
 
-def test_after_a_step_that_failed_here_nothing_runs_any_more(pair):
+def test_nothing_runs_after_a_step_failed_on_the_leader(pair):
     array = lockstep.zeros((3,), np.float32, PLACE)
     pair.probe.fails = "leader"
     with pytest.raises(ArithmeticError):
@@ -175,7 +175,7 @@ def test_after_a_step_that_failed_here_nothing_runs_any_more(pair):
 
 
 @pytest.mark.parametrize("last_words", [b"", b"\0", b"\0\0\0\x09{"])
-def test_a_leader_that_goes_without_a_word_is_missed(pair, last_words):
+def test_follower_notices_a_leader_that_disconnects(pair, last_words):
     lockstep.zeros((3,), np.float32, PLACE)
     for connection in pair.leader._connections.values():
         connection.sendall(last_words)
@@ -185,12 +185,12 @@ def test_a_leader_that_goes_without_a_word_is_missed(pair, last_words):
     assert isinstance(pair.ended[0], lockstep.LostHostError)
 
 
-def test_an_array_that_the_group_does_not_have_is_refused(pair):
+def test_array_that_was_not_put_by_the_group_is_rejected(pair):
     with pytest.raises(TypeError, match="`put`"):
         pair.run_probe(lockstep.zeros((3,), np.float32, PLACE), jnp.ones(3))
 
 
-def test_nothing_runs_after_the_end(pair):
+def test_nothing_runs_after_close(pair):
     pair.close()
     with pytest.raises(lockstep.LostHostError, match="ended"):
         pair.leader.zeros((3,), np.float32, PLACE)
@@ -214,7 +214,7 @@ def follower_of(group: Group, process: int) -> Group:
     return Group(process, 3, None, {"host": "127.0.0.1", "port": group._port, "token": group._token.hex()})
 
 
-def test_strangers_are_turned_away_and_followers_come_once(leading):
+def test_unknown_connections_are_rejected_and_a_group_leads_only_once(leading):
     address = ("127.0.0.1", leading._port)
     said = [b"", b"GET / HTTP/1.1\r\n\r\n" * 4, _HELLO.pack(bytes(32), 1), _HELLO.pack(TOKEN, 0), _HELLO.pack(TOKEN, 3)]
     strangers = []
@@ -235,7 +235,7 @@ def test_strangers_are_turned_away_and_followers_come_once(leading):
         assert [one.result(60) for one in following] == [None, None]
 
 
-def test_silence_is_no_loss(leading, monkeypatch):
+def test_idle_connections_have_no_timeout(leading, monkeypatch):
     """Nobody asks an idle server for anything: both ends wait for each other without a limit."""
     held = []
     module = sys.modules[Group.__module__]  # `lockstep.group` is a function
@@ -253,7 +253,7 @@ def test_silence_is_no_loss(leading, monkeypatch):
         connection.close()
 
 
-def test_a_process_that_comes_twice_does_not_take_its_own_place(leading):
+def test_second_connection_of_a_process_is_rejected(leading):
     with contextlib.ExitStack() as stack:
         came = []
         for process in (1, 1, 2):
@@ -269,7 +269,7 @@ def test_a_process_that_comes_twice_does_not_take_its_own_place(leading):
             assert message is not None and message.header["do"] == "end"
 
 
-def test_who_does_not_come_is_named(leading):
+def test_error_names_the_processes_that_did_not_connect(leading):
     with ThreadPoolExecutor(1) as followers:
         following = followers.submit(follower_of(leading, 1).follow, SHARED)
         with pytest.raises(lockstep.LostHostError, match=r"\[2\]"):
@@ -279,7 +279,7 @@ def test_who_does_not_come_is_named(leading):
             following.result(60)
 
 
-def test_a_leader_that_is_not_there_is_named(leading):
+def test_follower_error_names_the_unreachable_leader(leading):
     follower = follower_of(leading, 1)
     leading.end()
     with pytest.raises(lockstep.LostHostError, match=str(leading._port)):

@@ -35,7 +35,7 @@ def sent(message: wire.Message) -> bytes:
         return stream.read()
 
 
-def test_messages_arrive_as_they_were():
+def test_messages_survive_a_round_trip():
     message = wire.Message({"do": "put", "free": [3, 4]})
     assert [message.add(array) for array in ARRAYS] == list(range(len(ARRAYS)))
     stream = io.BytesIO(sent(message) + sent(wire.Message({"do": "end"})))
@@ -48,7 +48,7 @@ def test_messages_arrive_as_they_were():
     assert end is not None and end.header == {"do": "end"} and wire.receive(stream) is None
 
 
-def test_what_breaks_off_is_no_message():
+def test_truncated_or_oversized_message_is_an_error():
     message = wire.Message({"do": "put"})
     message.add(ARRAYS[0])
     whole = sent(message)
@@ -59,7 +59,7 @@ def test_what_breaks_off_is_no_message():
         wire.receive(io.BytesIO(struct.pack(">I", 1 << 31)))
 
 
-def test_arguments_are_arrays_by_number_and_what_is_shared_by_name():
+def test_arrays_are_sent_by_number_and_shared_objects_by_name():
     on_mesh = {7: jnp.ones(3), 9: jnp.zeros(2)}
     shared = {"config": frozenset({1}), "top": object()}
     names = wire.Names(shared)
@@ -82,7 +82,7 @@ def test_arguments_are_arrays_by_number_and_what_is_shared_by_name():
 @pytest.mark.parametrize(
     "spec", [PartitionSpec(), PartitionSpec("kv"), PartitionSpec(None, ("kv", "group")), PartitionSpec(None, "kv")]
 )
-def test_each_device_gets_its_part(spec):
+def test_sharding_survives_encoding_and_splits_the_array(spec):
     mesh = Mesh(np.asarray(jax.devices()[:4], object).reshape(2, 2), ("kv", "group"))
     placement = wire.placed(wire.spec_of(NamedSharding(mesh, spec)), mesh)
     assert placement == NamedSharding(mesh, spec)
@@ -108,6 +108,6 @@ class Split:
         return {Elsewhere(number // 2): (slice(None), slice(3 * number, 3 * number + 3)) for number in range(4)}
 
 
-def test_a_process_is_sent_no_more_than_its_devices_take():
+def test_process_is_sent_only_the_part_its_devices_hold():
     assert wire.part_of((8, 12), Split(), 0) == (slice(0, 8), slice(0, 6))  # pyright: ignore[reportArgumentType]
     assert wire.part_of((8, 12), Split(), 1) == (slice(0, 8), slice(6, 12))  # pyright: ignore[reportArgumentType]

@@ -69,7 +69,7 @@ def assert_same(got, wanted):
         (1 << 30, "bfloat16", "fp8"),
     ],
 )
-def test_what_was_written_is_read_leaf_by_leaf(tmp_path, monkeypatch, part_bytes, dtype, quantization):
+def test_checkpoint_round_trips_leaf_by_leaf(tmp_path, monkeypatch, part_bytes, dtype, quantization):
     monkeypatch.setattr(checkpoint, "_PART_BYTES", part_bytes)
     params = write(tmp_path, dtype=dtype, quantization=quantization)
     seen, done = [], []
@@ -85,7 +85,7 @@ def test_what_was_written_is_read_leaf_by_leaf(tmp_path, monkeypatch, part_bytes
     assert read_index(tmp_path).quantization == quantization
 
 
-def test_other_dtypes_and_formats_are_made_as_from_safetensors(tmp_path):
+def test_conversion_on_load_matches_loading_from_safetensors(tmp_path):
     write(tmp_path)
     assert_same(load_checkpoint(tmp_path, dtype=jnp.bfloat16), drawn(dtype="bfloat16"))
     packed = drawn(quantization="int8")
@@ -104,7 +104,7 @@ def data_files(directory: Path) -> list[Path]:
     )
 
 
-def test_a_flipped_byte_is_never_loaded(tmp_path):
+def test_checkpoint_with_a_flipped_byte_is_rejected(tmp_path):
     write(tmp_path)
     files = [path for path in data_files(tmp_path) if not path.name.startswith(".")]
     assert len(files) >= len(leaf_names(CONFIG, None))
@@ -118,7 +118,7 @@ def test_a_flipped_byte_is_never_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["truncated", "gone", "whole part gone"])
-def test_a_missing_file_is_never_loaded(tmp_path, how):
+def test_checkpoint_with_a_missing_file_is_rejected(tmp_path, how):
     write(tmp_path)
     path = next(path for path in data_files(tmp_path) if "q_proj" in str(path) and not path.name.startswith("."))
     if how == "truncated":
@@ -131,7 +131,7 @@ def test_a_missing_file_is_never_loaded(tmp_path, how):
         load_checkpoint(tmp_path, dtype=jnp.float32)
 
 
-def test_the_index_is_guarded(tmp_path):
+def test_damaged_or_incompatible_index_is_rejected(tmp_path):
     write(tmp_path)
     path = tmp_path / INDEX
     sound = json.loads(path.read_text())
@@ -158,7 +158,7 @@ def test_the_index_is_guarded(tmp_path):
         read_index(tmp_path)
 
 
-def test_what_fails_half_way_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_checkpoint_and_leaves_no_partial_files(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_PART_BYTES", 1)
     old = write(tmp_path)
 
@@ -200,7 +200,7 @@ checkpoint.write_checkpoint(sys.argv[1], config, produce, source="new", dtype="f
 """
 
 
-def test_a_killed_writer_leaves_the_old_one_or_none(tmp_path):
+def test_killed_writer_leaves_the_old_checkpoint_or_none(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path), "20"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=600)
@@ -212,7 +212,7 @@ def test_a_killed_writer_leaves_the_old_one_or_none(tmp_path):
     assert len(list((tmp_path / "weights").iterdir())) == 1, "what the killed one left is swept by the next"
 
 
-def test_no_more_than_two_parts_are_held(tmp_path, monkeypatch):
+def test_loading_holds_at_most_two_parts(tmp_path, monkeypatch):
     """Plus one leaf of the part before; here each part is one leaf."""
     monkeypatch.setattr(checkpoint, "_PART_BYTES", 1)
     write(tmp_path)

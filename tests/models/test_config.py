@@ -94,7 +94,7 @@ def test_rope_parameters_of_transformers_5():
     assert LlamaConfig.from_hf(raw) == LLAMA3_8B
 
 
-def test_mistral_without_a_window():
+def test_mistral_without_sliding_window_is_supported():
     config = LlamaConfig.from_hf(MISTRAL_7B_V03)
     assert (config.model_type, config.head_dim, config.rope_theta) == ("mistral", 128, 1e6)
     assert config.to_hf()["sliding_window"] is None  # a missing key would mean 4096
@@ -117,17 +117,17 @@ def test_mixtral_8x7b_is_the_named_constant():
         ({"num_local_experts": 0}, "num_experts: wanted a positive integer for mixtral, got 0"),
     ],
 )
-def test_what_is_wrong_with_a_mixture_is_named(change, message):
+def test_error_names_the_invalid_mixture_of_experts_key(change, message):
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_hf(MIXTRAL | change)
 
 
-def test_experts_are_for_mixtral_only():
+def test_experts_are_rejected_for_llama():
     with pytest.raises(ValueError, match="num_experts: wanted 0 for llama, got 8"):
         dataclasses.replace(LLAMA3_8B, num_experts=8, num_experts_per_token=2)
 
 
-def test_a_models_identity_stays_what_it_was():
+def test_config_repr_and_keys_in_kv_fingerprints_are_stable():
     """Both are part of the fingerprints of stored KV: a change invalidates every stored cache."""
     assert repr(LLAMA2_7B) == (
         "LlamaConfig(vocab_size=32000, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, "
@@ -141,7 +141,7 @@ def test_a_models_identity_stays_what_it_was():
     assert sorted(LlamaConfig.from_hf(MISTRAL_7B_V03).to_hf()) == sorted([*keys.split(), "sliding_window"])
 
 
-def test_absent_keys_have_the_values_transformers_gives_them():
+def test_absent_keys_use_transformers_defaults():
     raw = {key: MISTRAL_7B_V03[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
     config = LlamaConfig.from_hf({**raw, "model_type": "llama", "num_attention_heads": 32})
     assert (config.num_kv_heads, config.rope_theta, config.rms_norm_eps) == (32, 10000.0, 1e-6)
@@ -151,7 +151,7 @@ def test_absent_keys_have_the_values_transformers_gives_them():
 @pytest.mark.parametrize(
     "config", [LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LLAMA3_2_1B, LlamaConfig.from_hf(MISTRAL_7B_V03), MIXTRAL_8X7B]
 )
-def test_round_trip(config: LlamaConfig):
+def test_config_round_trips_through_hf_format(config: LlamaConfig):
     assert LlamaConfig.from_hf(config.to_hf()) == config
 
 
@@ -175,7 +175,7 @@ def test_round_trip(config: LlamaConfig):
         ({"vocab_size": None}, "wrong type"),
     ],
 )
-def test_what_is_not_supported_is_named(change: dict, message: str):
+def test_error_names_the_unsupported_option(change: dict, message: str):
     with pytest.raises(ValueError, match=message):
         LlamaConfig.from_hf(LLAMA_3_1_8B | change)
 
@@ -185,7 +185,7 @@ def test_missing_key_is_named():
         LlamaConfig.from_hf({key: value for key, value in LLAMA_3_1_8B.items() if key != "hidden_size"})
 
 
-def test_mistral_without_the_window_key_means_4096_and_is_refused():
+def test_mistral_without_sliding_window_key_is_rejected():
     with pytest.raises(ValueError, match="sliding_window.*None.*4096"):
         LlamaConfig.from_hf({key: value for key, value in MISTRAL_7B_V03.items() if key != "sliding_window"})
 

@@ -68,14 +68,14 @@ def assert_same_params(ours, others):
         (1, True, {"num_key_value_heads": 1}),
     ],
 )
-def test_loaded_model_computes_what_the_oracle_computes(tmp_path, shards, tied, shape):
+def test_loaded_model_matches_the_oracle(tmp_path, shards, tied, shape):
     weights, config = random_llama(1, tie_word_embeddings=tied, **shape)
     expected, _ = llama_forward(weights, config, TOKENS)
     np.testing.assert_allclose(logits_of(write(tmp_path, weights, config, shards)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("swap", [("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm")])
-def test_the_tolerance_notices_swapped_tensors(tmp_path, swap):
+def test_swapped_tensors_exceed_the_tolerance(tmp_path, swap):
     weights, config = random_llama(1)
     one, other = swap
     names = {name: name.replace(one, other) if one in name else name.replace(other, one) for name in weights}
@@ -110,7 +110,7 @@ def test_progress_sees_every_tensor(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 60_000])
-def test_save_then_load_is_the_same_and_saving_again_is_byte_equal(tmp_path, tied, max_shard_bytes):
+def test_save_and_load_round_trips_and_saving_again_is_byte_equal(tmp_path, tied, max_shard_bytes):
     weights, raw = random_llama(4, tie_word_embeddings=tied, head_dim=24)
     config = LlamaConfig.from_hf(raw)
     params = load_params(write(tmp_path / "a", weights, raw), dtype=jnp.float32)
@@ -132,7 +132,7 @@ def test_save_then_load_is_the_same_and_saving_again_is_byte_equal(tmp_path, tie
         assert path.stat().st_size < 60_000 + 4096
 
 
-def test_saving_over_an_earlier_save_leaves_one_model(tmp_path):
+def test_saving_over_an_earlier_save_replaces_it(tmp_path):
     config = LlamaConfig.from_hf(random_llama(0)[1])
     first, second = (init_params(config, jax.random.key(seed)) for seed in (1, 2))
     save_pretrained(first, config, tmp_path)
@@ -145,7 +145,7 @@ def test_saving_over_an_earlier_save_leaves_one_model(tmp_path):
     assert_same_params(load_params(tmp_path, dtype=jnp.bfloat16), rounded)
 
 
-def test_saving_what_does_not_fit_the_config_is_refused(tmp_path):
+def test_saving_params_that_do_not_match_the_config_is_rejected(tmp_path):
     config = LlamaConfig.from_hf(random_llama(0)[1])
     params = init_params(config, jax.random.key(0))
     with pytest.raises(ValueError, match="params: wanted the tree"):
@@ -157,7 +157,7 @@ def test_saving_what_does_not_fit_the_config_is_refused(tmp_path):
     assert not list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob(".*"))
 
 
-def test_tensors_without_weights_are_passed_over(tmp_path):
+def test_redundant_tensors_are_ignored(tmp_path):
     weights, config = random_llama(5, tie_word_embeddings=True)
     plain = load_params(write(tmp_path / "a", weights, config), dtype=jnp.float32)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
@@ -195,7 +195,7 @@ def fused(weights: dict[str, np.ndarray], num_experts: int = 4) -> dict[str, np.
         (fused, 3, np.float32),
     ],
 )
-def test_a_mixture_of_experts_computes_what_the_oracle_computes(tmp_path, layout, shards, stored):
+def test_mixture_of_experts_matches_the_oracle(tmp_path, layout, shards, stored):
     weights, config = random_llama(9, **MIXTURE)
     weights = {name: w.astype(stored) for name, w in weights.items()}
     directory = write(tmp_path, layout(weights), config, shards)
@@ -208,7 +208,7 @@ def test_a_mixture_of_experts_computes_what_the_oracle_computes(tmp_path, layout
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 60_000])
-def test_a_mixture_saved_is_the_same_again(tmp_path, max_shard_bytes):
+def test_mixture_of_experts_round_trips_through_save(tmp_path, max_shard_bytes):
     weights, raw = random_llama(4, **MIXTURE)
     config = LlamaConfig.from_hf(raw)
     params = load_params(write(tmp_path / "a", fused(weights), raw), dtype=jnp.float32)
@@ -244,7 +244,7 @@ def test_a_mixture_saved_is_the_same_again(tmp_path, max_shard_bytes):
         ),
     ],
 )
-def test_what_is_wrong_with_experts_is_named(tmp_path, layout, change, message):
+def test_error_names_the_invalid_expert_tensor(tmp_path, layout, change, message):
     weights, config = random_llama(4, **MIXTURE)
     weights = layout(weights)
     change(weights)
@@ -252,7 +252,7 @@ def test_what_is_wrong_with_experts_is_named(tmp_path, layout, change, message):
         load_params(write(tmp_path, weights, config), dtype=jnp.float32)
 
 
-def test_the_embedded_models_fingerprints_stay_what_they_were():
+def test_demo_model_fingerprints_are_stable():
     """A change invalidates every stored cache."""
     directory = ROOT / "ccjax/assets/demo_model"
     assert fingerprint(directory) == "7baf97042e0fe878df403d48c7f5cd2ba96c4b362add3987cd6deff4b64b6a67"
@@ -355,7 +355,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_one_message_names_file_tensor_wanted_and_got(tmp_path, case):
+def test_error_names_file_tensor_expected_and_actual(tmp_path, case):
     weights, config = random_llama(6)
     write(tmp_path, weights, config)
     damage, message = ERRORS[case]
@@ -364,7 +364,7 @@ def test_one_message_names_file_tensor_wanted_and_got(tmp_path, case):
         load_params(tmp_path, dtype=jnp.float32)
 
 
-def test_fingerprint_is_of_the_content(tmp_path):
+def test_fingerprint_depends_only_on_content(tmp_path):
     weights, config = random_llama(7)
     original = fingerprint(write(tmp_path / "a", weights, config))
     assert len(original) == 64
@@ -395,7 +395,7 @@ def test_fingerprint_of_params_without_files():
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-def test_one_tensor_at_a_time_is_held(tmp_path, monkeypatch, quantization):
+def test_loading_holds_one_tensor_at_a_time(tmp_path, monkeypatch, quantization):
     weights, config = random_llama(8)
     held, read = Held(), leaves.read_part
     monkeypatch.setattr(leaves, "read_part", lambda *arguments: held.show(read(*arguments)))
@@ -435,7 +435,7 @@ def test_loading_never_holds_the_model_twice(tmp_path):
     assert by_leaf < allowed < whole
 
 
-def test_real_trained_weights_write_the_known_story(tmp_path, test_data):
+def test_real_trained_weights_generate_the_known_story(tmp_path, test_data):
     """Greedy text of llama2.c's own test (test_all.py, temperature 0) through the oracle and through our forward."""
     folder = test_data("weights_stories260K")
     weights, config = read_llama2c(folder / "stories260K.bin")

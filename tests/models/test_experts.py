@@ -79,7 +79,7 @@ NARROW = ["chosen", "dense", "ragged", "blocks of 8", "batched, 2 rows", "batche
         *((form, 2, 1, 130) for form in ("chosen", "ragged", "blocks of 8", "batched, 2 rows")),
     ],
 )
-def test_every_form_is_the_oracle(form, num_experts, num_chosen, number):
+def test_every_form_matches_the_oracle(form, num_experts, num_chosen, number):
     layer, weights = make(num_experts, num_chosen)
     x = tokens(number)
     expected = wanted(x, layer, weights)
@@ -99,7 +99,7 @@ def test_all_tokens_to_the_same_experts(form):
 
 @pytest.mark.parametrize("form", ["chosen", *FORMS])
 @pytest.mark.parametrize("padding", [np.nan, 1e30])
-def test_padding_rows_disturb_nobody(form, padding):
+def test_padding_rows_do_not_affect_other_rows(form, padding):
     layer, weights = make(8, 2)
     x = tokens(80)
     padded = np.full((130, 32), padding, np.float32)
@@ -126,7 +126,7 @@ routed_in_blocks = jax.jit(FORMS["blocks of 8"])
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_tolerance_notices_wrong_routing(mutant):
+def test_wrong_routing_exceeds_the_tolerance(mutant):
     layer, weights = make(8, 2)
     x = tokens(130)
     routing = MUTANTS[mutant](jnp.asarray(x), layer, experts.route(jnp.asarray(x), layer.router, 2))
@@ -135,7 +135,7 @@ def test_the_tolerance_notices_wrong_routing(mutant):
 
 
 @pytest.mark.parametrize("swap", [("w_gate", "w_up"), ("w_gate", "w_gate")])
-def test_the_tolerance_notices_wrong_weights(swap):
+def test_wrong_expert_weights_exceed_the_tolerance(swap):
     layer, weights = make(8, 2)
     x = tokens(130)
     one, other = swap
@@ -144,7 +144,7 @@ def test_the_tolerance_notices_wrong_weights(swap):
     assert np.abs(got - wanted(x, layer, weights)).max() > 1e-2
 
 
-def test_an_overflow_without_its_fallback_would_show(monkeypatch):
+def test_overflow_without_the_fallback_exceeds_the_tolerance(monkeypatch):
     layer, weights = make(8, 2)
     x = tokens(130)
     monkeypatch.setattr(jax.lax, "cond", lambda is_enough, at_once, otherwise: at_once())
@@ -153,7 +153,7 @@ def test_an_overflow_without_its_fallback_would_show(monkeypatch):
 
 
 @pytest.mark.parametrize("form", NARROW)
-def test_bfloat16_is_as_near_as_its_rounding(form):
+def test_bfloat16_error_is_within_rounding(form):
     layer, weights = make(8, 2)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer)
     x = tokens(130).astype(jnp.bfloat16)
@@ -165,7 +165,7 @@ def test_bfloat16_is_as_near_as_its_rounding(form):
     assert 1e-4 < error < 1e-2
 
 
-def test_the_plain_form_has_gradients():
+def test_gradients_of_the_plain_form_are_finite_and_nonzero():
     config = LlamaConfig(*(97, 32, 1, 4, 2, 8, 48), model_type="mixtral", num_experts=4, num_experts_per_token=2)
     params = init_params(config, jax.random.key(0))
     ids = jnp.arange(24)[None]
@@ -175,7 +175,7 @@ def test_the_plain_form_has_gradients():
 
 
 @pytest.mark.parametrize(("platform", "is_grouped"), [("tpu", True), ("cuda", False), ("cpu", False)])
-def test_only_tpus_get_a_ragged_product(platform, is_grouped):
+def test_ragged_dot_is_used_only_on_tpus(platform, is_grouped):
     """Elsewhere jax would expand it to a product over all experts, with a copy of the rows for each."""
     layer, _ = make(8, 2)
     lowered = jax.jit(experts.routed_mlp).trace(jnp.asarray(tokens(256)), layer).lower(lowering_platforms=(platform,))
@@ -185,7 +185,7 @@ def test_only_tpus_get_a_ragged_product(platform, is_grouped):
 @pytest.mark.parametrize(
     ("form", "name"), [*((form, "int8") for form in NARROW), ("chosen", "fp8"), ("blocks of 8", "fp8")]
 )
-def test_experts_in_8_bits_are_the_weights_that_they_stand_for(form, name):
+def test_8_bit_experts_match_their_dequantized_weights(form, name):
     layer, _ = make(5, 2)
     table = layer_table(
         LlamaConfig(*(97, 32, 1, 4, 2, 8, 48), 1e4, model_type="mixtral", num_experts=5, num_experts_per_token=2)
@@ -206,7 +206,7 @@ def test_experts_in_8_bits_are_the_weights_that_they_stand_for(form, name):
 @pytest.mark.parametrize("form", ["chosen", "batched, 64 rows"])
 @pytest.mark.parametrize("split", ["ffn", "experts"])
 @pytest.mark.parametrize("number", [130])
-def test_weights_on_several_devices_by_their_logical_axes(form, split, number):
+def test_weights_sharded_by_logical_axes_match_the_oracle(form, split, number):
     layer, weights = make(8, 2)
     mesh = Mesh(np.asarray(jax.devices()[:4], object), ("all",))
     table = layer_table(
@@ -223,7 +223,7 @@ def test_weights_on_several_devices_by_their_logical_axes(form, split, number):
 
 
 @pytest.mark.parametrize("number", [1, 130])
-def test_each_device_computes_its_columns_and_the_sum_over_devices_is_whole(number):
+def test_tensor_parallel_partial_results_sum_to_the_oracle(number):
     """As in tensor parallelism with `jax.shard_map`: one sum over the devices per layer, at the end."""
     layer, weights = make(8, 2)
     mesh = Mesh(np.asarray(jax.devices()[:4], object), ("all",))

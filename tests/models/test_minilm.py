@@ -225,7 +225,7 @@ def test_do_lower_case_lowers_the_text(tmp_path: Path) -> None:
     assert np.array_equal(lower[0], lower[1]) and not np.array_equal(exact[0], exact[1])
 
 
-def test_a_limit_above_the_position_table_is_cut_to_it(tmp_path: Path) -> None:
+def test_max_seq_length_is_capped_by_the_position_table(tmp_path: Path) -> None:
     assert SentenceEncoder(_tiny_bert(tmp_path, max_seq_length=512)).config.max_seq_length == 40
 
 

@@ -42,7 +42,7 @@ def likeliest_alone(model, prompt, answer):
     return logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
-def test_requests_that_join_and_leave_draw_the_tokens_they_draw_alone(model):
+def test_requests_joining_and_leaving_a_batch_get_the_same_tokens_as_alone(model):
     """16 greedy tokens each; a request joins when there is space, its prefill packed with others."""
     random, pool = np.random.default_rng(2), Pool(model.config, 48)
     num_pages = len(pool.free)
@@ -73,7 +73,7 @@ def test_requests_that_join_and_leave_draw_the_tokens_they_draw_alone(model):
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
-def test_decode_equals_prefill_and_a_pool_of_rotated_keys(implementation):
+def test_decode_matches_prefill_with_and_without_rotated_keys(implementation):
     """Decodes prompts token by token; compares the logits of every step, in both kinds of pool."""
     model = make(*random_llama(7, num_hidden_layers=2, head_dim=32, num_attention_heads=4))
     random = np.random.default_rng(0)
@@ -100,7 +100,7 @@ DECODE_MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", DECODE_MUTANTS.values(), ids=DECODE_MUTANTS)
-def test_the_tolerance_notices_a_wrong_table(tiny, mutant):
+def test_wrong_page_table_exceeds_the_tolerance(tiny, mutant):
     pool, work = some_work(tiny)
     run_packed(tiny, pool, work)
     request = work[2].request
@@ -116,7 +116,7 @@ def test_the_tolerance_notices_a_wrong_table(tiny, mutant):
     assert np.abs(decode(tiny, [request], [5], batch=1)[0] - wanted).max() > 30 * TOLERANCE
 
 
-def test_padding_rows_write_nowhere(tiny):
+def test_padding_rows_do_not_write_to_pages(tiny):
     pool, work = some_work(tiny, lengths=(20,))
     run_packed(tiny, pool, work)
     before = [np.asarray(part) for pair in pool.layers for part in pair]
@@ -128,7 +128,7 @@ def test_padding_rows_write_nowhere(tiny):
         assert set(map(tuple, np.argwhere(changed.any((0, 3))))) == {(slot // 16, slot % 16)}
 
 
-def test_traces_are_bounded_by_the_sizes(tiny):
+def test_number_of_traces_is_bounded_by_the_sizes(tiny):
     """For any pack: one compilation per (rows, slots), and one per (batch, entries)."""
     model = Model(
         *tiny[:1], dataclasses.replace(tiny.config, rms_norm_eps=2e-5), *tiny[2:]

@@ -154,7 +154,7 @@ def alone(tiny):
 
 
 @pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
-def test_the_tolerance_notices_a_wrong_pack(tiny, alone, change):
+def test_wrong_packing_exceeds_the_tolerance(tiny, alone, change):
     pool, work = some_work(tiny)
     got = run_packed(tiny, pool, work, change=change)
     assert max(worst(one, other) for one, other in zip(got, alone, strict=True)) > 30 * TOLERANCE
@@ -171,7 +171,7 @@ def fresh_steps():
         step.clear_cache()
 
 
-def test_the_tolerance_notices_keys_that_are_not_rotated(tiny, monkeypatch, fresh_steps):
+def test_unrotated_keys_exceed_the_tolerance(tiny, monkeypatch, fresh_steps):
     def unrotated(*inputs, k_rotation, **arguments):
         return attention(*inputs, **arguments)
 
@@ -253,7 +253,7 @@ def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_some_rows_of_a_cached_chunk_are_computed_anew(model, shift):
+def test_some_rows_of_a_cached_chunk_are_recomputed(model, shift):
     """The chunk's KV is in the request's own pages; recomputed rows overwrite it. A shift by one is detected."""
     random, pool = np.random.default_rng(6), Pool(model.config, 40, 6)
     chunk, head = draw(random, model, 50), 21

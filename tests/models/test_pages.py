@@ -39,7 +39,7 @@ def four_devices():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("writer", [write_by_slot, write_by_head, write, over_four_devices])
-def test_each_row_lies_in_its_slot_and_nothing_else_changed(writer, slots, dtype):
+def test_each_row_is_written_to_its_slot_and_nothing_else_changes(writer, slots, dtype):
     slots = [*slots, *[P * T] * (MOST - len(slots))]  # one size to compile; slots past the end are not written
     rng = np.random.default_rng(0)
     before = np.asarray(jnp.asarray(rng.standard_normal((K, P, T, H)), dtype))
@@ -56,7 +56,7 @@ def test_each_row_lies_in_its_slot_and_nothing_else_changed(writer, slots, dtype
 
 
 @pytest.mark.parametrize(("platform", "rank"), [("tpu", 2), ("cpu", 3), ("cuda", 3)])
-def test_a_tpu_writes_head_by_head(platform, rank):
+def test_pages_are_written_head_by_head_on_tpu(platform, rank):
     """The ahead-of-time check shows the cost of the other form there: `temp_bytes` of a decode step."""
     arrays = (jnp.zeros((K, P, T, H)), jnp.zeros(3, jnp.int32), jnp.zeros((3, K, H)))
     text = jax.jit(write).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
@@ -65,7 +65,7 @@ def test_a_tpu_writes_head_by_head(platform, rank):
 
 
 @pytest.mark.parametrize("writer", [write_by_slot, write_by_head])
-def test_devices_write_to_their_own_heads_and_talk_to_nobody(writer, monkeypatch):
+def test_sharded_page_writes_need_no_collectives(writer, monkeypatch):
     monkeypatch.setattr(pages_module, "write_by_slot", writer)
     mesh, shapes = four_devices(), ((K, P, T, H), (3,), (3, K, H))
     split = [NamedSharding(mesh, spec) for spec in (PAGES, EVERYWHERE, KV_ROWS)]

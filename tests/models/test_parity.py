@@ -108,7 +108,7 @@ def load_peer(directory: Path, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits(tmp_path, case):
+def test_logits_match_transformers(tmp_path, case):
     model, tokens = make_peer(case), tokens_of(case)
     params, config = save_peer(model, tmp_path)
     expected = peer_logits(model, tokens)
@@ -118,7 +118,7 @@ def test_logits(tmp_path, case):
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
 @pytest.mark.parametrize("is_original", [True, False])
-def test_experts_in_both_layouts_that_transformers_writes(tmp_path, is_original, max_shard_size):
+def test_experts_in_both_transformers_layouts_match(tmp_path, is_original, max_shard_size):
     model, tokens = make_peer("mixtral"), tokens_of("mixtral")
     options = {} if is_original else {"save_original_format": False}  # only transformers 5
     params, config = save_peer(model, tmp_path, max_shard_size=max_shard_size, **options)
@@ -129,21 +129,21 @@ def test_experts_in_both_layouts_that_transformers_writes(tmp_path, is_original,
 
 
 @pytest.mark.parametrize("case", ["gqa 4", "tied", "mixtral"])
-def test_logits_of_a_sharded_checkpoint(tmp_path, case):
+def test_logits_of_a_sharded_checkpoint_match_transformers(tmp_path, case):
     model, tokens = make_peer(case), tokens_of(case)
     params, config = save_peer(model, tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     np.testing.assert_allclose(our_logits(params, config, tokens), peer_logits(model, tokens), atol=ATOL, rtol=0)
 
 
-def test_logits_of_bfloat16_weights_computed_in_float32(tmp_path):
+def test_bfloat16_weights_computed_in_float32_match_transformers(tmp_path):
     tokens = tokens_of("gqa 4")
     params, config = save_peer(make_peer("gqa 4").bfloat16(), tmp_path)
     expected = peer_logits(load_peer(tmp_path, "float32"), tokens)
     np.testing.assert_allclose(our_logits(params, config, tokens), expected, atol=ATOL, rtol=0)
 
 
-def test_logits_in_bfloat16_are_as_near_as_the_peer_in_bfloat16(tmp_path):
+def test_bfloat16_logits_are_about_as_accurate_as_those_of_transformers(tmp_path):
     tokens = tokens_of("gqa 4")
     make_peer("gqa 4").bfloat16().save_pretrained(tmp_path)
     params, config = load_params(tmp_path, dtype=jnp.bfloat16), load_config(tmp_path)
@@ -168,7 +168,7 @@ def test_transformers_loads_what_we_save(tmp_path, case, dtype, max_shard_bytes)
 
 
 @pytest.mark.parametrize("case", ["gqa 4", "llama3 rope", "tied", "mixtral"])
-def test_32_greedy_tokens(tmp_path, case):
+def test_32_greedy_tokens_match_transformers(tmp_path, case):
     import torch
 
     model = make_peer(case)
@@ -209,7 +209,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_tolerance_notices_a_wrong_model(tmp_path, mutant):
+def test_wrong_model_exceeds_the_tolerance(tmp_path, mutant):
     model, tokens = make_peer("llama3 rope"), tokens_of("llama3 rope")
     params, config = save_peer(model, tmp_path)
     assert isinstance(config.rope_scaling, RopeScaling)
@@ -234,7 +234,7 @@ EXPERT_MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", EXPERT_MUTANTS)
-def test_the_tolerance_notices_wrong_experts(tmp_path, mutant):
+def test_wrong_experts_exceed_the_tolerance(tmp_path, mutant):
     model, tokens = make_peer("mixtral"), tokens_of("mixtral")
     params, config = save_peer(model, tmp_path)
     wrong = our_logits(EXPERT_MUTANTS[mutant](params), config, tokens)

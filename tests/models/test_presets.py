@@ -29,17 +29,17 @@ from tests.measured_memory import CAN_MEASURE, peak_bytes
         ("mixtral-8x7b", 46.703),
     ],
 )
-def test_presets_have_as_many_weights_as_the_model_cards_say(name, billions):
+def test_preset_parameter_counts_match_the_model_cards(name, billions):
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(preset(name, 0))))
     assert total / 1e9 == pytest.approx(billions, abs=0.006)
 
 
-def test_a_preset_survives_config_json():
+def test_presets_round_trip_through_config_json():
     for config in PRESETS.values():
         assert LlamaConfig.from_hf(config.to_hf()) == config
 
 
-def test_a_shape_by_name():
+def test_preset_parses_shape_names():
     config = preset("16x1024", 1000)
     assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (16, 1024, 16, 4)
     assert (config.head_dim, config.d_ff, config.vocab_size, config.tie_embeddings) == (64, 2816, 1000, True)
@@ -47,13 +47,13 @@ def test_a_shape_by_name():
 
 
 @pytest.mark.parametrize("name", ["llama4", "", "LLAMA3-8B", "0x64", "2x", "2x100", "2x64x0", "2x64x4x4", "-1x64"])
-def test_other_names_are_refused_with_those_there_are(name):
+def test_unknown_preset_is_rejected_with_the_available_names(name):
     with pytest.raises(ValueError, match="llama3-8b, llama3-70b, llama3.2-1b|a multiple of twice the heads") as error:
         preset(name, 1000)
     assert repr(name) in str(error.value)
 
 
-def test_weights_are_drawn_as_the_table_says():
+def test_weights_are_drawn_with_the_std_in_the_table():
     config = preset("2x512x4", 3000)
     params = init_params(config, jax.random.key(3))
     specs = jax.tree.leaves(build_params(config, lambda _, spec: spec), is_leaf=lambda x: isinstance(x, ParamSpec))
@@ -71,7 +71,7 @@ def test_weights_are_drawn_as_the_table_says():
 
 
 @pytest.mark.parametrize("drawn_at_once", [1 << 23, 1 << 11])
-def test_the_same_weights_in_either_dtype_and_however_they_are_sharded(monkeypatch, drawn_at_once):
+def test_same_weights_are_drawn_for_any_dtype_and_sharding(monkeypatch, drawn_at_once):
     monkeypatch.setattr("ccjax.models.llama3.params._DRAWN_AT_ONCE", drawn_at_once)
     config = dataclasses.replace(preset("tiny", 0), num_layers=1, num_kv_heads=4, d_ff=64)
     key = jax.random.key(5)
@@ -91,7 +91,7 @@ def test_the_same_weights_in_either_dtype_and_however_they_are_sharded(monkeypat
     assert not np.array_equal(other.embedding, plain.embedding)
 
 
-def test_progress_ends_with_all():
+def test_progress_is_monotonic_and_ends_at_the_total():
     seen = []
     init_params(preset("tiny", 0), jax.random.key(0), progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] and [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -111,7 +111,7 @@ def test_leaves_are_drawn_in_their_own_dtype_block_by_block(monkeypatch):
     assert max(numbers for _, numbers in drawn) == 1 << 11
 
 
-def test_a_block_takes_less_memory_than_its_leaf():
+def test_drawing_in_blocks_reduces_temporary_memory():
     """XLA's memory for random bits, besides the result."""
     draw = jax.jit(params_module._draw, static_argnames=("shape", "dtype", "rows", "at_once"))
 

@@ -36,7 +36,7 @@ def lowered(step, dtype):
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_no_product_of_a_step_rounds_float32(step):
+def test_float32_products_of_a_step_use_highest_precision(step):
     found = products(lowered(step, "float32"))
     assert found and all(line.count("HIGHEST") == 2 for line in found)
     narrow = [line for line in products(lowered(step, "bfloat16")) if "xbf16>" in line]
@@ -44,7 +44,7 @@ def test_no_product_of_a_step_rounds_float32(step):
 
 
 @pytest.mark.parametrize("form", [blocked_experts, batched_experts, dense_experts, ragged_experts])
-def test_no_product_of_experts_rounds_float32(form):
+def test_float32_products_of_experts_use_highest_precision(form):
     x, router = jnp.ones((8, 32)), jnp.ones((32, 4))
     inner, outer = jnp.ones((4, 32, 48)), jnp.ones((4, 48, 32))
     names = {field.name for field in dataclasses.fields(RoutedLayerParams)}
@@ -59,7 +59,7 @@ def test_no_product_of_experts_rounds_float32(form):
     assert len(found) >= 4 and all(line.count("HIGHEST") == 2 for line in found)
 
 
-def test_a_product_without_a_word_is_found():
+def test_product_without_a_precision_is_detected():
     x = jnp.ones((2, 2))
     (line,) = products(jax.jit(lambda x: jnp.einsum("ab,bc->ac", x, x)).lower(x).as_text())
     assert "HIGHEST" not in line

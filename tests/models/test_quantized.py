@@ -63,7 +63,7 @@ def on_host(weight: np.ndarray, spec: ParamSpec, name: str) -> QuantizedWeight:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("field", PRODUCTS)
-def test_each_weight_is_the_nearest(field, name):
+def test_each_weight_is_rounded_to_nearest(field, name):
     spec = layer_table(SQUARE)[field]
     weight = spread(spec, 0)
     found = on_host(weight, spec, name)
@@ -89,7 +89,7 @@ def _one_scale(weight: QuantizedWeight) -> QuantizedWeight:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("field", PRODUCTS)
-def test_a_product_is_within_its_bound_and_broken_ones_are_not(field, name):
+def test_quantized_product_error_is_within_its_bound_and_mutants_exceed_it(field, name):
     """|sum x w - sum x w'| <= sum |x| half_step(w), plus the float32 rounding of the sum."""
     spec = layer_table(SQUARE)[field]
     weight = spread(spec, 1)
@@ -117,7 +117,7 @@ def test_a_product_is_within_its_bound_and_broken_ones_are_not(field, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_bfloat16_activations_keep_their_dtype_and_lose_only_their_own_rounding(name):
+def test_bfloat16_activations_keep_their_dtype_within_bfloat16_rounding(name):
     spec = layer_table(SQUARE)["w_up"]
     weight = on_host(spread(spec, 3), spec, name)
     x = jnp.asarray(np.random.default_rng(4).standard_normal((5, 64)), jnp.bfloat16)
@@ -129,7 +129,7 @@ def test_bfloat16_activations_keep_their_dtype_and_lose_only_their_own_rounding(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_host_and_device_agree_whatever_the_block(monkeypatch, name, kind):
+def test_host_and_device_quantization_agree_for_any_block_size(monkeypatch, name, kind):
     spec = layer_table(SQUARE)["wo"]
     weight = spread(spec, 5).astype(kind)
     values, scales = quantize_on_host(weight, spec.input_axes, name)
@@ -142,7 +142,7 @@ def test_host_and_device_agree_whatever_the_block(monkeypatch, name, kind):
     np.testing.assert_array_equal(scales, device.scales)
 
 
-def test_experts_have_scales_of_their_own():
+def test_each_expert_has_its_own_scales():
     """In stacked experts, the expert axis is neither summed over nor shared."""
     spec = ParamSpec("e", (3, 16, 8), ("experts", "embed", "ffn"), 1.0, num_inputs=16)
     assert spec.input_axes == (1,)
@@ -155,7 +155,7 @@ def test_experts_have_scales_of_their_own():
         np.testing.assert_array_equal(scales[number], alone[1])
 
 
-def test_a_channel_of_zeros_and_one_that_is_not_finite():
+def test_zero_channel_is_exact_and_nonfinite_weights_are_rejected():
     weight = np.zeros((4, 3), np.float32)
     weight[:, 1] = 2.0
     for name in FORMATS:
@@ -166,7 +166,7 @@ def test_a_channel_of_zeros_and_one_that_is_not_finite():
                 quantize_on_host(np.where(weight > 0, np.float32(bad), weight), (0,), name)
 
 
-def test_the_table_says_what_keeps_its_dtype():
+def test_embeddings_norms_and_head_are_not_quantized():
     config = preset("llama3-8b", 0)
     kept = {name for name, spec in {**top_table(config), **layer_table(config)}.items() if spec.scales is None}
     assert kept == {"embedding", "final_norm", "lm_head", "attention_norm", "mlp_norm"}
@@ -178,7 +178,7 @@ def test_the_table_says_what_keeps_its_dtype():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_tree_takes_what_it_should(name):
+def test_quantized_tree_takes_about_one_byte_per_weight(name):
     """Llama-3-70B: 1 byte per weight except embedding and head, and little else."""
     plain, packed = (abstract_params(LLAMA3_70B, jnp.bfloat16, quantization=kind) for kind in (None, name))
     sizes = [
@@ -194,7 +194,7 @@ def test_the_tree_takes_what_it_should(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_random_weights_are_those_of_the_plain_model_quantised_and_may_be_sharded(name):
+def test_quantized_random_weights_match_the_plain_model_and_can_be_sharded(name):
     config = PRESETS["tiny"]
     plain = init_params(config, jax.random.key(1))
     packed = init_params(config, jax.random.key(1), quantization=name)
@@ -215,7 +215,7 @@ SHARDED = ("heads", "kv_heads", "ffn", "vocab")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_loading_quantises_from_what_is_stored_and_puts_values_and_scales(tmp_path, name):
+def test_loading_quantizes_stored_weights_and_places_values_and_scales(tmp_path, name):
     config = PRESETS["tiny"]
     params = init_params(config, jax.random.key(2))
     save_pretrained(params, config, tmp_path)
@@ -238,7 +238,7 @@ def test_loading_quantises_from_what_is_stored_and_puts_values_and_scales(tmp_pa
     assert (block + "_scale", ("heads", "head_dim"), "float32") in seen
 
 
-def test_a_weight_that_is_not_finite_is_named(tmp_path):
+def test_error_names_the_tensor_with_a_nonfinite_weight(tmp_path):
     config = PRESETS["tiny"]
     params = init_params(config, jax.random.key(2))
     layer = dataclasses.replace(params.layers[1], wk=params.layers[1].wk.at[3, 1, 2].set(jnp.nan))
@@ -262,7 +262,7 @@ jax.block_until_ready(params)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
-def test_loading_holds_one_tensor_beside_the_result(tmp_path):
+def test_quantized_loading_holds_one_extra_tensor(tmp_path):
     config = preset("6x1024", 2048)
     random = np.random.default_rng(0)
     drawn = jax.tree.map(lambda leaf: random.random(leaf.shape, np.float32), abstract_params(config))
@@ -291,7 +291,7 @@ def demo_tokens() -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "least_same", "most_kl"), [("int8", 0.985, 1e-3), ("fp8", 0.94, 1e-2)])
-def test_logits_of_the_demo_model(demo_tokens, name, least_same, most_kl):
+def test_quantized_demo_model_logits_are_close_to_float32(demo_tokens, name, least_same, most_kl):
     """Top-1 agreement and mean KL (nats) of next-token distributions, against float32; scales of a neighbouring channel
     exceed both bounds."""
     config = load_config(DEMO_MODEL)

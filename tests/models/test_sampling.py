@@ -76,14 +76,14 @@ def test_draws_follow_the_distribution(temperature, top_p):
             assert chi_square(tokens, nucleus(LOGITS, other, top_p)) > 8
 
 
-def test_equal_tokens_at_the_border_of_the_nucleus_stay_in_order_of_their_ids():
+def test_ties_at_the_nucleus_boundary_are_broken_by_token_id():
     logits = np.array([0.0, 1.0, 0.0, 0.0, 0.0], np.float32)  # probabilities 0.40, and four of 0.15
     for top_p, kept in ((0.3, {1}), (0.5, {1, 0}), (0.6, {1, 0, 2}), (0.8, {1, 0, 2, 3}), (0.9, {0, 1, 2, 3, 4})):
         assert set(draws(logits, 1.0, top_p, 400)) == kept == set(np.flatnonzero(nucleus(logits, 1.0, top_p)))
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.999])
-def test_the_nucleus_of_a_real_vocabulary(top_p):
+def test_nucleus_sampling_over_a_real_vocabulary(top_p):
     """Never samples a token outside of it, and samples all of a small one; each eighth of it has the right share."""
     logits = (3 * np.random.default_rng(1).standard_normal(32000)).astype(np.float32)
     wanted = nucleus(logits, 1.0, top_p)
@@ -98,7 +98,7 @@ def test_the_nucleus_of_a_real_vocabulary(top_p):
     assert chi_square(np.searchsorted(np.flatnonzero(possible), part[tokens]), shares[possible]) < 3.5
 
 
-def test_a_request_draws_the_same_alone_and_in_any_batch():
+def test_sampling_is_independent_of_the_batch():
     random = np.random.default_rng(2)
     logits = (2 * random.standard_normal((12, 500))).astype(np.float32)
     temperature, top_p = random.uniform(0.5, 2, 12), random.uniform(0.5, 1, 12)
@@ -121,7 +121,7 @@ def test_a_request_draws_the_same_alone_and_in_any_batch():
         assert same[is_greedy].all() and same[~is_greedy].sum() < 5
 
 
-def test_greedy_below_the_threshold_and_ties_go_to_the_lowest_id():
+def test_low_temperature_is_greedy_and_ties_go_to_the_lowest_id():
     logits = np.tile(np.array([1.0, 3.0, -2.0, 3.0, 2.99], np.float32), (4, 1))
     temperature = [0.0, 1e-6, 0.9 * GREEDY_BELOW, 1e-30]
     assert run(logits, temperature, 0.5).token_ids.tolist() == [1, 1, 1, 1]
@@ -147,7 +147,7 @@ def test_log_probabilities_are_log_softmax_before_temperature_and_nucleus():
     assert ties.top_ids.tolist() == [[1, 2, 4, 0]]
 
 
-def test_a_row_of_nan_harms_itself_alone():
+def test_nan_row_does_not_affect_other_rows():
     logits = (2 * np.random.default_rng(4).standard_normal((5, 300))).astype(np.float32)
     for temperature in (0.0, 1.0):
         clean = run(logits, temperature, 0.9, [3, 4, 5, 6, 7], num_top=5)
@@ -162,13 +162,13 @@ def test_a_row_of_nan_harms_itself_alone():
         assert (0 <= np.asarray(out.token_ids)).all() and (np.asarray(out.token_ids) < 300).all()
 
 
-def test_seeds_of_64_bits_are_told_apart_and_negative_ones_refused():
+def test_64_bit_seeds_are_distinguished_and_negative_seeds_are_rejected():
     assert seed_words(2**32 * 5 + 7).tolist() == [5, 7] and seed_words(2**64 + 3).tolist() == [0, 3]
     with pytest.raises(ValueError, match="seed: wanted a non-negative integer, got -1"):
         seed_words(-1)
 
 
-def test_the_ends_of_the_distribution_draw_tokens_that_have_weight():
+def test_extreme_uniforms_draw_tokens_with_nonzero_probability():
     """At 0 and just below 1, if the first and last tokens, and those outside the nucleus, have no weight."""
     random = np.random.default_rng(6)
     for top_p in (1.0, 0.7):
@@ -181,7 +181,7 @@ def test_the_ends_of_the_distribution_draw_tokens_that_have_weight():
                 assert wanted[drawn] and abs(wanted[: drawn + 1].sum() - wanted[: token + 1].sum()) < 1e-6
 
 
-def test_rows_drawn_at_once_draw_what_they_draw_one_by_one():
+def test_batched_draws_match_one_by_one_draws():
     """A CPU samples row by row, other devices all rows at once."""
     random = np.random.default_rng(5)
     logits = 2 * random.standard_normal((9, 200)).astype(np.float32)

@@ -84,7 +84,7 @@ def test_large_models_are_split_evenly(config, size):
     ],
 )
 @pytest.mark.parametrize("size", [2, 8])
-def test_loading_reads_for_each_device_its_part_alone(tmp_path, monkeypatch, size, changes):
+def test_loading_reads_only_each_devices_own_part(tmp_path, monkeypatch, size, changes):
     weights, raw = random_llama(1, **changes)
     directory, config = write(tmp_path, weights, raw, 2), LlamaConfig.from_hf(raw)
     mesh = make_mesh(config, devices(size))
@@ -110,7 +110,7 @@ def test_loading_reads_for_each_device_its_part_alone(tmp_path, monkeypatch, siz
             np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(other.data))
 
 
-def test_a_cut_that_no_checkpoint_can_serve_is_refused(tmp_path):
+def test_unsupported_sharding_axis_is_rejected(tmp_path):
     weights, raw = random_llama(1)
     mesh = make_mesh(LlamaConfig.from_hf(raw), devices(2))
 
@@ -125,7 +125,7 @@ def test_a_cut_that_no_checkpoint_can_serve_is_refused(tmp_path):
 
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("step", ["prefill", "decode"])
-def test_a_layer_sums_behind_attention_and_mlp_and_moves_nothing_else(size, step):
+def test_layer_uses_only_all_reduces_after_attention_and_mlp(size, step):
     """Collectives inserted by the compiler: the two sums, and one more for the masses."""
     config = config_of(num_attention_heads=8, num_key_value_heads=2, head_dim=16)
     mesh = make_mesh(config, devices(size))

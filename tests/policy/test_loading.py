@@ -69,9 +69,7 @@ def test_bad_arguments_are_named(num_tokens, seconds_per_token, name):
         (200, None, 6.0),
     ],
 )
-def test_longest_shared_wait_is_load_wait_plus_one_second(
-    num_tokens, seconds_per_token, expected
-):
+def test_longest_shared_wait_is_load_wait_plus_one_second(num_tokens, seconds_per_token, expected):
     assert longest_shared_wait_s(num_tokens, seconds_per_token) == pytest.approx(expected)
     assert claim_s(num_tokens, seconds_per_token) == pytest.approx(2 * expected)
     assert STORE_S == 1.0

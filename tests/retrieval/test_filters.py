@@ -72,11 +72,11 @@ Filters = st.recursive(
 
 
 @given(value=Filters)
-def test_a_filter_is_what_python_would_say(value: dict[str, Any]) -> None:
+def test_filters_match_python_comparisons(value: dict[str, Any]) -> None:
     assert matching(value) == [number for number, metadata in enumerate(DOCUMENTS) if obeys(metadata, value)]
 
 
-def test_documents_may_be_asked_for_by_id() -> None:
+def test_documents_can_be_filtered_by_id() -> None:
     assert matching({"type": "in", "key": "document_id", "value": ["d/2", "d/9"]}) == [2]
     assert matching({"type": "ne", "key": "document_id", "value": "d/2"}) == [0, 1, 3, 4, 5]
 
@@ -112,12 +112,12 @@ def test_equal_filters_are_equal() -> None:
         ),
     ],
 )
-def test_what_is_no_filter_is_refused(value: Any, message: str) -> None:
+def test_invalid_filter_is_rejected(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_filter(value)
 
 
-def test_a_filter_that_is_too_deep_is_refused() -> None:
+def test_deeply_nested_filter_is_rejected() -> None:
     value: dict[str, Any] = {"type": "eq", "key": "n", "value": 1}
     for _ in range(5000):
         value = {"type": "and", "filters": [value]}

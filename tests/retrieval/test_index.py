@@ -62,7 +62,7 @@ def test_search_is_exact(top_k: int) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 7, 1000])
-def test_stages_end_with_what_a_search_finds(num_stages: int) -> None:
+def test_last_stage_equals_a_plain_search(num_stages: int) -> None:
     index = make(counts=(0, 100, 7, 200, 3))
     for query in unit_vectors(5, seed=1):
         *before, last = index.stages(query, 5, num_stages)
@@ -70,7 +70,7 @@ def test_stages_end_with_what_a_search_finds(num_stages: int) -> None:
         assert len(before[0][0]) == min(5, 310 // num_stages or 1)
 
 
-def test_ties_come_in_order_of_arrival() -> None:
+def test_ties_are_ordered_by_insertion() -> None:
     index = PassageIndex.open(None, SETTINGS)
     index.write(documents((2, 2, 2)), np.repeat(unit_vectors(1), 6, axis=0))
     assert names(index, unit_vectors(1)[0], 6) == [f"d{i}.md#{n}" for i in range(3) for n in range(2)]
@@ -82,7 +82,7 @@ def test_an_empty_index_and_a_zero_query_find_nothing() -> None:
     assert make().search(np.zeros(8, np.float32), 3) == []
 
 
-def test_a_passage_comes_with_all_that_is_known_of_its_document() -> None:
+def test_passage_includes_its_document_fields() -> None:
     index = make()
     ((score, passage),) = index.search(unit_vectors(8)[2], 1)
     assert score == pytest.approx(1.0) and dataclasses.asdict(passage) == {
@@ -99,7 +99,7 @@ def test_a_passage_comes_with_all_that_is_known_of_its_document() -> None:
     assert index.versions() == {f"d{i}.md": (f"v{i}", f"d{i}.md") for i in range(3)} and index.num_documents == 3
 
 
-def test_bad_arguments_are_named(tmp_path: Path) -> None:
+def test_error_names_the_bad_argument(tmp_path: Path) -> None:
     index = make()
     with pytest.raises(ValueError, match=r"vectors: wanted \[8, 8\], got \[7, 8\]"):
         index.write(documents((3, 1, 4)), unit_vectors(7))
@@ -124,7 +124,7 @@ Steps = st.lists(
 
 @given(steps=Steps)
 @pytest.mark.parametrize("kind", ["flat", "ivf"])
-def test_whatever_is_written_removed_and_reopened_a_search_is_that_of_what_is_there(
+def test_search_matches_numpy_after_writes_removals_and_reopening(
     kind: str, steps: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Against plain NumPy over what is there; the trained index is told to find everything."""
@@ -160,7 +160,7 @@ def test_whatever_is_written_removed_and_reopened_a_search_is_that_of_what_is_th
     index.close()
 
 
-def test_segments_stay_few_and_none_holds_more_dead_than_it_must() -> None:
+def test_segments_stay_few_and_dead_rows_are_bounded() -> None:
     index = PassageIndex.open(None, SETTINGS)
     for n in range(200):
         index.write([IndexedDocument(f"d{n}", "t", "v", ("text",))], unit_vectors(1, seed=n))
@@ -172,7 +172,7 @@ def test_segments_stay_few_and_none_holds_more_dead_than_it_must() -> None:
     assert len(index) == 0 and not index._view.segments
 
 
-def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = make(tmp_path)
     before = names(index, unit_vectors(1)[0])
     with monkeypatch.context() as patch, pytest.raises(sqlite3.OperationalError, match="disk is full"):
@@ -187,14 +187,14 @@ def test_a_write_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.
     assert names(PassageIndex.open(tmp_path, SETTINGS), unit_vectors(1)[0]) == before
 
 
-def test_digests_are_kept_and_forgotten(tmp_path: Path) -> None:
+def test_digests_are_updated_and_removed(tmp_path: Path) -> None:
     index = make(tmp_path)
     index.write(digests={"a": "1", "b": "2"})
     index.write(digests={"a": None, "b": "3"})
     assert index.digests() == {"b": "3"}
 
 
-def test_searches_see_a_document_before_or_after_a_write(tmp_path: Path) -> None:
+def test_concurrent_searches_never_see_a_partial_write(tmp_path: Path) -> None:
     index = make(tmp_path, counts=(3, 1, 4))
     failures, done = [], threading.Event()
 
@@ -218,7 +218,7 @@ def test_searches_see_a_document_before_or_after_a_write(tmp_path: Path) -> None
 # -- filters ---------------------------------------------------------------------------------------------------
 
 
-def test_a_filter_is_obeyed_and_forgotten_once_documents_change() -> None:
+def test_cached_filter_is_invalidated_when_documents_change() -> None:
     index = make(counts=(3, 1, 4))
     query, where = unit_vectors(1)[0], {"type": "gte", "key": "n", "value": 1}
     assert set(names(index, query, where=where)) == {"d1.md#0", *(f"d2.md#{n}" for n in range(4))}
@@ -230,7 +230,7 @@ def test_a_filter_is_obeyed_and_forgotten_once_documents_change() -> None:
     assert all("d0.md" != passage.document_id for some, _ in before for _, passage in some)
 
 
-def test_a_search_that_began_before_a_change_leaves_no_filter_of_its_own_behind() -> None:
+def test_search_on_an_old_view_does_not_cache_a_stale_filter() -> None:
     index, where = make(counts=(3, 1, 4)), {"type": "gte", "key": "n", "value": 1}
     before = index._view
     index.write([IndexedDocument("d9.md", "t", "v", ("new",) * 9, "", {"n": 9})], unit_vectors(9), removed=["d0.md"])
@@ -241,7 +241,7 @@ def test_a_search_that_began_before_a_change_leaves_no_filter_of_its_own_behind(
 # -- on disk ---------------------------------------------------------------------------------------------------
 
 
-def test_a_saved_index_is_what_it_was(tmp_path: Path) -> None:
+def test_reopened_index_returns_the_same_hits(tmp_path: Path) -> None:
     first = make(tmp_path)
     query = unit_vectors(1, seed=3)[0]
     hits = first.search(query, 8)
@@ -295,7 +295,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, damage: str) -> None:
         PassageIndex.open(tmp_path, SETTINGS)
 
 
-def test_an_index_that_cannot_be_opened_is_no_damaged_one(tmp_path: Path) -> None:
+def test_index_that_cannot_be_opened_is_not_reported_as_damaged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="unable to open"):
         PassageIndex.open(tmp_path / "absent", SETTINGS)
 
@@ -303,7 +303,7 @@ def test_an_index_that_cannot_be_opened_is_no_damaged_one(tmp_path: Path) -> Non
 # -- several processes -----------------------------------------------------------------------------------------
 
 
-def test_two_indexes_on_one_directory_follow_each_other(tmp_path: Path) -> None:
+def test_two_indexes_on_one_directory_see_each_others_changes(tmp_path: Path) -> None:
     one, two = make(tmp_path), PassageIndex.open(tmp_path, SETTINGS)
     query = unit_vectors(1)[0]
     assert names(two, query) == names(one, query)
@@ -316,7 +316,7 @@ def test_two_indexes_on_one_directory_follow_each_other(tmp_path: Path) -> None:
     assert names(two, query) == names(one, query) and "d8.md#0" not in names(two, query)
 
 
-def test_one_process_trains_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_trained_by_one_process_is_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "LEAST_TRAINED", 100)
     one, two = make(tmp_path, counts=(200,)), PassageIndex.open(tmp_path, SETTINGS)
     assert one.improve() is not None and two.trained is None

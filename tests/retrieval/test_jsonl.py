@@ -28,7 +28,7 @@ BEES = {"_id": "bees", "title": "Bees", "text": "Bees dance in the hive.", "meta
 MOON = {"id": 7, "text": "The moon pulls the ocean.\n\nIt has no air."}
 
 
-def test_a_line_is_a_document(tmp_path: Path) -> None:
+def test_each_line_is_a_document(tmp_path: Path) -> None:
     path = collection(tmp_path / "a.jsonl", BEES, "", MOON)
     bees, moon = read_lines(path, "x/a.jsonl", max_line_bytes=1000)
     assert isinstance(bees, CollectionLine) and isinstance(moon, CollectionLine)
@@ -51,7 +51,7 @@ def test_a_line_is_a_document(tmp_path: Path) -> None:
         ({"_id": "a", "text": "long " * 100}, "over the limit max_file_bytes=300"),
     ],
 )
-def test_a_line_that_is_none_is_named_and_the_others_are_read(tmp_path: Path, line: Any, reason: str) -> None:
+def test_invalid_line_is_reported_and_the_others_are_read(tmp_path: Path, line: Any, reason: str) -> None:
     path = collection(tmp_path / "a.jsonl", BEES, line, MOON)
     first, problem, last = read_lines(path, "a.jsonl", max_line_bytes=300)
     assert isinstance(first, CollectionLine) and isinstance(last, CollectionLine) and last.document_id == "a.jsonl/7"
@@ -59,7 +59,7 @@ def test_a_line_that_is_none_is_named_and_the_others_are_read(tmp_path: Path, li
     assert problem.path == f"{path}:2" and reason in problem.reason
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+def test_undecodable_line_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"_id": "a", "text": "caf\xe9"}\n')
     (problem,) = read_lines(path, "a.jsonl", max_line_bytes=300)
@@ -84,7 +84,7 @@ def test_a_collection_is_searched_like_files(tmp_path: Path) -> None:
         retriever.search("tea", 1, filters={"type": "like"})
 
 
-def test_a_changed_collection_changes_by_line(tmp_path: Path) -> None:
+def test_changed_collection_is_updated_line_by_line(tmp_path: Path) -> None:
     texts: list[str] = []
 
     class Counting(LexicalEmbedder):
@@ -113,7 +113,7 @@ def test_a_changed_collection_changes_by_line(tmp_path: Path) -> None:
     assert set(opened().report.removed) == {"a.jsonl/new", "a.jsonl/bees"}
 
 
-def test_problems_of_a_collection_are_told_again(tmp_path: Path) -> None:
+def test_collection_problems_are_reported_on_every_refresh(tmp_path: Path) -> None:
     path = collection(tmp_path / "a.jsonl", BEES, BEES, "{")
     retriever = open_retriever(tmp_path)
     for report in (retriever.report, retriever.refresh()):
@@ -127,7 +127,7 @@ def test_problems_of_a_collection_are_told_again(tmp_path: Path) -> None:
         open_retriever(tmp_path, strict=True)
 
 
-def test_an_unreadable_collection_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_collection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collection(tmp_path / "a.jsonl", BEES)
     opened: Callable[..., Any] = Path.open
 

@@ -37,13 +37,13 @@ STYLE = ".a{color:#fff;margin:0 auto}.b>li{display:none;padding:4px}@media(max-w
         pytest.param(STYLE, id="CSS"),
     ],
 )
-def test_what_machines_wrote_is_left_out(junk: str) -> None:
+def test_machine_generated_text_is_removed(junk: str) -> None:
     rest, num_left_out = without_machine_text(f"The picture:\n\n{junk}\n\nIt shows the tide.")
     assert rest.split() == "The picture: It shows the tide.".split()
     assert num_left_out >= len(junk) - 1
 
 
-def test_an_image_in_markdown_leaves_its_words() -> None:
+def test_inline_markdown_image_keeps_its_alt_text() -> None:
     rest, num_left_out = without_machine_text(f"![the tide](data:image/png;base64,{BASE64}) at noon")
     assert (rest, num_left_out) == ("![the tide](data:image/png;base64,) at noon", len(BASE64))
 
@@ -70,11 +70,11 @@ def test_an_image_in_markdown_leaves_its_words() -> None:
         pytest.param('{"a":1,"b":[true,null],"c":"x"},' * 60, id="JSON without blanks"),
     ],
 )
-def test_what_people_wrote_stays(text: str) -> None:
+def test_human_written_text_is_kept(text: str) -> None:
     assert without_machine_text(text) == (text, 0)
 
 
-def test_documents_and_programs_of_this_repository_stay() -> None:
+def test_documents_and_code_of_this_repository_are_kept() -> None:
     for path in [
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("ccjax/**/*.py"),

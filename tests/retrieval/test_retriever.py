@@ -73,14 +73,14 @@ def test_a_passage_names_its_source(docs: Path) -> None:
     assert 0.5 < passage.score <= 1
 
 
-def test_scores_fall_and_fewer_passages_than_top_k_are_fine(docs: Path) -> None:
+def test_scores_descend_and_top_k_may_exceed_the_passages(docs: Path) -> None:
     retriever = open_retriever(docs)
     scores = [passage.score for passage in retriever.search("the moon pulls the ocean", 100)]
     assert len(scores) == 7 and scores == sorted(scores, reverse=True) and scores[0] > scores[-1]
     assert retriever.search("the of and", 3) == []  # shares no word with anything
 
 
-def test_a_search_in_stages_tells_the_best_so_far_and_ends_as_the_plain_one(docs: Path) -> None:
+def test_staged_search_improves_and_ends_with_the_plain_result(docs: Path) -> None:
     retriever = open_retriever(docs)
     stages = list(retriever.stages("the moon pulls the ocean", 3, 4))
     assert len(stages) == 4 and stages[-1] == (retriever.search("the moon pulls the ocean", 3), True)
@@ -91,14 +91,14 @@ def test_a_search_in_stages_tells_the_best_so_far_and_ends_as_the_plain_one(docs
         retriever.stages("moon", 3, 0)
 
 
-def test_a_title_taken_from_a_heading_is_not_repeated_but_helps_to_find(docs: Path) -> None:
+def test_heading_used_as_title_is_searchable_but_not_repeated_in_text(docs: Path) -> None:
     retriever = open_retriever(docs)
     passages = [p for p in retriever.search("Moon", 7) if p.document_id == "moon.md"]
     assert {p.text for p in passages} == {"The moon pulls the ocean.", "It has no air."}
     assert all(p.title == "The Moon" and p.score > 0.3 for p in passages)
 
 
-def test_markdown_sections_bound_passages_but_only_in_markdown_files(tmp_path: Path) -> None:
+def test_headings_delimit_passages_only_in_markdown_files(tmp_path: Path) -> None:
     text = "Intro words here.\n\n## A\n\nAlpha text.\n\n## B\n\nBeta text."
     for name in ("a.md", "b.txt"):
         (tmp_path / name).write_text(text)
@@ -179,7 +179,7 @@ def test_a_chunk_limit_below_one_character_is_reported_for_the_file(docs: Path) 
     assert path.endswith("emoji.txt") and "chunk_tokens: wanted at least 4" in reason
 
 
-def test_neighbours_are_what_a_search_for_the_passage_finds(docs: Path) -> None:
+def test_neighbours_equal_search_results_for_the_passage(docs: Path) -> None:
     (docs / "again.txt").write_text("The moon pulls the ocean.\n\nBy and of the.")
     retriever = open_retriever(docs)
     passages = [one for name in retriever.document_ids for one in retriever.passages(name)]
@@ -195,7 +195,7 @@ def test_neighbours_are_what_a_search_for_the_passage_finds(docs: Path) -> None:
     assert not any("moon.md" in key for found in retriever.neighbours(9).values() for key in found)
 
 
-def test_refresh_embeds_only_what_changed(docs: Path) -> None:
+def test_refresh_embeds_only_changed_passages(docs: Path) -> None:
     embedder = CountingEmbedder()
     retriever = open_retriever(docs, embedder)
     assert len(embedder.taken()) == 7
@@ -229,7 +229,7 @@ def test_an_incremental_index_equals_a_fresh_one(docs: Path, tmp_path: Path) -> 
         assert hits[0] == hits[1] and hits[0]
 
 
-def test_a_changed_file_that_fails_is_dropped_not_served_stale(docs: Path) -> None:
+def test_changed_file_that_fails_to_parse_is_dropped(docs: Path) -> None:
     retriever = open_retriever(docs)
     (docs / "moon.md").write_bytes(b"caf\xe9")
     report = retriever.refresh()
@@ -237,7 +237,7 @@ def test_a_changed_file_that_fails_is_dropped_not_served_stale(docs: Path) -> No
     assert all(passage.document_id != "moon.md" for passage in retriever.search("moon ocean", 100))
 
 
-def test_an_edit_back_and_forth_gives_the_first_passages_again(docs: Path) -> None:
+def test_reverted_edit_restores_the_original_passages(docs: Path) -> None:
     retriever = open_retriever(docs)
     before = retriever.search("moon", 3)
     original = (docs / "moon.md").read_bytes()
@@ -276,7 +276,7 @@ def test_a_moved_directory_keeps_its_index(docs: Path, tmp_path: Path) -> None:
     assert retriever.search("moon", 1)[0].path == str(moved / "moon.md")
 
 
-def test_an_index_below_the_documents_is_not_indexed(docs: Path) -> None:
+def test_index_directory_inside_documents_is_not_indexed(docs: Path) -> None:
     open_retriever(docs, index_dir=docs / "index")
     assert open_retriever(docs, index_dir=docs / "index").report == RefreshReport()
 
@@ -349,7 +349,7 @@ def test_passages_are_the_same_every_time(docs: Path, tmp_path: Path) -> None:
     assert results[0] == results[1] == results[2] and len(results[0]) == 7
 
 
-def test_searches_during_a_refresh_see_one_state_or_the_other(docs: Path) -> None:
+def test_searches_during_a_refresh_see_the_old_or_new_state(docs: Path) -> None:
     retriever = open_retriever(docs)
     states = {"First tide. " * 3: 0, "Second tide. " * 30: 0}
     for text in states:

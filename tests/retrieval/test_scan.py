@@ -28,7 +28,7 @@ def test_the_skipped_directory_is_left_out(tmp_path: Path) -> None:
     assert list(find_files(tmp_path, skip=tmp_path / "index")[0]) == ["a.md"]
 
 
-def test_link_loops_end_and_nothing_is_found_twice(tmp_path: Path) -> None:
+def test_link_loops_terminate_and_no_file_is_found_twice(tmp_path: Path) -> None:
     docs, outside = tmp_path / "docs", tmp_path / "outside"
     write(docs, "x/one.md", "y/two.md")
     write(outside, "three.md")
@@ -42,7 +42,7 @@ def test_link_loops_end_and_nothing_is_found_twice(tmp_path: Path) -> None:
     assert list(find_files(docs)[0]) == ["a_link/three.md", "x/one.md", "y/two.md"]
 
 
-def test_links_to_files_are_found_and_broken_ones_are_left_to_the_reader(tmp_path: Path) -> None:
+def test_links_to_files_are_listed_even_if_broken(tmp_path: Path) -> None:
     write(tmp_path, "..data/real.md")  # how Kubernetes mounts a ConfigMap
     (tmp_path / "shown.md").symlink_to("..data/real.md")
     (tmp_path / "broken.md").symlink_to("nowhere.md")

@@ -50,7 +50,7 @@ def index(request) -> faiss.Index:
 @pytest.mark.parametrize(
     ("num_stages", "top_k"), [(1, 5), (2, 1), (3, 100), (8, 5), (13, 1), (13, 100), (1000, 1), (1000, 100)]
 )
-def test_the_last_stage_is_the_plain_search_to_the_bit(index, num_stages, top_k):
+def test_last_stage_is_bit_identical_to_the_plain_search(index, num_stages, top_k):
     scores, rows = index.search(QUERIES, top_k)
     for number, query in enumerate(QUERIES if num_stages < 1000 else QUERIES[:5]):
         *before, last = staged_search(index, query, top_k, num_stages=num_stages)
@@ -59,7 +59,7 @@ def test_the_last_stage_is_the_plain_search_to_the_bit(index, num_stages, top_k)
         assert last.is_final and not any(found.is_final for found in before) and len(before) < num_stages
 
 
-def test_a_flat_search_reads_slices_and_an_ivf_search_clusters_the_nearest_first():
+def test_flat_stages_search_slices_and_ivf_stages_nearest_clusters_first():
     *_, half, _ = staged_search(build("flat"), QUERIES[0], 5, num_stages=2)
     wanted = np.argsort(-(VECTORS[: NUM_VECTORS // 2] @ QUERIES[0]))[:5]
     assert half.rows.tolist() == wanted.tolist()
@@ -69,7 +69,7 @@ def test_a_flat_search_reads_slices_and_an_ivf_search_clusters_the_nearest_first
     assert first.rows.tolist() == ivf.search(QUERIES[:1], 5)[1][0].tolist()
 
 
-def test_stages_never_get_worse_and_those_of_neighbourhoods_know_the_answer_early(index):
+def test_stages_never_get_worse_and_clustered_indexes_converge_early(index):
     early = 0
     for query in QUERIES:
         founds = list(staged_search(index, query, 5, num_stages=4))
@@ -98,7 +98,7 @@ def test_equal_scores_are_all_found_once(index):
     assert sorted(last.rows.tolist()) == list(range(NUM_VECTORS, NUM_VECTORS + 40))
 
 
-def test_fewer_rows_than_asked_for_and_none():
+def test_top_k_may_exceed_the_rows_and_the_index_may_be_empty():
     few = build("flat", VECTORS[:3])
     (*_, last) = staged_search(few, QUERIES[0], 5, num_stages=8)
     assert sorted(last.rows.tolist()) == [0, 1, 2]
@@ -116,7 +116,7 @@ def test_fewer_rows_than_asked_for_and_none():
         ({"index": faiss.IndexLSH(DIM, 8)}, "index: wanted"),
     ],
 )
-def test_bad_arguments_are_named(change, message):
+def test_error_names_the_bad_argument(change, message):
     arguments = {"index": build("flat"), "query": QUERIES[0], "top_k": 5, "num_stages": 2, **change}
     with pytest.raises(ValueError, match=message):
         staged_search(arguments.pop("index"), arguments.pop("query"), arguments.pop("top_k"), **arguments)

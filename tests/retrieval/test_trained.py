@@ -75,7 +75,7 @@ def recall(index: PassageIndex, vectors: np.ndarray, queries: np.ndarray, **how:
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
-def test_a_trained_index_finds_the_share_it_says(kind: IndexKind, tmp_path: Path) -> None:
+def test_trained_index_reaches_its_stated_recall(kind: IndexKind, tmp_path: Path) -> None:
     index = PassageIndex.open(tmp_path, SETTINGS, kind=kind, recall=0.9)
     fill(index, 4000)
     assert recall(index, clustered(4000, 0), clustered(100, 1)) == 1.0  # nothing is trained yet
@@ -94,7 +94,7 @@ def test_a_trained_index_finds_the_share_it_says(kind: IndexKind, tmp_path: Path
     assert index.improve() is None  # nothing changed
 
 
-def test_a_higher_recall_searches_more(tmp_path: Path) -> None:
+def test_higher_recall_target_searches_more(tmp_path: Path) -> None:
     widths = []
     for wanted in (0.3, 0.8, 0.999):
         (tmp_path / str(wanted)).mkdir()
@@ -107,7 +107,7 @@ def test_a_higher_recall_searches_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
-def test_it_is_mapped_from_its_file_after_a_restart(kind: IndexKind, tmp_path: Path) -> None:
+def test_trained_index_is_memory_mapped_after_a_restart(kind: IndexKind, tmp_path: Path) -> None:
     index = PassageIndex.open(tmp_path, SETTINGS, kind=kind)
     fill(index, 3000)
     index.improve()
@@ -126,7 +126,7 @@ def test_it_is_mapped_from_its_file_after_a_restart(kind: IndexKind, tmp_path: P
         )
 
 
-def test_changes_are_seen_at_once_and_the_index_made_again_when_they_are_many(made: Made, tmp_path: Path) -> None:
+def test_changes_are_visible_at_once_and_many_changes_cause_a_rebuild(made: Made, tmp_path: Path) -> None:
     index = made("ivf", 4000)
     first = index.trained
     assert first is not None
@@ -150,7 +150,7 @@ def test_changes_are_seen_at_once_and_the_index_made_again_when_they_are_many(ma
     assert third is not None and third.num_trained == third.num_rows == 8400  # too many for the old clusters
 
 
-def test_auto_trains_from_many_passages_on_and_forgets_where_few_are_left(
+def test_auto_trains_above_a_passage_count_and_drops_the_index_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "LEAST_TRAINED", 1000)
@@ -167,14 +167,14 @@ def test_auto_trains_from_many_passages_on_and_forgets_where_few_are_left(
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 @pytest.mark.parametrize("upto", [20, 2000])
-def test_filters_that_let_little_through_are_obeyed_exactly(kind: IndexKind, upto: int, made: Made) -> None:
+def test_selective_filters_are_searched_exactly(kind: IndexKind, upto: int, made: Made) -> None:
     index = made(kind, 4000)
     where = parse_filter({"type": "lt", "key": "n", "value": upto})
     reached = recall(index, clustered(4000, 0)[:upto], clustered(50, 1), where=where)
     assert reached == 1.0 if upto == 20 else reached > 0.8
 
 
-def test_all_passages_of_a_trained_index_may_go(made: Made) -> None:
+def test_all_passages_of_a_trained_index_can_be_removed(made: Made) -> None:
     index = made("ivf", 2000)
     fill(index, 2000, seed=5)  # each replaced
     assert index.improve() is not None
@@ -184,7 +184,7 @@ def test_all_passages_of_a_trained_index_may_go(made: Made) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_a_damaged_file_costs_time_and_no_answer(
+def test_damaged_index_file_is_rebuilt_without_losing_results(
     damage: str, made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     index = made("ivf", 2000)
@@ -207,7 +207,7 @@ def test_a_damaged_file_costs_time_and_no_answer(
     assert [one.name for one in tmp_path.glob("*.faiss")] == [again.file]
 
 
-def test_what_is_noted_of_it_cannot_point_elsewhere(
+def test_index_file_outside_the_directory_is_ignored(
     made_before: Callable[[IndexKind, int], Path], tmp_path: Path
 ) -> None:
     shutil.copytree(made_before("ivf", 2000), tmp_path / "own")
@@ -222,7 +222,7 @@ def test_what_is_noted_of_it_cannot_point_elsewhere(
     assert PassageIndex.open(tmp_path / "own", SETTINGS, kind="ivf", recall=0.9).trained is None
 
 
-def test_stages_of_a_trained_index_end_with_what_a_search_finds(made: Made) -> None:
+def test_last_stage_of_a_trained_index_equals_a_plain_search(made: Made) -> None:
     index = made("ivf", 4000)
     fill(index, 100, seed=3, start=4000)
     num_early = 0
@@ -233,7 +233,7 @@ def test_stages_of_a_trained_index_end_with_what_a_search_finds(made: Made) -> N
     assert num_early > 12
 
 
-def test_many_deletions_alone_are_a_reason_to_make_it_again(made: Made) -> None:
+def test_many_deletions_alone_cause_a_rebuild(made: Made) -> None:
     index = made("ivf", 4000)
     index.write(removed=[f"d{n}" for n in range(390)])
     assert index.improve() is None

@@ -70,7 +70,7 @@ def open_retriever(docs: Path, **options: Any) -> Retriever:
 
 
 @pytest.mark.parametrize("name", sorted(ODD))
-def test_an_odd_file_is_read_or_named(name: str, tmp_path: Path) -> None:
+def test_odd_file_is_read_or_reported(name: str, tmp_path: Path) -> None:
     (tmp_path / "tides.md").write_text(GOOD)
     (tmp_path / name).write_bytes(ODD[name])
     retriever = open_retriever(tmp_path)
@@ -86,7 +86,7 @@ def test_an_odd_file_is_read_or_named(name: str, tmp_path: Path) -> None:
         assert retriever.has_document("lines.jsonl/last")
 
 
-def test_front_matter_that_is_no_metadata_leaves_the_document(tmp_path: Path) -> None:
+def test_unusable_front_matter_value_does_not_reject_the_document(tmp_path: Path) -> None:
     path = tmp_path / "a.md"
     path.write_bytes(front_matter("modulus: 0x" + "f" * 320 + "\nsize: 3"))
     assert load_document(path) == LoadedDocument("Odd", "Text about a quarry.", True, {"size": 3})
@@ -96,7 +96,7 @@ def test_front_matter_that_is_no_metadata_leaves_the_document(tmp_path: Path) ->
     "error", [OverflowError("no float"), KeyError("x"), RecursionError(), MemoryError(), Exception()]
 )
 @pytest.mark.parametrize("where", ["parse_document", "without_machine_text", "read_document"])
-def test_any_error_is_named_once_with_its_cause(
+def test_any_error_is_reported_once_with_its_cause(
     where: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "bad.md").write_text("# Bad\n\nA quarry.")
@@ -110,7 +110,7 @@ def test_any_error_is_named_once_with_its_cause(
     assert len([record for record in caplog.records if "bad.md" in record.getMessage()]) == 1
 
 
-def test_an_error_in_a_line_leaves_the_other_lines(tmp_path: Path) -> None:
+def test_error_in_one_line_does_not_affect_other_lines(tmp_path: Path) -> None:
     lines = [{"_id": "a", "text": "A quarry."}, {"_id": "b", "text": "The moon."}, {"_id": "c", "text": "A quarry."}]
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
@@ -125,7 +125,7 @@ def test_an_error_in_a_line_leaves_the_other_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_who_ends_the_process_is_not_held_up(
+def test_process_exit_exceptions_are_not_swallowed(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad.md").write_text("# Bad\n\nA quarry.")
@@ -146,9 +146,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException) ->
     monkeypatch.setattr(changes, where, broken)
 
 
-def test_links_that_lead_nowhere_or_around_and_files_that_vanish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_links_and_vanishing_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tides.md").write_text(GOOD)
     (tmp_path / "loop.md").symlink_to("loop.md")
     (tmp_path / "loop").symlink_to("loop")
@@ -169,7 +167,7 @@ def test_links_that_lead_nowhere_or_around_and_files_that_vanish(
     assert sorted(names) == ["gone.md", "loop", "loop.md", "nowhere.md", "pipe.md"]
 
 
-def test_a_file_that_grows_while_it_is_read_keeps_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_growing_while_read_is_limited_in_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "grows.txt"
     path.write_text("short")
     status = path.stat()
@@ -179,7 +177,7 @@ def test_a_file_that_grows_while_it_is_read_keeps_the_limit(tmp_path: Path, monk
         read_document(path, max_file_bytes=9)
 
 
-def test_what_is_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_removed_machine_text_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     digits = os.urandom(1000).hex()
     (tmp_path / "key.md").write_text(f"# Key\n\nThe key of the quarry:\n\n{digits}\n")
     (tmp_path / "only.txt").write_text(digits)

@@ -129,7 +129,7 @@ def prompts(random, count=7):
     ],
     ids=str,
 )
-def test_random_packs_and_batches_give_what_each_request_gets_alone(seed, settings):
+def test_random_packs_and_batches_give_the_same_answers_as_alone(seed, settings):
     random = np.random.default_rng(seed)
     asked = prompts(random)
     reuse = [("bounded", "exact", "off", "fast")[number % 4] for number in range(len(asked))]
@@ -185,7 +185,7 @@ def test_requests_share_the_pages_of_a_chunk_at_different_positions():
             assert one.tokens == wanted[0]
 
 
-def test_a_preempted_request_goes_on_where_it_was():
+def test_preempted_request_continues_where_it_stopped():
     random = np.random.default_rng(6)
     segments, answered = draw_segments(random, [40, 33]), []
     with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
@@ -201,7 +201,7 @@ def test_a_preempted_request_goes_on_where_it_was():
         assert answered == wanted[0]
 
 
-def test_pages_begin_where_the_last_one_is_full():
+def test_new_page_is_allocated_only_when_the_last_one_is_full():
     with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
         batch = Batch(engine)
         one = batch.begin(draw_segments(np.random.default_rng(7), [20], question=15))
@@ -216,7 +216,7 @@ def test_pages_begin_where_the_last_one_is_full():
         batch.end(one)
 
 
-def test_too_few_pages_take_none():
+def test_failed_page_allocation_takes_no_pages():
     from ccjax.store import TierFullError
 
     with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
@@ -228,7 +228,7 @@ def test_too_few_pages_take_none():
         assert engine._pool.num_free == 100
 
 
-def test_a_pack_goes_on_without_a_job_that_was_dropped():
+def test_pack_continues_after_a_job_is_dropped():
     random = np.random.default_rng(8)
     asked = [draw_segments(random, [40]), draw_segments(random, [30]), draw_segments(random, [20])]
     with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
@@ -268,7 +268,7 @@ class Steered:
         return self.contexts.take(layer)
 
 
-def test_a_load_that_fails_costs_its_own_request_and_is_asked_of_no_other_twice():
+def test_failed_load_fails_only_its_own_request():
     random = np.random.default_rng(10)
     segments = draw_segments(random, [40, 30])
     orders = [[1, 0], [0, 1], [1, 0]]
@@ -301,7 +301,7 @@ def test_a_load_that_fails_costs_its_own_request_and_is_asked_of_no_other_twice(
             batch.end(one)
 
 
-def test_shared_segments_are_those_that_nothing_is_recomputed_of():
+def test_only_segments_without_recomputed_tokens_are_shared():
     with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE, recompute_ratio=0.5) as engine:
         segments = draw_segments(np.random.default_rng(9), [20, 30])
         alone(engine, segments)
@@ -314,7 +314,7 @@ def test_shared_segments_are_those_that_nothing_is_recomputed_of():
 
 
 @pytest.mark.parametrize("batch_tokens", [32, 1024])
-def test_logits_of_the_prompts_end_are_those_of_a_full_prefill_in_whatever_pieces_it_runs(batch_tokens):
+def test_prompt_logits_equal_full_prefill_for_any_pieces(batch_tokens):
     segments = draw_segments(np.random.default_rng(3), [40, 30])
     tokens = [token for segment in segments for token in segment]
     settings = EngineConfig(max_model_len=512, max_num_batched_tokens=batch_tokens)

@@ -16,7 +16,7 @@ from tests.engine.helpers import TinyModel
 MODEL = TinyModel()
 
 
-def test_it_knows_the_machine(tmp_path):
+def test_memory_and_disk_sizes_of_the_machine_are_detected(tmp_path):
     total_kb = int(
         next(line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
     )
@@ -27,14 +27,14 @@ def test_it_knows_the_machine(tmp_path):
 
 
 @pytest.mark.parametrize(("limit", "memory"), [("max", None), ("1048576", 1 << 20), ("", None)])
-def test_a_container_may_allow_less(tmp_path, monkeypatch, limit, memory):
+def test_memory_limit_of_a_container_is_respected(tmp_path, monkeypatch, limit, memory):
     (tmp_path / "memory.max").write_text(limit + "\n")
     whole = memory_bytes()
     monkeypatch.setattr(budgets, "_CGROUP_LIMITS", (str(tmp_path / "none"), str(tmp_path / "memory.max")))
     assert memory_bytes() == memory or (memory is None and memory_bytes() >= whole)
 
 
-def test_chunk_caches_get_a_quarter_of_the_memory_unless_told(monkeypatch):
+def test_host_cache_defaults_to_a_quarter_of_the_memory(monkeypatch):
     memory = memory_bytes()
     with MODEL.engine() as engine:
         assert engine.cache.usage()["host"].budget_bytes == memory // 4
@@ -44,7 +44,7 @@ def test_chunk_caches_get_a_quarter_of_the_memory_unless_told(monkeypatch):
     assert budgets.host_cache_bytes(EngineConfig()) == 2 << 30
 
 
-def test_what_is_taken_of_the_last_tier(tmp_path, monkeypatch):
+def test_capacity_used_reports_the_fill_level_of_the_last_tier(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     with MODEL.engine() as engine:
         assert engine.cache.capacity_used == 0.0
@@ -57,7 +57,7 @@ def test_what_is_taken_of_the_last_tier(tmp_path, monkeypatch):
         assert engine.cache.capacity_used == 1.0
 
 
-def test_budgets_above_the_machine_are_refused(tmp_path):
+def test_budgets_larger_than_the_machine_are_rejected(tmp_path):
     memory, disk = memory_bytes(), disk_bytes(f"file://{tmp_path}")
     with pytest.raises(ConfigError, match=rf"host_cache_bytes: wanted at most {memory} .*got {memory + 1}"):
         MODEL.engine(host_cache_bytes=memory + 1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ccjax.runner.compilations import compilations
 
 
-def test_every_new_size_counts_once() -> None:
+def test_each_new_size_counts_as_one_compilation() -> None:
     counter = compilations()
     assert compilations() is counter
     step = jax.jit(lambda x: x * 3.0 + 1.0)
@@ -20,7 +20,7 @@ def test_every_new_size_counts_once() -> None:
     assert seconds < counter.seconds < seconds + 60.0
 
 
-def test_those_of_the_background_count_apart() -> None:
+def test_background_compilations_are_counted_separately() -> None:
     counter = compilations()
     step = jax.jit(lambda x: x * 5.0 - 1.0)
     sizes = [jnp.ones(size) for size in (13, 14)]

@@ -23,7 +23,7 @@ def compiled(*keys) -> CompiledSizes:
     return sizes
 
 
-def test_without_substitutes_everything_gets_its_own_size():
+def test_without_substitution_each_step_uses_its_natural_size():
     sizes = compiled(("pack", 1024, 2048, 16), ("decode", 32, 1024), ("batch", 8), ("write", 1024))
     assert sizes.pack(100, 300, 5) == (token_bucket(100), slot_bucket(300), segment_bucket(5)) == (128, 512, 16)
     assert sizes.pack(100, 300, 0) == (128, 512, 0)
@@ -33,7 +33,7 @@ def test_without_substitutes_everything_gets_its_own_size():
     assert sizes.next() is None and sizes.num_left == 0
 
 
-def test_the_smallest_compiled_size_is_taken_and_the_own_one_wanted():
+def test_smallest_compiled_size_is_used_and_the_natural_size_requested():
     sizes = compiled(
         ("pack", 1024, 2048, 16),
         ("pack", 256, 2048, 16),
@@ -59,7 +59,7 @@ def test_the_smallest_compiled_size_is_taken_and_the_own_one_wanted():
     assert sizes.batch(9) == 16 and sizes.num_left == 7
 
 
-def test_rows_that_are_left_of_a_pack_keep_its_slots_and_columns():
+def test_remaining_rows_of_a_pack_keep_its_slots_and_columns():
     sizes = compiled(("pack", 64, 8192, 16), ("pack", 128, 2048, 16), ("pack", 64, 2048, 64), ("pack", 32, 1024, 16))
     sizes.substitute(())
     assert sizes.rows(20, 2048, 16) == 128 and sizes.next() == ("pack", (32, 2048, 16))
@@ -67,7 +67,7 @@ def test_rows_that_are_left_of_a_pack_keep_its_slots_and_columns():
     assert sizes.rows(20, 4096, 16) == 32 and sizes.num_left == 2
 
 
-def test_what_was_noted_is_taken_and_not_left_any_more():
+def test_newly_compiled_size_is_used_and_no_longer_pending():
     sizes = compiled(("decode", 32, 1024))
     sizes.substitute([("decode", (1, 32)), ("decode", (2, 32))])
     assert sizes.decode(2, 10) == (32, 1024) and sizes.num_left == 2
@@ -93,7 +93,7 @@ def test_a_size_that_cannot_be_compiled_is_never_asked_for_again():
     st.sets(st.tuples(st.integers(1, 1200), st.integers(1, 9000), st.integers(0, 70)), max_size=12),
     st.tuples(st.integers(1, 1200), st.integers(1, 9000), st.integers(0, 70)),
 )
-def test_a_pack_fits_and_is_compiled_where_any_such_is(numbers, wanted):
+def test_pack_uses_a_compiled_size_that_fits_if_there_is_one(numbers, wanted):
     sizes = CompiledSizes()
     known = {sizes.pack(*one) for one in numbers}
     for size in known:
@@ -107,7 +107,7 @@ def test_a_pack_fits_and_is_compiled_where_any_such_is(numbers, wanted):
     assert sizes.next() == (None if taken == natural else ("pack", natural))
 
 
-def test_threads_may_ask_and_note_at_once():
+def test_compiled_sizes_can_be_used_by_several_threads_at_once():
     sizes = compiled(("pack", 1024, 8192, 16))
     sizes.substitute(())
 
@@ -126,7 +126,7 @@ def test_threads_may_ask_and_note_at_once():
 
 @pytest.mark.parametrize("most", [16, 32, 128, 1024, 8192])
 @pytest.mark.parametrize("length", [128, 2048, 8192, 131072])
-def test_every_listed_size_fits_into_one_of_the_first(length, most):
+def test_every_listed_size_fits_into_one_compiled_first(length, most):
     sizes = BatchSizes(length, max_num_batched_tokens=most)
     packs, decodes = sizes.first_packs(), sizes.first_decodes()
     assert len(packs) + len(decodes) <= min(20, len(sizes.packs()) + len(sizes.decodes()))

@@ -40,7 +40,7 @@ def plan_of(model: LlamaConfig, **settings) -> MemoryPlan:
     return memory_plan(model, EngineConfig(dtype="bfloat16", **settings))
 
 
-def test_llama3_8b_on_80_gb():
+def test_llama3_8b_fits_one_80_gb_device():
     """Embedding and head of 128,256 x 4,096; in each of 32 layers queries and output of 4,096 x 4,096, keys and values
     of 4,096 x 1,024, three matrices of 4,096 x 14,336, two norms; one more norm."""
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
@@ -62,7 +62,7 @@ def test_llama3_8b_on_80_gb():
     assert sum(size for _, size, _ in plan.rows()) == 80 * GB
 
 
-def test_llama3_70b_on_one_80_gb_does_not_fit():
+def test_llama3_70b_does_not_fit_one_80_gb_device():
     plan = plan_of(LLAMA3_70B)
     assert plan.weights == 2 * 70_553_706_496
     assert plan.pool == plan.least_pool == (8192 + 64 * 16) * 80 * 2 * 8 * 128 * 2
@@ -75,7 +75,7 @@ def test_llama3_70b_on_one_80_gb_does_not_fit():
         check_fits(plan)
 
 
-def test_llama3_70b_on_four_80_gb():
+def test_llama3_70b_fits_four_80_gb_devices():
     plan = plan_of(LLAMA3_70B, tensor_parallel_size=4)
     norms = (2 * 80 + 1) * 8192  # on every device
     assert plan.weights == 2 * ((70_553_706_496 - norms) // 4 + norms)
@@ -84,7 +84,7 @@ def test_llama3_70b_on_four_80_gb():
     check_fits(plan)
 
 
-def test_mixtral_8x7b_on_two_80_gb():
+def test_mixtral_8x7b_fits_two_80_gb_devices():
     """46.7 billion parameters, as its authors say."""
     plan = plan_of(MIXTRAL_8X7B, tensor_parallel_size=2)
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 3 * 4096 * 14336 + 4096 * 8 + 2 * 4096
@@ -96,7 +96,7 @@ def test_mixtral_8x7b_on_two_80_gb():
         check_fits(plan_of(MIXTRAL_8X7B))
 
 
-def test_weights_in_8_bits_by_hand():
+def test_8_bit_weight_bytes_match_a_hand_calculation():
     shapes = ServedShapes(CONFIG, "bfloat16", BatchSizes(1024), in_8_bits("bfloat16"))
     kept = 2 * 1000 * 1024 + 3 * 1024
     matrices = 2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 2816
@@ -110,7 +110,7 @@ def test_weights_in_8_bits_by_hand():
 
 @pytest.mark.parametrize("model", [CONFIG, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_weights_and_pages_take_what_is_planned(model, size):
+def test_weights_and_pages_take_the_planned_memory(model, size):
     model = dataclasses.replace(model, d_model=128, d_ff=256)
     plan = plan_memory(
         ServedShapes(model, "float32", BatchSizes(512), plain("float32"), size), GB, source="as given", pool=10**6
@@ -124,7 +124,7 @@ def test_weights_and_pages_take_what_is_planned(model, size):
     assert plan.weights == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
 
 
-def test_a_model_that_cannot_be_split_so_is_refused():
+def test_indivisible_tensor_parallel_size_is_rejected():
     with pytest.raises(ConfigError, match="tensor_parallel_size: wanted a divisor of the model's 16 attention heads"):
         memory_plan(CONFIG, EngineConfig(tensor_parallel_size=3))
 
@@ -191,7 +191,7 @@ RARE = ("long context", "few rows", "narrow MLP", "wide MLP")
 
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.slow if one in RARE else ()) for one in STEPS])
-def test_compiled_steps_take_as_much_as_is_planned(case):
+def test_compiled_steps_take_the_planned_memory(case):
     """And hardly more; experts are planned as GPUs compute them, which takes more. Float32: XLA turns bfloat16 weights
     into that on CPUs."""
     model, num_rows, num_slots, with_mass = STEPS[case]
@@ -203,7 +203,7 @@ def test_compiled_steps_take_as_much_as_is_planned(case):
 
 
 @pytest.mark.parametrize("case", ["long context", "wide MLP"])
-def test_compiled_steps_over_four_devices(case):
+def test_compiled_steps_on_four_devices_take_the_planned_memory(case):
     model, num_rows, num_slots, with_mass = STEPS[case]
     plan = planned(model, num_rows, num_slots, with_mass, 4)
     taken = measured(model, num_rows, num_slots, plan.shapes.sizes.num_segments, 4)
@@ -212,7 +212,7 @@ def test_compiled_steps_over_four_devices(case):
     assert 0.95 <= ratio <= 1.7
 
 
-def test_a_forgotten_context_would_show(monkeypatch):
+def test_planning_one_context_too_few_would_be_detected(monkeypatch):
     monkeypatch.setattr(memory, "_CONTEXT_COPIES", 1)
     model, num_rows, num_slots, with_mass = STEPS["as many kv heads as heads"]
     plan = planned(model, num_rows, num_slots, with_mass)
@@ -246,7 +246,7 @@ def test_decode_and_logits_take_no_more_than_is_planned():
     assert 0.9 * taken < plan.logits < 1.5 * taken
 
 
-def test_the_share_becomes_the_pool_and_bytes_win():
+def test_memory_share_sets_the_pool_size_unless_bytes_are_given():
     settings = {"max_model_len": 512, "device_memory_bytes": 64 << 20}
     with MODEL.engine(gpu_memory_utilization=0.5, **settings) as engine:
         plan = engine.memory_plan()
@@ -258,7 +258,7 @@ def test_the_share_becomes_the_pool_and_bytes_win():
         assert (3 << 20) - page < engine.memory_plan().pool <= 3 << 20
 
 
-def test_without_the_share_a_cpu_is_asked_for_nothing(monkeypatch):
+def test_cpu_memory_is_not_planned_without_gpu_memory_utilization(monkeypatch):
     config = EngineConfig(max_model_len=512)
 
     def refuse(*_):
@@ -270,7 +270,7 @@ def test_without_the_share_a_cpu_is_asked_for_nothing(monkeypatch):
         with_pool(MODEL.config, config.replace(gpu_memory_utilization=0.9))
 
 
-def test_a_device_with_memory_of_its_own_is_asked_always(monkeypatch):
+def test_memory_of_a_dedicated_device_is_always_checked(monkeypatch):
     monkeypatch.setattr(device_memory, "_own_bytes", lambda: 24 * GB)
     config = EngineConfig(dtype="bfloat16")
     assert with_pool(LLAMA3_8B, config) is config
@@ -279,7 +279,7 @@ def test_a_device_with_memory_of_its_own_is_asked_always(monkeypatch):
         with_pool(LLAMA3_70B, config)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_looked_for(tmp_path):
+def test_model_that_does_not_fit_is_rejected_before_reading_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B.to_hf()))
     with pytest.raises(ConfigError, match=r"model: wanted 3\d\.\d GB of each device .*what fits"):
         Engine.from_pretrained(tmp_path, device_memory_bytes=16 * GB, gpu_memory_utilization=0.9)
@@ -288,11 +288,11 @@ def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_looked_for(
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1, 1.1, np.nan, "0.9", True])
-def test_what_is_no_share_is_refused(value):
+def test_invalid_gpu_memory_utilization_is_rejected(value):
     with pytest.raises(ConfigError, match="gpu_memory_utilization: wanted a share above 0, at most 1"):
         EngineConfig(gpu_memory_utilization=value)
 
 
-def test_sizes_are_those_of_the_engine():
+def test_planned_batch_sizes_equal_those_of_the_engine():
     with MODEL.engine(max_model_len=512, strategy="full") as engine:
         assert engine._sizes == sizes_of(MODEL.config, engine.config) == BatchSizes(512, with_mass=False)

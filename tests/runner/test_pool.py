@@ -28,7 +28,7 @@ def check(pool, name, num_tokens, shard=None):
 
 @pytest.mark.parametrize("kv_spec", [SPEC, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 33, 100])
-def test_it_reads_what_it_wrote(kv_spec, num_tokens):
+def test_pool_reads_back_what_was_written(kv_spec, num_tokens):
     pool = DevicePool(kv_spec, 20 * kv_spec.num_bytes(PAGE_TOKENS))
     put(pool, "before", 5)
     put(pool, "v", num_tokens)
@@ -39,7 +39,7 @@ def test_it_reads_what_it_wrote(kv_spec, num_tokens):
     assert pool.charged("v") == -(-num_tokens // PAGE_TOKENS) * kv_spec.num_bytes(PAGE_TOKENS)
 
 
-def test_random_histories_keep_every_variant_whole_and_no_page_is_lost():
+def test_random_operations_keep_variants_intact_and_leak_no_pages():
     random = np.random.default_rng(0)
     pool, held = DevicePool(SPEC, 12 * PAGE + PAGE - 1), {}
     assert pool.num_pages == 12 and pool.budget.limit_bytes == 12 * PAGE
@@ -65,7 +65,7 @@ def test_random_histories_keep_every_variant_whole_and_no_page_is_lost():
     check(pool, "all", 12 * PAGE_TOKENS)
 
 
-def test_pages_of_a_removed_variant_are_not_written_while_somebody_holds_it():
+def test_pages_of_a_removed_variant_are_not_reused_while_held():
     pool = DevicePool(SPEC, 3 * PAGE)
     put(pool, "a", 32)
     shard = pool.get("a")
@@ -84,7 +84,7 @@ def test_pages_of_a_removed_variant_are_not_written_while_somebody_holds_it():
     check(pool, "c", 16)
 
 
-def test_too_much_is_refused_and_leaves_all_as_it_was():
+def test_write_beyond_the_budget_is_rejected_without_side_effects():
     pool = DevicePool(SPEC, 2 * PAGE)
     put(pool, "a", 17)
     with pytest.raises(TierFullError, match="device tier"):
@@ -99,7 +99,7 @@ def test_a_budget_below_one_page_is_refused():
         DevicePool(SPEC, PAGE - 1)
 
 
-def test_a_context_is_gathered_from_pages_and_from_elsewhere():
+def test_context_is_gathered_from_pages_and_other_sources():
     pool = DevicePool(SPEC, 20 * PAGE)
     for name in ("x", "a", "y", "b"):
         put(pool, name, 37)

@@ -41,7 +41,7 @@ def taken(engine: Engine) -> tuple[list, list]:
 @pytest.mark.parametrize(
     ("width", "tier"), [pytest.param(56, {}, marks=pytest.mark.slow), (104, {"device_cache_bytes": 4 << 20})]
 )
-def test_padded_sizes_answer_alike_and_compile_nothing(width, tier):
+def test_padded_sizes_give_the_same_answers_and_compile_nothing(width, tier):
     tiny = model(width)
     with tiny.engine(**FEW, **tier) as engine:
         wanted, natural = answers(engine), taken(engine)
@@ -71,7 +71,7 @@ def test_padded_sizes_answer_alike_and_compile_nothing(width, tier):
         assert engine._compiled.next() is None
 
 
-def test_a_request_is_answered_while_idle_time_compiles(monkeypatch):
+def test_request_is_answered_during_background_compilation(monkeypatch):
     tiny = model(40)
     begun, go_on = threading.Event(), threading.Event()
     compile_pack = warmup.compile_pack
@@ -98,7 +98,7 @@ def test_a_request_is_answered_while_idle_time_compiles(monkeypatch):
         assert engine.num_sizes_left == 0
 
 
-def test_a_pack_compiles_without_keeping_the_pages(monkeypatch):
+def test_compiling_a_pack_does_not_hold_the_pages_lock(monkeypatch):
     """The pool's lock is what the batch waits for."""
     tiny = model(72)
     with tiny.engine(**FEW) as engine:
@@ -115,7 +115,7 @@ def test_a_pack_compiles_without_keeping_the_pages(monkeypatch):
         assert {warmup.paged_layer_step, warmup.paged_decode_step, warmup.write_rows_step} <= set(was_free)
 
 
-def test_a_size_that_does_not_compile_is_given_up(monkeypatch, caplog):
+def test_size_that_fails_to_compile_is_skipped(monkeypatch, caplog):
     tiny = model(88)
     with tiny.engine(**FEW) as engine:
         engine.warmup(only_first=True)
@@ -133,7 +133,7 @@ def test_a_size_that_does_not_compile_is_given_up(monkeypatch, caplog):
         assert engine.num_sizes_left == 0
 
 
-def test_nothing_is_left_where_everything_was_compiled():
+def test_no_sizes_are_left_after_a_full_warm_up():
     with model(40).engine(**FEW) as engine:
         assert engine.num_sizes_left == 0 and not engine.compile_one()
         engine.warmup()

@@ -20,13 +20,13 @@ OURS = {"name": "ccjax", "skip_reason": "not found"}
         ([], 77, "SKIPPED"),
     ],
 )
-def test_verdicts(capsys, packages, code, told):
+def test_verdict_and_message_for_audited_packages(capsys, packages, code, told):
     assert audit.judge(packages) == code
     assert told in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("ways", [["venv"], ["pip-audit"]])
-def test_what_cannot_be_installed_or_does_not_end_is_no_finding(monkeypatch, capsys, tmp_path, ways):
+def test_failed_install_or_timeout_skips_the_audit(monkeypatch, capsys, tmp_path, ways):
     def run(command, **how):
         if ways[0] in " ".join(map(str, command)):
             raise audit.subprocess.TimeoutExpired(command, how["timeout"])
@@ -49,7 +49,7 @@ def test_what_cannot_be_installed_or_does_not_end_is_no_finding(monkeypatch, cap
         ("", 2),
     ],
 )
-def test_no_report_is_an_error_unless_the_index_does_not_answer(monkeypatch, capsys, tmp_path, stderr, code):
+def test_missing_report_is_an_error_unless_the_index_is_unreachable(monkeypatch, capsys, tmp_path, stderr, code):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "pip-audit").touch()
     done = audit.subprocess.CompletedProcess([], 1, stdout="", stderr=stderr)

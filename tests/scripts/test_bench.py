@@ -60,7 +60,7 @@ def test_ttft_prints_every_case_as_json(small_model, monkeypatch):
     assert any("cachecraft" in line for line in table)
 
 
-def test_prefill_prints_every_share_as_json(small_model):
+def test_prefill_prints_every_ratio_as_json(small_model):
     table, figures = in_process.figures("prefill", "--no-peers", "--repetitions", "1", "--context-tokens", "200")
     cases = figures["cases"]
     assert [(case["context_tokens"], case["computed"]) for case in cases] == [(200, "100%"), (200, "15%"), (200, "30%")]
@@ -70,7 +70,7 @@ def test_prefill_prints_every_share_as_json(small_model):
     assert any("30%" in line for line in table)
 
 
-def test_prefill_refuses_other_logits_than_a_full_one_gave():
+def test_prefill_rejects_logits_that_differ_from_full_prefill():
     prompt = prefill.TimedPrompt(DeviceModel(init_params(SMALL, jax.random.key(0)), SMALL), 200)
     prompt.measure(1.0)
     prompt.measure(0.15)
@@ -79,7 +79,7 @@ def test_prefill_refuses_other_logits_than_a_full_one_gave():
         prompt.measure(0.01)  # the last token and one other, which is not the changed one
 
 
-def test_store_prints_a_case_without_and_two_with_a_catalog(monkeypatch):
+def test_store_prints_cases_with_and_without_a_catalog(monkeypatch):
     """The first two cases run here, where it can be counted what they read."""
     in_processes, decode, decoded = subprocess.run, records.decode_record, []
 
@@ -131,7 +131,7 @@ NO_DATA = ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]
         ("ragcache", ["--markdown", "/no/such/folder/page.md"], ["--markdown", "/no/such/folder/page.md"]),
     ],
 )
-def test_bad_options_end_with_one_line(name, options, words):
+def test_bad_options_print_a_one_line_error(name, options, words):
     done = in_process.bench(name, "--quick", *options)
     assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"bench.py {name}: ") and all(word in done.stderr for word in words), done.stderr
@@ -139,19 +139,19 @@ def test_bad_options_end_with_one_line(name, options, words):
 
 @pytest.mark.parametrize("option", ["--repetitions", "--context-tokens"])
 @pytest.mark.parametrize("value", ["0", "-5", "x"])
-def test_counts_are_positive(option, value):
+def test_nonpositive_counts_are_rejected(option, value):
     done = in_process.bench("prefill", option, value)
     assert done.returncode == 2 and option in done.stderr and repr(value) in done.stderr
 
 
-def test_an_unknown_benchmark_is_named():
+def test_error_names_the_unknown_benchmark():
     """As a process of its own: the program begins so."""
     command = [sys.executable, "scripts/bench.py", "speed"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "'speed'" in done.stderr
 
 
-def test_loading_prints_every_mode_with_what_it_hid(small_model, monkeypatch):
+def test_loading_prints_the_hidden_load_time_of_every_mode(small_model, monkeypatch):
     """No load is late or too slow for what computing takes here, and time in line lasts until reading has begun."""
     monkeypatch.setattr(load_plan, "loads_to_give_up", lambda loads, hidden_s, habit: frozenset())
     monkeypatch.setattr(reads, "longest_load_wait_s", lambda num_tokens, seconds_per_token: 3600.0)
@@ -178,7 +178,7 @@ def test_loading_prints_every_mode_with_what_it_hid(small_model, monkeypatch):
     assert rows["disk", "sync"]["allowed_share"] == 0.0 < rows["disk", "layer"]["allowed_share"]
 
 
-def test_decode_of_requests_at_once(monkeypatch):
+def test_decode_measures_concurrent_requests(monkeypatch):
     monkeypatch.setattr(decode, "MODEL", "demo")
     lines, figures = in_process.figures("decode", "--quick", "--requests", "1", "3")
     assert [(case["way"], case["requests"]) for case in figures["cases"]] == [("default", 1), ("default", 3)]
@@ -187,7 +187,7 @@ def test_decode_of_requests_at_once(monkeypatch):
     assert reason.startswith("llama.cpp: ") and f"skipped: {reason}" in lines
 
 
-def test_retrieval_measures_an_index_that_finds_changes_and_filters(test_data, monkeypatch):
+def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):
     """Over few real texts, which take by far the longest to embed."""
     texts = retrieval._texts
     monkeypatch.setattr(retrieval, "_texts", lambda data, *counts: texts(data, 20, 8))

@@ -69,7 +69,7 @@ def without_file(args: ServeOptions) -> dict[str, object]:
     return args.model_dump(exclude={"config"})
 
 
-def test_every_option_can_stand_in_a_file_and_means_the_same(read):
+def test_every_option_works_the_same_in_a_config_file(read):
     by_file = without_file(read({**GIVEN, **SECRET}))
     by_command_line = without_file(serve_options(as_arguments({**GIVEN, **SECRET})))
     assert by_file == by_command_line
@@ -80,11 +80,11 @@ def test_every_option_can_stand_in_a_file_and_means_the_same(read):
     assert keys == GIVEN.keys() | SECRET.keys(), "new ones belong there"
 
 
-def test_names_are_taken_with_either_line(read):
+def test_option_names_accept_hyphens_or_underscores(read):
     assert read("max_queue: 5").max_queue == read("max-queue: 5").max_queue == 5
 
 
-def test_the_command_line_goes_before_the_file(read):
+def test_command_line_overrides_the_config_file(read):
     args = read({"port": 1, "warmup": False, "share-computation": True, "top-k": 9}, "--port", "2", "--warmup")
     assert (args.port, args.warmup, args.share_computation, args.top_k) == (2, True, True, 9)
     assert read({"share-computation": True}, "--no-share-computation").share_computation is False
@@ -96,7 +96,7 @@ def test_an_empty_file_changes_nothing(read, content):
     assert without_file(read(content)) == without_file(serve_options([]))
 
 
-def test_values_are_the_text_that_stands_there(read):
+def test_yaml_values_are_read_as_plain_text(read):
     assert read("replicas: 2:30").replicas == (2, 30)  # YAML 1.1 has the number 150 there
     assert read("served-model-name: 1.10").served_model_name == "1.10"
     assert read("system-prompt: no").system_prompt == "no"
@@ -129,19 +129,19 @@ def test_values_are_the_text_that_stands_there(read):
         ("host: &a [*a]", "not YAML as wanted: found unconstructable recursive node"),
     ],
 )
-def test_what_is_wrong_is_named_with_file_and_key(read, content, message):
+def test_error_names_the_config_file_and_key(read, content, message):
     with pytest.raises(StartupError, match=f"^--config: .*serve.yaml: .*{message}"):
         read(content)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_error_names_an_unreadable_config_file(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"host: \xe9")
     for name in ("missing.yaml", "latin.yaml"):
         with pytest.raises(StartupError, match=f"--config: cannot read .*{name}: "):
             serve_options(["--config", str(tmp_path / name)])
 
 
-def test_what_is_printed_comes_to_the_same(read):
+def test_printed_config_round_trips(read):
     args = read({**GIVEN, **SECRET})
     lines = config_lines(args)
     again = read("\n".join(lines))
@@ -150,7 +150,7 @@ def test_what_is_printed_comes_to_the_same(read):
     assert not any(secret in "\n".join(lines) for secret in SECRET.values())
 
 
-def test_defaults_are_printed_too_and_mean_what_none_given_means(read):
+def test_printed_config_includes_defaults_and_round_trips(read):
     lines = config_lines(serve_options([]))
     assert {"port: 8000", "warmup: true", "dtype: auto", "strategy: auto", "# store:"} <= {*lines}
     assert config_lines(read("\n".join(lines))) == lines
@@ -170,11 +170,11 @@ def test_passwords_in_urls_are_not_printed(read):
         (["--config", "missing.yaml"], "ccjax serve: error: --config: cannot read missing.yaml: No such file"),
     ],
 )
-def test_the_command_checks_what_it_prints(argv, message):
+def test_print_config_validates_options(argv, message):
     done = in_process.run(serve.main, "--print-config", *argv)
     assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
-def test_the_command_prints_a_file():
+def test_print_config_outputs_valid_yaml():
     done = in_process.run(serve.main, "--print-config", "--port", "81")
     assert done.returncode == 0 and yaml.safe_load(done.stdout)["port"] == 81

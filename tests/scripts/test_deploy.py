@@ -25,7 +25,7 @@ def checked(tmp_path: Path, text: str):
     return args
 
 
-def test_kubernetes(tmp_path):
+def test_kubernetes_example_is_valid_and_consistent(tmp_path):
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
     by_kind = {document["kind"]: document for document in documents}
     args = checked(tmp_path, by_kind["ConfigMap"]["data"]["serve.yaml"])
@@ -43,7 +43,7 @@ def test_kubernetes(tmp_path):
     assert by_kind["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
 
 
-def test_compose():
+def test_compose_example_is_valid():
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     for name in ("first", "second"):
         args = serve_options(services[name]["command"])
@@ -51,14 +51,14 @@ def test_compose():
         assert services[name]["depends_on"].keys() <= services.keys()
 
 
-def test_dockerfile_copies_what_there_is():
+def test_dockerfile_copies_existing_paths():
     text = (DEPLOY / "Dockerfile").read_text()
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
     assert {name for line in copied for name in line.split()} >= {"ccjax", "models", "pallas_kernels", "store"}
     assert all((ROOT / name).exists() for line in copied for name in line.split())
 
 
-def test_the_page_on_operation(tmp_path):
+def test_config_example_in_the_operations_page_is_valid(tmp_path):
     text = (ROOT / "docs/operations.md").read_text()
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert checked(tmp_path, example).replicas == (2, 8)
@@ -71,7 +71,7 @@ def expressions() -> list[str]:
     return alerts + [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-def test_dashboard_and_alerts_ask_for_metrics_that_the_server_has(tmp_path):
+def test_dashboard_and_alerts_use_existing_metrics(tmp_path):
     settings = {"store": f"file://{tmp_path}/store", "store_index": f"sqlite://{tmp_path}/index.db"}
     with TinyModel().engine(**settings) as engine:
         metrics = ServerMetrics()

@@ -36,7 +36,7 @@ class TestFigures:
         Way("auto", 0.15), (answered("red boat", same=True, ttft=3.0), answered("boat", ttft=2.0), answered("blue"))
     )
 
-    def test_by_hand(self):
+    def test_figures_match_values_computed_by_hand(self):
         full, own = figures([self.FULL, self.OWN])
         assert (full["way"], own["way"], own["series"], own["ratio"]) == ("full", "auto:0.15", "auto", 0.15)
         assert own["gold"]["exact_match"]["mean"] == pytest.approx(1 / 3)
@@ -50,21 +50,21 @@ class TestFigures:
         for interval in own["gold"].values():
             assert interval["low"] <= interval["mean"] <= interval["high"]
 
-    def test_where_nothing_matches_f1_is_compared_and_without_answers_nothing(self):
+    def test_f1_is_compared_if_no_exact_match_and_nothing_without_references(self):
         words = WayResults(FULL, (answered("red"), answered("red")))
         assert figures([words])[0]["of_full"]["score"] == "f1"
         unknown = WayResults(FULL, (answered("x", ()), answered("y", ())))
         (found,) = figures([unknown])
         assert found["gold"] == {} and found["of_full"] is None and found["against_full"]["f1"]["mean"] == 1.0
 
-    def test_a_right_answer_in_a_sentence_counts_as_one_it_contains(self):
+    def test_reference_within_a_longer_answer_counts_as_contained(self):
         full = WayResults(FULL, tuple(answered(text) for text in ("It is the red boat.", "Red boat, sir.", "A boat.")))
         own = WayResults(DEFAULT, tuple(answered(text) for text in ("A red boat it is.", "A red", "The red boat")))
         whole, found = figures([full, own])
         assert whole["gold"]["contains"]["mean"] == found["gold"]["contains"]["mean"] == pytest.approx(2 / 3)
         assert whole["gold"]["exact_match"]["mean"] == 0.0 and found["of_full"]["mean"] == 1.0
 
-    def test_given_answers_are_compared_question_by_question(self):
+    def test_forced_answers_are_compared_question_by_question(self):
         nlls = [(1.0, 1.5), (9.0, 9.5), (None, None), (4.0, 4.5)]
         full = WayResults(FULL, tuple(answered("x", forced=Forced(0.0, 1.0, whole)) for whole, _ in nlls))
         scores = zip((0.1, 0.2, 0.3, 1.0), (1.0, 1.0, 0.5, 0.5), nlls, strict=True)
@@ -90,7 +90,7 @@ class TestFigures:
                 len(head)
             }
 
-    def test_kinds_apart(self):
+    def test_figures_are_split_by_question_kind(self):
         full = WayResults(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
         texts = zip(("red boat", "x", "x", "x"), "aabb", strict=True)
         own = WayResults(Way("reuse"), tuple(answered(text, kind=kind) for text, kind in texts))
@@ -98,7 +98,7 @@ class TestFigures:
         assert {kind: one["exact_match"]["mean"] for kind, one in kinds.items()} == {"a": 0.5, "b": 0.0}
 
 
-def test_a_page_and_a_plot_from_one_run(tmp_path):
+def test_one_run_writes_a_page_and_a_plot(tmp_path):
     page, plot = tmp_path / "quality.md", tmp_path / "quality.svg"
     options = ["--passages", 3, "--limit", 1, "--kinds", "single", "pronoun"]
     options += ["--ways", "reuse", "auto", "--ratios", 0.15, 0.3, "--cached", "prepared", "--prompt", "Short."]
@@ -121,7 +121,7 @@ def test_a_page_and_a_plot_from_one_run(tmp_path):
     assert page.read_text().startswith(text) and "# Answer quality" in page.read_text()
 
 
-def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
+def test_evaluate_runs_on_a_question_file_with_random_weights(tmp_path):
     lines = [
         {"question": f"Who is {name}?", "docs": [{"text": f"{name} is a tree."}, {"text": "Trees are old."}]}
         for name in ("Ash", "Oak", "Elm")
@@ -161,7 +161,7 @@ def test_questions_of_a_file_and_a_model_of_random_weights(tmp_path):
         ("evaluate", ["--passages", "4", "5", "--questions", "/some.jsonl"], "--passages: wanted one number"),
     ],
 )
-def test_bad_arguments_are_named(script, options, message, monkeypatch):
+def test_error_names_the_bad_argument(script, options, message, monkeypatch):
     monkeypatch.delenv("CCJAX_TEST_DATA", raising=False)
     done = run(script, *options)
     last = done.stderr.splitlines()[-1]
@@ -172,7 +172,7 @@ class TestTrials:
     def outcome(self, way, *texts, share=0.5):
         return WayResults(way, tuple(answered(text, share=share, same=text == "red boat") for text in texts))
 
-    def test_kept_are_those_of_full_prefills_answers_that_are_no_worse(self):
+    def test_answers_no_worse_than_full_prefill_count_as_kept(self):
         full = self.outcome(FULL, "red boat", "red boat", "blue", "boat")  # exact match: the first two answered
         own = self.outcome(Way("auto", 0.3), "red boat", "boat", "red boat", "red boat", share=0.25)
         (trial,) = calibrate.trials("auto", [full, own, self.outcome(Way("reuse"), *"abcd")], "exact_match")
@@ -181,7 +181,7 @@ class TestTrials:
         (by_f1,) = calibrate.trials("auto", [full, own], "f1")  # "boat" is worth 2/3
         assert (by_f1.num_answers, by_f1.num_kept) == (3, 2)
 
-    def test_agreement_is_the_share_of_tokens(self):
+    def test_agreement_is_the_ratio_of_matching_tokens(self):
         full = self.outcome(FULL, "red boat", "boat")
         own = self.outcome(Way("auto", 0.3), "red boat", "boat")
         shares = [(full, (1.0, 1.0)), (own, (0.5, 1.0))]
@@ -203,12 +203,12 @@ class TestTrials:
         (trial,) = calibrate.trials("reuse", [full, self.outcome(Way("reuse"), "x", "red boat")], "exact_match")
         assert (trial.num_kept, trial.recompute_ratio) == (1, 0.0)
 
-    def test_nothing_answered(self):
+    def test_trials_without_any_right_answer_are_rejected(self):
         with pytest.raises(ValueError, match="some that full prefill answers"):
             calibrate.trials("auto", [self.outcome(FULL, "x", "y")], "exact_match")
 
 
-def test_a_calibration_is_written_and_obeyed(tmp_path, monkeypatch):
+def test_calibration_is_written_and_applied(tmp_path, monkeypatch):
     """Of what is tried usually, a part."""
     assert len(calibrate.ways_of(["reuse", "cachecraft"], (3,))) == 1 + 7 + 5 + 7
     monkeypatch.setattr(calibrate, "RATIOS", (0.3,))

@@ -20,7 +20,7 @@ ALL_PERCENTS = bench.SIZE_PERCENTS
 COST = bench.RooflineModel()
 
 
-def test_cost_model_is_llama_3_8b():
+def test_cost_model_matches_llama_3_8b():
     assert COST.bytes_per_token == 131_072  # 2 * 32 layers * 8 heads * 128 * 2 bytes
     assert COST.prefill_s(0, 300) + COST.prefill_s(300, 200) == pytest.approx(COST.prefill_s(0, 500), rel=1e-12)
     # 7.5 G weights without embeddings (16.06 GB in bfloat16, less two tables of 128,256 x 4,096), twice as many FLOPs
@@ -35,7 +35,7 @@ def small_trace(*requests, tokens=10):
     return bench.Trace(tuple(keys), {key: tokens for request in keys for key in request})
 
 
-def test_replay_by_hand():
+def test_replay_matches_a_manual_computation():
     """Room for two of three passages under LRU: A B | A hits exactly, C pushes B out | B pushes A out | C hits."""
     trace = small_trace("AB", "AC", "B", "C")
     outcome = bench.replay(make_policy("lru"), trace, 2 * 10 * COST.bytes_per_token, COST)
@@ -61,7 +61,7 @@ def test_no_policy_beats_belady_at_equal_sizes(letters, room):
         assert bench.replay(make_policy(name), trace, budget_bytes, COST).num_hits <= best.num_hits
 
 
-def test_belady_refuses_what_never_comes_again():
+def test_belady_rejects_passages_that_are_never_used_again():
     trace = small_trace("A", "B", "A")
     outcome = bench.replay(bench.Belady(trace.requests), trace, 10 * COST.bytes_per_token, COST)
     assert (outcome.num_hits, outcome.num_refused) == (1, 1)
@@ -93,7 +93,7 @@ def figures(request):
         yield bench.run(arguments)
 
 
-def test_hits_on_the_real_trace(figures):
+def test_hits_on_the_real_trace_match_golden_values(figures):
     names = {case["policy"] for case in figures["cases"]}
     assert set(GOLDEN_HITS) == names == {*NAMES, "belady (offline)"}
     assert figures["shapes"]["uses"] == 5000 and figures["shapes"]["passages"] == 2897
@@ -106,7 +106,7 @@ def test_hits_on_the_real_trace(figures):
         assert 0.0 < case["saved_compute_share"] < case["byte_hit_ratio"] < 1.0
 
 
-def test_the_default_saves_most_compute(figures):
+def test_default_policy_saves_most_compute(figures):
     saved = {name: [c["saved_compute_share"] for c in figures["cases"] if c["policy"] == name] for name in NAMES}
     assert figures["default"] == DEFAULT_POLICY == max(saved, key=lambda name: sum(saved[name]))
     others = [saved[name] for name in NAMES if name != DEFAULT_POLICY]

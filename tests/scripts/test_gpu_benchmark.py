@@ -41,7 +41,7 @@ def process_of(code, *options):
     return [sys.executable, "-c", code, "gpu", *options], how
 
 
-def test_what_matters_most_comes_first_and_nothing_is_left_out():
+def test_most_important_cases_are_first_and_none_is_omitted():
     planned = cases(LARGE)
     assert len(planned) == len(set(planned)) == 4 * 2 * (3 + 2 * 3)
     wanted = {GpuCase("full", 8192), GpuCase("full", 32768), GpuCase("decode", 8192)}
@@ -50,7 +50,7 @@ def test_what_matters_most_comes_first_and_nothing_is_left_out():
     assert {(case.context, case.batch) for case in planned[:14]} == {(8192, 1), (32768, 1)}
 
 
-def test_prompts_fill_their_context_and_no_step_is_a_size_larger():
+def test_prompt_lengths_nearly_fill_their_context():
     for context in LARGE.contexts:
         assert 0.98 * context < LARGE.prompt_tokens(context) <= context
     assert LARGE.prompt_tokens(4096) == 4096 == 32 + 4 * 1012 + 16
@@ -58,7 +58,7 @@ def test_prompts_fill_their_context_and_no_step_is_a_size_larger():
     assert LARGE.max_model_len <= LLAMA3_8B.max_position_embeddings
 
 
-def test_weights_are_those_of_the_model():
+def test_weight_counts_match_the_model():
     params = abstract_params(LLAMA3_8B)
     matrices = [leaf for leaf in jax.tree.leaves(params.layers) if leaf.ndim > 1]
     assert gpu_plan.layer_weights(LLAMA3_8B) == sum(leaf.size for leaf in matrices)
@@ -73,7 +73,7 @@ def test_weights_are_those_of_the_model():
 @pytest.mark.parametrize(
     "case", [GpuCase("full", 8192), GpuCase("reuse", 8192, 1, 0.15, "device")], ids=lambda c: c.kind
 )
-def test_operations_are_those_of_the_rows_and_the_pairs_they_see(case):
+def test_flops_match_rows_and_their_visible_pairs(case):
     """Counted token by token, with recomputed ones drawn: within 1 %, which attention over everything exceeds."""
     length, config = LARGE.prompt_tokens(8192), LLAMA3_8B
     rows = np.arange(length)
@@ -89,7 +89,7 @@ def test_operations_are_those_of_the_rows_and_the_pairs_they_see(case):
     assert gpu_plan.prefill_flops(dataclasses.replace(case, batch=4), LARGE) == 4 * flops
 
 
-def test_what_does_not_fit_is_told_with_its_size():
+def test_oversized_cases_are_reported_with_their_size():
     planned = cases(LARGE)
     left_out = {case: gpu_plan.too_large(case, LARGE, H100_BYTES, H100_TORCH_BYTES) for case in planned}
     assert [case for case in planned if left_out[case]] == [GpuCase("torch", 32768, 4)]
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_told_with_its_size():
     assert gpu_plan.too_large(GpuCase("full", 8192), LARGE, None, None) is None
 
 
-def test_one_pool_holds_what_each_case_needs():
+def test_page_pool_is_large_enough_for_every_case():
     planned = cases(LARGE)
     pool = gpu_plan.pool_bytes(planned, LARGE, 0)
     assert all(gpu_plan.kv_bytes(LARGE, gpu_plan.pool_tokens(case, LARGE)) <= pool for case in planned)
@@ -119,7 +119,7 @@ def test_the_first_fourteen_cases_are_estimated_to_fit_ten_minutes():
     assert total < 540.0
 
 
-def test_passages_are_never_behind_what_they_were_computed_behind():
+def test_prompts_never_repeat_the_prefix_a_passage_was_stored_with():
     prompts = Prompts(QUICK_SCALE)
     case = GpuCase("reuse", 256, 2, 0.15, "device")
     filling = prompts.filling(8)
@@ -133,12 +133,12 @@ def test_passages_are_never_behind_what_they_were_computed_behind():
     assert len({str(one) for batch in drawn for one in batch}) == 40
 
 
-def test_steps_count_while_all_decode():
+def test_decode_steps_count_only_while_all_requests_decode():
     fast, slow = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 3.5, 4.5, 5.5, 9.0]
     assert _steps([fast, slow]) == [1.0, 1.0]  # between 2 and 6, the first gap of each left out
 
 
-def test_a_transfer_is_timed_from_both_kinds_of_memory():
+def test_transfers_are_timed_from_pinned_and_unpinned_memory():
     assert all(transfer_gbps(1 << 20, 2, kind) > 0.0 for kind in ("pinned_host", "unpinned_host"))
 
 
@@ -158,7 +158,7 @@ FULL, LONG = GpuCase("full", 8192), GpuCase("full", 32768)
 DEVICE, HOST = (GpuCase("reuse", 8192, 1, 0.15, tier) for tier in ("device", "host"))
 
 
-def test_targets_are_judged_and_what_is_missing_is_not_measured():
+def test_targets_without_results_are_reported_as_not_measured():
     measured = [
         row(FULL, ttft_s=0.30, share_of_matmul=0.61),
         row(LONG, note="not run: may take 99 s, 3 s were left"),
@@ -176,7 +176,7 @@ def test_targets_are_judged_and_what_is_missing_is_not_measured():
     assert gpu_report.targets(results(*other))[1].got is None, "the case did not do what its name says"
 
 
-def test_tables_show_every_figure_and_notes_every_gap():
+def test_tables_show_every_result_and_notes_list_every_gap():
     found = results(
         row(FULL, ttft_s=0.30, share_of_matmul=0.61),
         row(DEVICE, ttft_s=0.06),
@@ -193,7 +193,7 @@ def test_tables_show_every_figure_and_notes_every_gap():
     ]
 
 
-def test_the_readme_gets_what_stands_between_its_markers(tmp_path):
+def test_readme_section_between_the_markers_is_replaced(tmp_path):
     readme, folder = tmp_path / "README.md", tmp_path / "results"
     folder.mkdir()
     (folder / "check.json").write_text('{"benchmark": "gpu_check"}')
@@ -214,7 +214,7 @@ def test_the_readme_gets_what_stands_between_its_markers(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", gpu_report.BEGIN, f"{gpu_report.END}\n{gpu_report.BEGIN}"])
-def test_a_readme_without_its_markers_stays_as_it_is(tmp_path, text):
+def test_readme_without_markers_is_left_unchanged(tmp_path, text):
     readme = tmp_path / "README.md"
     readme.write_text(text)
     with pytest.raises(ValueError, match="wanted one line '<!-- bench.py gpu: begin -->'"):
@@ -273,7 +273,7 @@ def test_every_code_path_runs_on_a_cpu(tmp_path, monkeypatch):
     assert (tmp_path / "cache").is_dir(), "there what was compiled is kept"
 
 
-def test_what_was_compiled_is_kept(tmp_path):
+def test_compiled_executables_are_cached_on_disk(tmp_path):
     with in_process.put_back():
         gpu_cases.keep_executables(tmp_path / "cache")
         compilation_cache.reset_cache()
@@ -282,7 +282,7 @@ def test_what_was_compiled_is_kept(tmp_path):
     assert any((tmp_path / "cache").iterdir())
 
 
-def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
+def test_without_time_every_case_is_noted_and_ceilings_are_measured(tmp_path):
     options = ["--time-limit-s", 0.5, "--output", tmp_path, "--compile-cache", tmp_path / "c"]
     lines, _ = in_process.figures("gpu", *options)
     (path,) = tmp_path.glob("*.json")
@@ -299,7 +299,7 @@ def test_without_time_every_case_is_told_and_the_ceilings_are_there(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_what_it_had(tmp_path):
+def test_killed_run_keeps_its_results_so_far(tmp_path):
     """It stands still behind its first case."""
     options = ["--quick", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "cache")]
     command, how = process_of(_HELD, *options)
@@ -319,7 +319,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path):
     assert "interrupted" in gpu_report._source(found)
 
 
-def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
+def test_failed_case_is_recorded_and_the_next_runs(tmp_path):
     record = CheckRecord(tmp_path / "found.json", {}, is_quick=True, limit_s=60.0)
 
     def breaks():
@@ -332,7 +332,7 @@ def test_a_case_that_fails_is_told_and_the_next_runs(tmp_path):
     assert record.failures == [f"{FULL.name}: {first['note']}"]
 
 
-def test_without_an_accelerator_it_says_so_and_is_no_failure(tmp_path):
+def test_run_without_an_accelerator_is_skipped_successfully(tmp_path):
     done = in_process.bench("gpu", "--output", tmp_path / "out")
     assert done.returncode == 0 and "skipped, jax sees no accelerator" in done.stdout
     assert not (tmp_path / "out").exists()
@@ -376,7 +376,7 @@ NOT_NEEDED = (
 )
 
 
-def test_it_runs_with_the_listed_packages_alone(tmp_path):
+def test_gpu_benchmark_runs_with_only_the_listed_packages(tmp_path):
     """As on a machine with an accelerator, where little else is installed."""
     options = ("--quick", "--only", "15% recomputed, KV on disk, 128", "--output", str(tmp_path))
     options += ("--compile-cache", str(tmp_path / "c"))
@@ -387,7 +387,7 @@ def test_it_runs_with_the_listed_packages_alone(tmp_path):
     assert len(json.loads(path.read_text())["suites"]["cases"]) == 2
 
 
-def test_what_is_missing_is_listed(monkeypatch, tmp_path):
+def test_missing_packages_are_listed(monkeypatch, tmp_path):
     code = (
         "import importlib.util as u; was = u.find_spec\nu.find_spec = lambda n, *a: n not in ('tensorstore', 'xxhash')"
     )
@@ -397,14 +397,14 @@ def test_what_is_missing_is_listed(monkeypatch, tmp_path):
     assert done.returncode == 1 and done.stderr == "bench.py gpu: not installed: tensorstore, xxhash\n"
 
 
-def test_the_list_of_packages_names_nothing_that_is_not_a_dependency():
+def test_listed_packages_are_project_dependencies():
     text = (ROOT / "pyproject.toml").read_text()
     own = {"jaxlib"}  # comes with jax
     assert all(f'"{package}>=' in text for package in set(NEEDED.values()) - own)
 
 
 @pytest.mark.peers
-def test_pytorch_computes_the_same_and_a_wrong_mask_is_noticed():
+def test_pytorch_peer_matches_and_a_wrong_mask_is_detected():
     config = QUICK_SCALE.config
     params = init_params(config, jax.random.key(3), jnp.bfloat16)
     peer = gpu_torch.TorchPeer(params, config)

@@ -53,7 +53,7 @@ def on_disk(record):
     return json.loads(record.path.read_text())
 
 
-def test_the_kernel_passes_and_every_broken_variant_is_seen(record):
+def test_kernel_passes_and_every_mutant_is_detected(record):
     """The very list of the device: a packed and rotated batch, all mutants, operands cut to TF32 among them."""
     problem = next(problem for problem in attention_numerics.problems(is_quick=True) if problem.mutants)
     attention_numerics.check(record, ["triton_interpret"], problem)
@@ -65,7 +65,7 @@ def test_the_kernel_passes_and_every_broken_variant_is_seen(record):
     assert "1 of 1" in shown and f"{len(problem.mutants)} of {len(problem.mutants)}" in shown
 
 
-def test_a_mutant_that_changes_nothing_and_a_wrong_kernel_both_fail(record):
+def test_ineffective_mutant_and_wrong_kernel_both_fail(record):
     case = packed(theta=10000.0, head_dim=16)
     attention_numerics.check(record, ["xla"], Problem("blind", case, 1e-5, {"no change": lambda case: {}}))
     attention_numerics.check(record, ["xla"], Problem("broken", case, 1e-5, changes={"q_pos": case.q_pos - 1}))
@@ -75,7 +75,7 @@ def test_a_mutant_that_changes_nothing_and_a_wrong_kernel_both_fail(record):
     assert "1 of 3" not in attention_numerics.tables(record)[0]
 
 
-def test_the_serving_sample_shows_what_plain_numbers_would_hide(record):
+def test_serving_sample_detects_all_mutants_and_a_single_wrong_block(record):
     case = ServingCase(96, 512, theta=500000.0, heads=(4, 2), num_rows=6)
     mutants = attention_numerics.MUTANTS | attention_numerics.ROTATED
     problem = Problem("sampled", case, TOLERANCE, mutants, error=case.relative_error)
@@ -94,7 +94,7 @@ def test_rope_is_checked_at_the_last_position_of_the_model(record):
     assert sum(row["mutant"] is not None for row in record.rows[rope_numerics.SUITE]) == 16
 
 
-def test_decode_is_checked_with_its_broken_variants(record, monkeypatch):
+def test_decode_check_detects_its_mutants(record, monkeypatch):
     decode_numerics.check(record, "triton_interpret", heads=8, kv_heads=1, head_dim=64, theta=10000.0)
     decode_numerics.check(record, "triton_interpret", mutant="a token too few", head_dim=64, theta=10000.0)
     assert [row["passed"] for row in on_disk(record)["suites"][decode_numerics.SUITE]] == [True, True]
@@ -104,7 +104,7 @@ def test_decode_is_checked_with_its_broken_variants(record, monkeypatch):
     assert "0 of 1" in decode_numerics.tables(record)[0]
 
 
-def test_what_a_kernel_raises_is_a_failure_and_the_others_are_checked(record, monkeypatch):
+def test_kernel_exception_is_a_failure_and_other_kernels_are_still_checked(record, monkeypatch):
     monkeypatch.setattr(decode_numerics, "SHAPES", ({"head_dim": 16},))
     monkeypatch.setattr(decode_numerics, "MUTANTS", {})
     decode_numerics.run(record, ("triton_interpret", "xla"))
@@ -115,7 +115,7 @@ def test_what_a_kernel_raises_is_a_failure_and_the_others_are_checked(record, mo
     assert "NotImplementedError: triton: wanted a head dimension" in record.failures[0]
 
 
-def test_a_library_may_raise_anything_and_ours_nothing_unforeseen(monkeypatch):
+def test_library_kernel_errors_are_noted_and_our_kernel_errors_propagate(monkeypatch):
     def broken(*inputs, **arguments):
         raise TypeError("another signature")
 
@@ -147,14 +147,14 @@ def test_reuse_is_checked_through_the_engine(record, small_engine):
     assert "broken: nothing recomputed" in engine_identities.tables(record)[0]
 
 
-def test_reused_kv_that_does_not_arrive_is_seen(record, small_engine, monkeypatch):
+def test_missing_reused_kv_is_detected(record, small_engine, monkeypatch):
     monkeypatch.setattr(Pack, "_fill", lambda pack, job, contexts: contexts.take(pack.layer))
     engine_identities.run(record)
     names = {failure.split(": ")[1].split(",")[0] for failure in record.failures}
     assert "all reused behind the same prefix" in names and "a full prefill" not in names
 
 
-def test_operations_are_those_of_visible_pairs():
+def test_attention_flops_count_visible_pairs():
     random = np.random.default_rng(0)
     k_pos = random.permutation(60).astype(np.int32)
     k_pos[:7] = UNUSED
@@ -172,7 +172,7 @@ def test_scattered_positions_are_distinct_and_end_with_the_question():
     assert (positions[-32:] == np.arange(2016, 2048)).all() and np.diff(positions[:-32]).max() > 2
 
 
-def test_a_loop_turns_as_often_as_it_says_and_computes_what_the_function_does():
+def test_timed_loop_runs_the_stated_number_of_calls_and_keeps_the_result():
     turns = []
 
     def function(x):
@@ -186,7 +186,7 @@ def test_a_loop_turns_as_often_as_it_says_and_computes_what_the_function_does():
     assert len(turns) == 2 * 5  # to warm up, and as a sample
 
 
-def test_competitors_take_turns_and_ratios_are_of_the_same_round():
+def test_timings_are_interleaved_and_ratios_are_paired_by_round():
     order = []
     times = {"slow": iter([99.0, 4.0, 8.0, 12.0]), "fast": iter([99.0, 2.0, 2.0, 3.0])}
 
@@ -199,7 +199,7 @@ def test_competitors_take_turns_and_ratios_are_of_the_same_round():
     assert ratio([4.0, 8.0, 2.0], [1.0, 4.0, 4.0]) == 2.0  # of 4, 2 and 0.5; that of the medians is 1
 
 
-def test_what_is_not_there_is_noted_and_the_rest_is_timed(record, monkeypatch):
+def test_missing_peers_are_noted_and_the_rest_is_timed(record, monkeypatch):
     monkeypatch.setattr(attention_timing, "TARGET_CONTEXT", 256)
     monkeypatch.setattr(attention_timing, "_TFLOPS", {"xla": 1e-3})  # of a CPU: two calls make a sample
     record.add("ceilings", name="matmul_tflops", value=1000.0)
@@ -218,7 +218,7 @@ def test_what_is_not_there_is_noted_and_the_rest_is_timed(record, monkeypatch):
     assert "torch is not installed" in untimed and "not measured" in target
 
 
-def test_the_target_is_the_rate_over_the_best_library_kernel_of_the_same_context(record):
+def test_target_compares_with_the_best_library_kernel_at_the_same_context(record):
     def add(name, computed, flops, ms, is_library, context=16384):
         given = {"name": name, "computed": computed, "flops": flops, "is_library": is_library, "context": context}
         rate = {"ms": ms[1], "tflops": flops / ms[1], "samples_ms": ms}
@@ -236,7 +236,7 @@ def test_the_target_is_the_rate_over_the_best_library_kernel_of_the_same_context
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_torch_kernels_compute_the_same():
+def test_torch_kernels_match_our_attention():
     """Their mask and their layout, by PyTorch's CPU kernels; one that is off by one position is told apart."""
     whole, part = work(256, "100 %"), work(256, "15 %")
     rows = attention_timing.sampled_rows(40)
@@ -257,7 +257,7 @@ def test_torch_kernels_compute_the_same():
         assert bool(distance(torch_peers.rows_of(flex, rows), own(part)) < attention_timing.SAME) == is_same
 
 
-def test_tables_read_as_they_are():
+def test_table_is_rendered_as_aligned_markdown():
     shown = table("Title", ("name", "value"), [("a", 1.2345), ("longer", None), ("b", 1234.5)])
     assert shown.splitlines() == [
         "**Title**",
@@ -270,7 +270,7 @@ def test_tables_read_as_they_are():
     ]
 
 
-def test_without_a_gpu_it_says_so_and_is_skipped(monkeypatch, capsys, tmp_path):
+def test_gpu_check_without_a_gpu_is_skipped_with_a_message(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     assert gpu_check.main(["--quick", "--out", str(tmp_path)]) == gpu_check.SKIPPED == 77
     assert "wanted an NVIDIA GPU, but jax" in capsys.readouterr().err
@@ -299,7 +299,7 @@ def checked(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("tolerance", "status"), [(1e-5, 0), (1e-9, 1)])
-def test_files_are_written_and_a_wrong_number_is_status_1(checked, monkeypatch, capsys, tolerance, status):
+def test_files_are_written_and_a_numeric_failure_exits_with_1(checked, monkeypatch, capsys, tolerance, status):
     monkeypatch.setattr(rope_numerics, "TOLERANCE", {"float32": tolerance})
     code, found, page = checked("rope_numerics")
     assert {"date", "commit", "machine", "versions", "gpu", "suites", "failures", "elapsed_s"} <= found.keys()
@@ -307,7 +307,7 @@ def test_files_are_written_and_a_wrong_number_is_status_1(checked, monkeypatch, 
     assert "RoPE at positions" in page and ("FAILED" in capsys.readouterr().out) is bool(status)
 
 
-def test_a_suite_that_breaks_leaves_what_the_others_found(checked, monkeypatch, capsys):
+def test_crashed_suite_does_not_lose_results_of_other_suites(checked, monkeypatch, capsys):
     def breaks(record):
         raise RuntimeError("no such instruction")
 

@@ -34,7 +34,7 @@ def test_a_copy_has_the_same_weights_and_metadata(file):
 
 
 @pytest.mark.peers
-def test_answers_are_those_of_llama_cpp(file):
+def test_engine_answers_match_llama_cpp(file):
     pytest.importorskip("xllamacpp")
     server = llama_cpp_peer.Server(file[1], 1, 512)
     with Engine.from_pretrained("smollm2", read_only=True) as engine:

@@ -15,7 +15,7 @@ def change(old="1 + 1", new="1 - 1", within="Two.one"):
     return Mutant("store/a.py", old, new, "tests/store/test_a.py::test_it", within)
 
 
-def test_only_the_named_place_is_changed():
+def test_mutant_changes_only_the_named_place():
     assert change().applied(SOURCE) == SOURCE[:-6] + "1 - 1\n"
 
 
@@ -29,12 +29,12 @@ def test_only_the_named_place_is_changed():
         (change(new="1 +"), "it is no Python"),
     ],
 )
-def test_what_does_not_apply_says_why(mutant, words):
+def test_error_explains_why_a_mutant_does_not_apply(mutant, words):
     with pytest.raises(ValueError, match=words):
         mutant.applied(SOURCE)
 
 
-def test_lists_are_complete_and_have_nothing_twice(tmp_path):
+def test_mutant_lists_reject_duplicates_and_unknown_keys(tmp_path):
     (tmp_path / "a.toml").write_text(LISTED)
     assert mutants.read_mutants(tmp_path) == [Mutant("store/a.py", "1", "2", "tests/store/test_a.py")]
     (tmp_path / "b.toml").write_text(LISTED)
@@ -51,7 +51,7 @@ def test_all_mutants_apply_to_this_tree(capsys):
     assert mutants.main(["--check", "no/such/folder"]) == 2
 
 
-def test_a_survivor_and_a_test_that_is_gone_are_told(monkeypatch, capsys):
+def test_surviving_mutants_and_missing_tests_are_reported(monkeypatch, capsys):
     outcomes = {"1 + 1": ("killed", ""), "1": ("survived", "1 passed")}
     monkeypatch.setattr(mutants, "_outcome", lambda copy, one, *_: outcomes[one.old] if one else ("survived", ""))
     assert mutants.run([change()], 1) == 0
@@ -73,11 +73,11 @@ def test_a_survivor_and_a_test_that_is_gone_are_told(monkeypatch, capsys):
         ("tests/redis_server.py", "tests/store/test_index.py"),  # by a fixture of conftest.py
     ],
 )
-def test_a_change_reaches_its_tests(changed, test):
+def test_changed_file_selects_its_tests(changed, test):
     assert test in check.nearest_tests([changed])
 
 
-def test_the_nearest_come_first_and_fit_the_time():
+def test_nearest_tests_are_chosen_first_within_the_time_limit():
     near = {"changed": 0, "near": 1, "long": 2, "far": 3, "farther": 4}
     seconds = {"changed": 30.0, "near": 30.0, "long": 70.0, "far": 30.0, "farther": 30.0}
     assert check.within(near, seconds, 100.0) == ["changed", "near", "far"]

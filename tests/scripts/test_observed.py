@@ -92,7 +92,7 @@ def assert_same(found: HostWork, wanted: HostWork) -> None:
     assert seconds[0][:-1] == pytest.approx(seconds[1][:-1])
 
 
-def test_scale_and_host_work_are_what_they_were(prefills):
+def test_fit_recovers_scale_and_host_work(prefills):
     found = fit(prefills, COSTS, PACK)
     num_packs = len({started_s for one in prefills for started_s in one.packs_s})
     assert len({one.ended_s for one in prefills}) == found.num_fitted < num_packs
@@ -100,7 +100,7 @@ def test_scale_and_host_work_are_what_they_were(prefills):
     assert_same(found.host_work, HOST)
 
 
-def test_packs_that_were_divided_nobody_knows_how_tell_nothing(prefills):
+def test_packs_with_an_unknown_division_are_ignored_in_the_fit(prefills):
     """Two prompts go on behind the same pack, so nothing is known of the packs that they end in, nor of who began there
     and goes on."""
     shift_s = prefills[-1].ended_s + 1.0
@@ -118,7 +118,7 @@ def test_packs_that_were_divided_nobody_knows_how_tell_nothing(prefills):
     assert_same(found.host_work, wanted)
 
 
-def test_noise_moves_it_little_and_is_told():
+def test_fit_is_robust_to_noise_and_reports_the_jitter():
     rng = np.random.default_rng(1)
     found = fit(some(600, factors=iter(lambda: rng.uniform(0.9, 1.1), None)), COSTS, PACK)
     assert found.scale == pytest.approx(SCALE, rel=0.04)
@@ -128,7 +128,7 @@ def test_noise_moves_it_little_and_is_told():
 
 
 @pytest.mark.parametrize("arrivals_s", [[0.0, 10.0, 20.0, 30.0, 40.0], [0.0, 10.0]], ids=["pauses alone", "two"])
-def test_too_little_is_refused(arrivals_s):
+def test_fit_rejects_too_few_packs(arrivals_s):
     with pytest.raises(ValueError, match="wanted packs in which prompts end, both after a pause and without one, got"):
         fit(replay(arrivals_s, [(0, 100)] * len(arrivals_s)), COSTS, PACK)
 

@@ -162,7 +162,7 @@ def retriever_of(tmp_path: Path, engine: Engine, name: str, docs: Path):
     return retriever
 
 
-def test_a_killed_run_goes_on_in_two_and_a_server_computes_no_passage(start, model, tmp_path, docs):
+def test_killed_run_is_resumed_by_two_and_the_server_computes_no_passage(start, model, tmp_path, docs):
     """Neither of the two goes on before the other has computed something; claims of theirs last however slow the
     machine is."""
     killed = start("killed", "--neighbours", 1, held_at=5, claim_s=0.1)
@@ -216,7 +216,7 @@ def test_a_killed_run_goes_on_in_two_and_a_server_computes_no_passage(start, mod
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_a_signal_ends_it_cleanly(start, tmp_path, number, code):
+def test_signal_stops_precompute_cleanly(start, tmp_path, number, code):
     process = start("ended", "--neighbours", 2, "--disk-kv-dtype", "int8", held_at=5, claim_s=3600.0)
     wait_for_records(tmp_path, 5, process)
     os.killpg(process.pid, number)  # as a terminal does: to the workers as well
@@ -229,7 +229,7 @@ def test_a_signal_ends_it_cleanly(start, tmp_path, number, code):
     assert len(records(tmp_path)) - stored in (1, NUM_OTHERS) and claims(tmp_path) == set()
 
 
-def test_changed_documents_and_pruning_and_questions(run_here, tmp_path):
+def test_precompute_handles_changed_documents_pruning_and_questions(run_here, tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
     some_documents(docs)
@@ -286,7 +286,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
         ["--index-kind", "ivf", "--index-recall", "0.9"],
     ],
 )
-def test_documents_are_read_as_a_server_reads_them(given):
+def test_document_options_match_those_of_the_server(given):
     flags = ["--store", "file:///s", "--documents", "/d", "--frame", "none", *given]
     (settings,) = precompute._settings(parse(precompute.PrecomputeOptions, flags, prog="x"))
     assert settings.documents == part(serve_options(["--docs", "/d", *given]), DocumentOptions)

@@ -19,7 +19,7 @@ class Log:
         self.shown = Lines(get_time=lambda: self.now_s, write=self.lines.append, in_bytes=in_bytes)
 
 
-def test_a_stage_is_told_at_once_and_then_every_five_seconds() -> None:
+def test_stage_is_logged_at_once_and_then_every_five_seconds() -> None:
     log = Log()
     stages = Stages(log.shown, {"read": "Reading documents"})
     for done in range(121):
@@ -44,7 +44,7 @@ def test_lines_of_several_tasks_share_the_interval() -> None:
     assert log.lines == ["[0 s] first\n", "[0 s] second\n", "[5 s] first: 1 of 3\n"]
 
 
-def test_descriptions_that_count_are_one_stage() -> None:
+def test_numbered_descriptions_count_as_one_stage() -> None:
     log = Log()
     task = log.shown.add_task("", total=None)
     for number in range(50):
@@ -55,7 +55,7 @@ def test_descriptions_that_count_are_one_stage() -> None:
     assert log.lines[-1] == "[50 s] the end\n"
 
 
-def test_bytes_and_fields_are_told() -> None:
+def test_progress_line_shows_bytes_and_fields() -> None:
     log = Log(in_bytes=True)
     task = log.shown.add_task("Saving", total=3_000_000_000, speed="")
     log.now_s += EVERY_S
@@ -63,13 +63,13 @@ def test_bytes_and_fields_are_told() -> None:
     assert log.lines[-1] == "[5 s] Saving: 1.5 GB of 3.0 GB, 30 MB/s\n"
 
 
-def test_a_stage_without_anything_to_do_is_done() -> None:
+def test_empty_stage_is_shown_as_complete() -> None:
     log = Log()
     Stages(log.shown)("embed", 0, 0)
     assert log.lines == ["[0 s] Embed: 1 of 1\n"]
 
 
-def test_what_is_gone_through_is_told() -> None:
+def test_tracked_iteration_is_logged() -> None:
     log, seen = Log(), []
     for one in log.shown.track(range(4), description="records"):
         seen.append(one)
@@ -79,7 +79,7 @@ def test_what_is_gone_through_is_told() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_lines_are_for_what_is_no_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_are_used_without_a_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")

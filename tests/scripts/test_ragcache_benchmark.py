@@ -49,7 +49,7 @@ def test_hits_are_counted_as_in_the_paper():
     assert replay.count_hits(reused()) == (0, 0)
 
 
-def test_budgets_are_shares_of_all_passages_each_once(tmp_path):
+def test_distinct_bytes_counts_each_passage_once(tmp_path):
     passages = [WorkloadPassage(n, f"Town {n}", f"It has {n} bridges.") for n in range(3)]
     write_tiny_model(tmp_path, [passage.text for passage in passages])
     model = load_model(tmp_path, dtype="float32")
@@ -112,7 +112,7 @@ class TimedEngine:
         self._under_way.pop(0)(ANSWER)
 
 
-def test_ttft_in_line_counts_from_the_planned_arrival(monkeypatch):
+def test_ttft_counts_from_the_planned_arrival(monkeypatch):
     engine = TimedEngine(monkeypatch, 0.25, 4)
     served = replay.open_loop(engine, QUESTIONS[:4], [0.0, 0.0, 0.0, 1.5], lambda: None)  # type: ignore[arg-type]
     # All are handed in by 1.75 s; then each answer takes a quarter of a second.
@@ -120,7 +120,7 @@ def test_ttft_in_line_counts_from_the_planned_arrival(monkeypatch):
     assert [(one.num_hits, one.num_documents) for one in served] == [(1, 2)] * 4
 
 
-def test_a_closed_loop_keeps_as_many_under_way(monkeypatch):
+def test_closed_loop_keeps_the_set_number_of_requests_in_flight(monkeypatch):
     engine = TimedEngine(monkeypatch, 0.25, 6)
 
     class Free:
@@ -153,7 +153,7 @@ def served(*ttfts_s: float, hits: int = 0) -> list[replay.Served]:
     return [replay.Served(seconds, hits, 2, 0.5) for seconds in ttfts_s]
 
 
-def test_figures_of_policies_by_hand():
+def test_policy_figures_match_values_computed_by_hand():
     found = policies.figures({"pgdsf": served(0.1, 0.2, 0.3, hits=1), "lru": served(0.2, 0.4, 0.6)})
     own, other = found["pgdsf"], found["lru"]
     assert (own["hits"], own["documents"], own["hit_ratio"], own["ttft_over_pgdsf"]) == (3, 6, 0.5, None)
@@ -171,7 +171,7 @@ def test_policies_take_turns_at_every_request(monkeypatch):
     assert {name: len(answers) for name, answers in found.items()} == {"a": 3, "b": 3}
 
 
-def test_gains_of_the_order_and_the_median_round():
+def test_order_gains_and_median_round():
     off, on = order.figures(served(0.2, 0.6, hits=1)), order.figures(served(0.1, 0.3))
     assert off["ttft_ms"]["mean"] == pytest.approx(400.0) and (off["hit_ratio"], on["hit_ratio"]) == (0.5, 0.0)
     assert order.gains(off, on) == pytest.approx({"mean_gain": 2.0, "p99_gain": 2.0})
@@ -179,7 +179,7 @@ def test_gains_of_the_order_and_the_median_round():
     assert [order.median_round(rounds[:count])["number"] for count in (1, 2, 3, 4)] == [0, 1, 2, 2]
 
 
-def test_drawn_requests_are_some_of_the_traces_over_and_over():
+def test_drawn_requests_repeat_trace_requests_with_zipf_skew():
     questions = [WorkloadQuestion(f"q{number}", ()) for number in range(200)]
     found = order.drawn(questions, 2000, seed=1)
     ranked = Counter(one.text for one in found).most_common()
@@ -197,7 +197,7 @@ def test_drawn_requests_are_some_of_the_traces_over_and_over():
 @pytest.mark.parametrize(
     ("begun_s", "was_right", "wanted_s"), [([3.0], True, 3.0), ([9.0], True, 8.0), ([], True, 8.0), ([3.0], False, 8.0)]
 )
-def test_the_search_is_waited_for_until_the_right_answer_begins(begun_s, was_right, wanted_s):
+def test_exposed_search_time_ends_when_the_right_answer_begins(begun_s, was_right, wanted_s):
     """It ends at 8 s, before or after that the answer leaves the queue."""
     assert speculation.exposed_until(begun_s, 8.0, was_right=was_right) == wanted_s
 
@@ -206,11 +206,11 @@ def test_the_search_is_waited_for_until_the_right_answer_begins(begun_s, was_rig
     ("lists", "wanted"),
     [(((1, 2), (2, 1), (1, 2), (1, 2)), (3.0, True)), (((1, 2), (2, 1)), (2.0, False)), (((1,),), (1.0, False))],
 )
-def test_known_is_from_when_the_list_stays(lists, wanted):
+def test_result_is_known_from_when_the_list_stops_changing(lists, wanted):
     assert speculation.known_at([(float(number), one) for number, one in enumerate(lists, 1)]) == wanted
 
 
-def test_only_the_start_of_the_last_answer_counts():
+def test_only_the_start_of_the_last_submission_counts():
     begins: list[Any] = []
 
     class Waiting:
@@ -239,7 +239,7 @@ def clustered(count: int, dim: int, rng: np.random.Generator) -> np.ndarray:
     return unit(centres + 0.4 * rng.standard_normal((count, dim)))
 
 
-def test_drawn_vectors_lie_as_near_as_real_ones():
+def test_drawn_vectors_are_as_close_as_real_neighbours():
     rng = np.random.default_rng(0)
     real = clustered(400, 32, rng)
     drawn, parents = draw_vectors(real, differences_to_nearest(real), 4000, rng)
@@ -253,7 +253,7 @@ def test_drawn_vectors_lie_as_near_as_real_ones():
     assert abs(np.median((noise * real[parents]).sum(axis=1)) - wanted[1]) > 0.3, "and not just anywhere"
 
 
-def test_a_copy_is_no_neighbour():
+def test_duplicate_vector_is_not_a_neighbour():
     real = unit(np.asarray([[1.0, 0.0], [1.0, 0.0], [0.8, 0.6]]))
     found = differences_to_nearest(real)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), np.linalg.norm(real[0] - real[2]), rtol=1e-5)
@@ -266,7 +266,7 @@ def corpus() -> ReplayCorpus:
     return build(passages, real, 3000, 8, seed=0, advance=lambda count: None)
 
 
-def test_rows_are_passages(corpus):
+def test_corpus_rows_map_to_passages(corpus):
     assert corpus.index.ntotal == len(corpus.topics) == 3000
     real, drawn = corpus.documents([5, 1000])
     assert (real.id, real.title) == ("5", "Town 5")
@@ -280,7 +280,7 @@ def test_rows_are_passages(corpus):
     assert len(rows) > 500 and np.median(rows) > 0.6, "they are where the corpus says"
 
 
-def test_topics_are_like_real_ones():
+def test_drawn_topics_resemble_real_ones():
     rng = np.random.default_rng(2)
     real = unit(rng.standard_normal((500, 8)) * np.asarray([4, 2, 1, 1, 0.1, 0.1, 0.1, 0.1]) + [3, 0, 0, 0, 0, 0, 0, 0])
     topics = draw_topics(real, 4000, rng)
@@ -291,7 +291,7 @@ def test_topics_are_like_real_ones():
 
 
 @pytest.mark.parametrize("num_stages", [1, 8])
-def test_a_search_in_stages_begins_answers(corpus, num_stages):
+def test_staged_search_starts_answers_early(corpus, num_stages):
     engine = ScriptedEngine()
     engine.batch_counts = argparse.Namespace(waiting=0)  # type: ignore[attr-defined]
     corpus.index.nprobe = 8
@@ -303,7 +303,7 @@ def test_a_search_in_stages_begins_answers(corpus, num_stages):
     assert one.known_s < one.search_s if num_stages > 1 else one.exposed_s == one.search_s == one.known_s
 
 
-def test_figures_of_searches_by_hand():
+def test_search_figures_match_values_computed_by_hand():
     def one(search_s, exposed_s, num_started, was_right, ttft_s):
         return speculation.Searched(search_s, exposed_s, exposed_s, was_right, num_started, was_right, ttft_s)
 
@@ -323,7 +323,7 @@ def tree():
     tree.store.close()
 
 
-def test_the_tree_is_full_and_stays_so(tree):
+def test_prefix_tree_stays_full_under_eviction(tree):
     assert len(tree.index) == 101
     for number in range(12):
         prompt = tree.drawn(number)
@@ -339,7 +339,7 @@ def test_the_tree_is_full_and_stays_so(tree):
     assert parents <= held, "only leaves were evicted"
 
 
-def test_requests_repeat_begin_alike_and_are_new_in_turns(tree):
+def test_requests_alternate_between_repeated_shared_prefix_and_new(tree):
     known = {chunk.chunk_id for prompt in tree.prompts for chunk in prompt.chunks}
     kept = [[chunk.chunk_id in known for chunk in tree.drawn(number).chunks] for number in range(3)]
     assert kept == [[True, True, True], [True, True, False], [True, False, False]]
@@ -404,7 +404,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*found, "--max-model-len", "512"]
 
 
-def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
+def test_real_run_covers_all_parts(options, tmp_path, monkeypatch):
     monkeypatch.setattr(ragcache, "cache_folder", lambda: tmp_path / "cache")
     page, picture = tmp_path / "page.md", tmp_path / "picture.svg"
     more = ["--requests", "16", "--budgets", "0.3", "1", "--order-requests", "2", "--ratios", "1"]
@@ -444,6 +444,6 @@ def test_a_real_run_of_all_parts(options, tmp_path, monkeypatch):
     assert text.count("\n## ") == 4 and picture.read_text().count("</svg>") == 1
 
 
-def test_one_part_alone():
+def test_only_option_runs_a_single_part():
     _, figures = in_process.figures("ragcache", "--only", "scheduling", "--data", "/no/such/folder", "--nodes", 50)
     assert "scheduling" in figures and not {"policies", "order", "speculation"} & figures.keys()

@@ -79,7 +79,7 @@ def test_recorded_arrivals_keep_their_shape(tmp_path):
 
 
 @pytest.mark.parametrize("name", workload.RECORDINGS)
-def test_a_real_recording_is_rescaled_to_the_rate(name):
+def test_real_recorded_arrivals_are_rescaled_to_the_rate(name):
     data = data_path("arrivals").parent
     gaps = workload.recorded_gaps(data, name, 2000, 500)
     assert gaps.min() >= 0.0 and gaps.mean() == pytest.approx(1.0, rel=1e-12)
@@ -102,7 +102,7 @@ def write_trace(data: Path, docs: list[list[int]]) -> Path:
     return data
 
 
-def test_history_is_what_leaves_something_to_reuse(tmp_path):
+def test_history_selects_requests_sharing_passages_with_the_window(tmp_path):
     docs = [[0, 1], [2, 3], [1, 4], [5, 6], [7, 0], [8, 9], [0, 5], [9, 2]]
     trace = workload.load_trace(write_trace(tmp_path, docs), "musique", 2)
     assert trace[0].text == "What do the passages say about Town 0?"
@@ -119,7 +119,7 @@ def test_history_is_what_leaves_something_to_reuse(tmp_path):
     assert [passage.id for passage in cut[3].passages] == [5]
 
 
-def test_precomputed_passages_are_asked_by_themselves_and_once(tmp_path):
+def test_precomputed_passages_are_requested_one_by_one_without_repeats(tmp_path):
     docs = [[8, 9], [0, 1], [2, 0], [1, 3], [4, 5]]
     trace = workload.load_trace(write_trace(tmp_path, docs), "musique", 2)
     found = workload.one_by_one(trace, 1, 4)
@@ -134,7 +134,7 @@ def test_windows_end_with_the_trace_and_never_overlap():
         workload.windows(11, 3, 4)
 
 
-def test_the_real_traces():
+def test_real_traces_are_loaded_completely():
     data = data_path("rag_trace").parent
     trace = workload.load_trace(data, "musique", 5)
     assert len(trace) == 1000 and all(len(question.passages) == 5 for question in trace)
@@ -147,7 +147,7 @@ def test_the_real_traces():
     assert len(set(texts.values())) == len(texts) > 4000  # ids that borrow the same text are still different passages
 
 
-def test_spread_is_numpys():
+def test_spread_matches_numpy_percentiles():
     found = spread([0.001 * n for n in range(1, 101)])
     assert found == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p99": 99.01})
     seconds = np.random.default_rng(0).exponential(size=37)
@@ -159,7 +159,7 @@ def answered(number: int, at: float, text_s: list[float], end_s: float, tokens: 
     return RequestRecord(number, at, at, text_s, end_s, "ok", None, str(number), 100, tokens, 40.0)
 
 
-def test_figures_by_hand():
+def test_figures_match_values_computed_by_hand():
     records = [
         answered(0, 1.0, [2.0, 2.5, 3.5], 3.5, 3),
         answered(1, 2.0, [5.0, 5.25], 6.0, 3),  # two tokens came in one piece
@@ -188,7 +188,7 @@ def test_figures_by_hand():
 
 
 @pytest.mark.parametrize("first", [0.1, 5.0, 7.0, 8.0, 60.0])
-def test_the_search_closes_in_on_a_step(first):
+def test_saturation_search_converges_on_a_step(first):
     capacity, tried = 7.3, []
 
     def is_good(rate):
@@ -209,7 +209,7 @@ def test_the_search_closes_in_on_a_step(first):
         (lambda rate: 1 / 0 > 0, {1.0: True, 2.0: False}, 0, Saturation(1.0, 2.0)),
     ],
 )
-def test_the_search_stops_when_it_may_not_go_on(is_good, known, most, wanted):
+def test_saturation_search_stops_at_its_limits(is_good, known, most, wanted):
     assert saturation(is_good, known, most) == wanted
     assert bracket({1.0: True, 2.0: False, 3.0: True}) == Saturation(1.0, 2.0)  # a lucky run above is no proof
     with pytest.raises(ValueError, match="known: wanted at least one"):
@@ -234,7 +234,7 @@ def test_the_search_finds_the_capacity_of_a_queue():
     assert 0.85 * 5.0 < found.bounded < found.unbounded < 1.02 * 5.0
 
 
-def test_the_line_beside_the_paper():
+def test_comparison_with_the_paper_is_reported():
     def row(strategy, rate, bounded, throughput, latency, p99):
         times = {"e2el_ms": {"mean": latency}, "ttft_ms": {"p99": p99}}
         return {"strategy": strategy, "load": "open", "rate": rate, "bounded": bounded, "completed": 9,
@@ -254,7 +254,7 @@ def test_the_line_beside_the_paper():
     assert serve_report.compare(rows[:1] + rows[2:3], limits) is None
 
 
-def test_a_page_that_is_not_given_back_is_a_failure():
+def test_unreturned_kv_pages_are_a_failure():
     name = "ccjax_kv_cache_usage_perc"
     assert lost_pages({name: 0.0}, {name: 0.0}) == []
     assert lost_pages({name: 0.0}, {name: 0.25}) == [f"{name}: wanted 0 as before the first request, got 0.25"]
@@ -314,7 +314,7 @@ def tiny_options(folder: Path, num_passages: int) -> list[str]:
     return [*tiny_data(folder, num_passages), "--serve-args", serve_args]
 
 
-def test_a_real_run_of_two_strategies(tiny_bench, tmp_path, monkeypatch):
+def test_real_run_compares_two_strategies(tiny_bench, tmp_path, monkeypatch):
     """The first server is a process of its own."""
     servers = iter([serve.serving, serving_here])
     monkeypatch.setattr(serve, "serving", lambda *given: next(servers)(*given))
@@ -339,7 +339,7 @@ def test_a_real_run_of_two_strategies(tiny_bench, tmp_path, monkeypatch):
         assert (tmp_path / name).read_text().count("</svg>") == 1
 
 
-def test_precomputed_passages_leave_cachecraft_little_to_compute(tmp_path, servers_here):
+def test_precompute_lowers_the_ratio_computed_by_cachecraft(tmp_path, servers_here):
     """Of 80 passages few come twice: what is reused without it was asked for by chance."""
     options = tiny_options(tmp_path, num_passages=80)
     shares = {}
@@ -353,7 +353,7 @@ def test_precomputed_passages_leave_cachecraft_little_to_compute(tmp_path, serve
     assert shares["prefix", "closed", True] < shares["prefix", "closed", False]
 
 
-def test_a_soak_ends_with_every_answer_whole(tiny_bench, servers_here):
+def test_soak_run_checks_that_every_answer_is_complete(tiny_bench, servers_here):
     _, figures = in_process.figures("serve", *tiny_bench, "--soak", "inf", "--requests", 30, "--concurrency", 4)
     (case,) = figures["cases"]
     assert (case["strategy"], case["load"], case["completed"]) == ("cachecraft", "soak", 30)
@@ -366,7 +366,7 @@ def test_a_soak_ends_with_every_answer_whole(tiny_bench, servers_here):
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(tiny_bench):
+def test_server_start_failure_is_reported_with_the_reason(tiny_bench):
     done = in_process.bench("serve", "--quick", "--json", *tiny_bench, "--serve-args=--alpha -1")
     assert done.returncode == 1 and "the server did not start" in done.stderr and "--alpha" in done.stderr
 

@@ -37,7 +37,7 @@ class Noted:
         return now_s
 
 
-def test_ttft_and_itl_are_what_was_scripted(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_ttft_and_itl_match_the_script(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """The role comes at once and does not count. The server sends nothing more before the client has noted what came:
     so each time lies between that of its text and that of the next one."""
     noted = Noted()
@@ -70,7 +70,7 @@ def test_the_open_loop_does_not_wait_for_answers(server: Scripted) -> None:
         assert record.text_s[0] >= times[-1] and ttft_s(record) == record.text_s[0] - at
 
 
-def test_latencies_count_from_the_time_that_was_planned(server: Scripted) -> None:
+def test_latencies_count_from_the_planned_time(server: Scripted) -> None:
     """A client that is late must not hide that time: here the second request is due before the run begins, by more
     than any answer is waited for."""
     late_s = 10 * TIMEOUT_S
@@ -78,7 +78,9 @@ def test_latencies_count_from_the_time_that_was_planned(server: Scripted) -> Non
     assert ttft_s(late) >= late_s + 0.1 and late.sent_s >= 0.0 > late.scheduled_s and ttft_s(first) < late_s
 
 
-def test_the_closed_loop_keeps_so_many_under_way(server: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_loop_keeps_the_set_number_of_requests_in_flight(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forget_others(server)
     records = closed_loop(server.url, [body(n, first_s=0.01, until=3) for n in range(9)], 3, TIMEOUT_S)
     spans = [(record.sent_s, record.text_s[-1]) for record in records]  # the server hears of an end a little later
@@ -106,7 +108,9 @@ def test_the_closed_loop_keeps_so_many_under_way(server: Scripted, monkeypatch: 
         ({"ending": "split"}, "ok", None),
     ],
 )
-def test_only_a_whole_answer_is_a_success(server: Scripted, script: dict, status: str, error: str | None) -> None:
+def test_only_a_complete_answer_counts_as_success(
+    server: Scripted, script: dict, status: str, error: str | None
+) -> None:
     timeout_s = 1.0 if script.get("ending") == "hang" else TIMEOUT_S
     (record,) = closed_loop(server.url, [body(1, gap_s=0.01, **script)], 1, timeout_s)
     assert record.status == status and record.end_s > 0.0
@@ -118,6 +122,6 @@ def test_only_a_whole_answer_is_a_success(server: Scripted, script: dict, status
         assert all(seen - record.sent_s >= 0.05 * number for number, seen in enumerate(record.text_s, start=2))
 
 
-def test_a_server_that_is_not_there_is_a_failure() -> None:
+def test_unreachable_server_is_a_failure() -> None:
     (record,) = closed_loop("http://127.0.0.1:9", [body(1)], 1, TIMEOUT_S)
     assert record.status == "failed" and "ConnectError" in (record.error or "")

@@ -26,7 +26,7 @@ def test_a_run_prints_its_table_and_json(capsys):
     assert found["settings"]["model"] == "llama3-8b"
 
 
-def test_reuse_is_worth_something_on_every_device(capsys):
+def test_reuse_lowers_mean_ttft_on_every_device(capsys):
     for options in (
         ["--hardware", "v6e"],
         ["--hardware", "a100", "--model", "llama3-70b", "--tensor-parallel-size", "4"],
@@ -38,7 +38,7 @@ def test_reuse_is_worth_something_on_every_device(capsys):
         assert mean["cachecraft"] < mean["full"]
 
 
-def test_sizes_are_searched(capsys):
+def test_size_for_finds_the_fewest_replicas_per_budget(capsys):
     options = ["--budgets", "1GB", "20GB", "--most-replicas", "8"]
     out, found = run(capsys, "--size-for", "p99 TTFT < 0.15 s at 40 req/s", *options)
     assert "fewest" in out
@@ -65,7 +65,7 @@ def test_errors_name_the_argument(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_papers_page_keeps_what_stands_before_it(tmp_path, monkeypatch):
+def test_paper_page_keeps_the_text_before_its_tables(tmp_path, monkeypatch):
     """Of every figure a part, over fewer requests and documents."""
     monkeypatch.setattr(paper, "RunSize", lambda measured, warmup: RunSize(8, 4))
     (name, config, devices, loads, device_bytes), *_ = paper._CRAFT_MODELS

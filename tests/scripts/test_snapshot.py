@@ -43,7 +43,7 @@ def printed(*arguments, code=0):
     return done.stdout
 
 
-def test_a_store_moves_by_the_command_line(filled, tmp_path):
+def test_store_is_moved_by_the_command_line(filled, tmp_path):
     """First as a process of its own; the answer after the move reuses what was computed before it."""
     url, answer = filled
     other = (tmp_path / "other").as_uri()
@@ -71,7 +71,7 @@ def test_a_store_moves_by_the_command_line(filled, tmp_path):
         assert frequencies[variant.record.variant_id] > variant.frequency_reuse > 0  # restored, then used once more
 
 
-def test_restoring_counts_what_is_there_and_what_is_beyond_the_limit(snapshot, tmp_path):
+def test_restore_skips_existing_variants_and_obeys_the_byte_limit(snapshot, tmp_path):
     smallest = min(variant.record.num_bytes for variant in inspect_snapshot(snapshot).variants)
     arguments = ["restore", "--store", (tmp_path / "other").as_uri(), "--from", snapshot]
     assert "Restored 1 variants, " in printed(*arguments, "--max-bytes", smallest)
@@ -79,7 +79,7 @@ def test_restoring_counts_what_is_there_and_what_is_beyond_the_limit(snapshot, t
     assert "Restored 2 variants" in text and text.endswith("; 1 there already\n")
 
 
-def test_damage_is_told_by_the_exit_code(snapshot, tmp_path):
+def test_damage_is_reported_by_the_exit_code(snapshot, tmp_path):
     file = data_files(snapshot)[0]
     raw = file.read_bytes()
     file.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
@@ -98,7 +98,7 @@ def test_inspect_shows_the_hottest_chunks(snapshot):
     assert facts["hottest"][0]["text"].strip() == DOCUMENTS[0]["text"]
 
 
-def test_refusals_name_what_was_wanted(filled, snapshot, tmp_path):
+def test_errors_name_what_was_expected(filled, snapshot, tmp_path):
     new, other, typo = tmp_path / "new", tmp_path / "other", tmp_path / "typo"
     save, restore = ["save", "--store", filled[0], "--to"], ["restore", "--store", other.as_uri(), "--from", snapshot]
     for arguments, words in (
@@ -117,7 +117,7 @@ def test_refusals_name_what_was_wanted(filled, snapshot, tmp_path):
     assert not new.exists() and not typo.exists()
 
 
-def test_the_fingerprint_needs_no_weights_in_memory():
+def test_fingerprint_is_computed_without_loading_the_model():
     files = read_model_files("demo")
     assert [files.fingerprint(dtype) for dtype in ("float32", "bfloat16")] == [
         load_model("demo", dtype=dtype).fingerprint for dtype in ("float32", "bfloat16")

@@ -25,7 +25,7 @@ def questions(articles=4, paragraphs=3, asked=2):
     ]
 
 
-def test_each_question_has_its_paragraph_two_of_the_article_and_two_others():
+def test_each_question_has_two_passages_of_its_article_and_two_others():
     source = questions()
     found = squad5(source)
     right = {question.question_id: question.documents[0] for question in source}
@@ -39,14 +39,14 @@ def test_each_question_has_its_paragraph_two_of_the_article_and_two_others():
     assert len({one.documents[0].title for one in found[:6]}) > 1, "the first ones are not all of one article"
 
 
-def test_others_fill_up_where_an_article_is_short_and_the_same_are_drawn_whatever_else_is_asked():
+def test_short_articles_are_filled_deterministically_from_others():
     source = questions(articles=6, paragraphs=1)
     found = {one.question_id: one.documents for one in squad5(source)}
     assert all(len({passage.title for passage in documents}) == 5 for documents in found.values())
     assert {one.question_id: one.documents for one in squad5(source[::2])} == dict(list(sorted(found.items()))[::2])
 
 
-def test_long_prompts_are_left_out_and_what_cannot_be_used_is_named():
+def test_long_prompts_are_left_out_and_unusable_questions_are_rejected():
     long = QAQuestion("long", "Who?", ("x",), (Document("y" * MAX_CHARACTERS, title="long"),))
     assert "long" not in {one.question_id for one in squad5([*questions(), long])}
     with pytest.raises(ValueError, match="paragraphs of other articles, got 1"):
@@ -56,7 +56,7 @@ def test_long_prompts_are_left_out_and_what_cannot_be_used_is_named():
         squad5([two])
 
 
-def test_a_file_of_real_ones_is_read_back(tmp_path):
+def test_file_of_real_questions_round_trips(tmp_path):
     source, path = data_path("qa", "squad_xquad_en.jsonl"), tmp_path / "squad5.jsonl"
     main([str(source), str(path)])
     found = read_questions(path)

@@ -33,7 +33,7 @@ def llama_bench(folder, script):
     return path
 
 
-def test_every_state_of_the_store(demo):
+def test_every_store_state_is_measured(demo):
     cases, peers, skipped = measured(quick=False)
     assert (peers, skipped) == ([], [])
     shares = {case["state"]: case["computed_share"] for case in cases}
@@ -43,7 +43,7 @@ def test_every_state_of_the_store(demo):
     assert 64 <= count <= 192 and all(case["runs_s"] == [case["ttft_s"]] for case in cases)
 
 
-def test_what_is_absent_is_skipped_by_name(demo, monkeypatch):
+def test_absent_peers_and_models_are_skipped_by_name(demo, monkeypatch):
     monkeypatch.setattr(transformers_peer, "is_installed", lambda: False)
     monkeypatch.setattr(llama_cpp_peer, "has_package", lambda: False)
     monkeypatch.setenv("PATH", "")
@@ -91,13 +91,13 @@ def test_peers_run_the_same_lengths(demo, monkeypatch, tmp_path):
         (f"print({json.dumps([{'n_prompt': 7, 'samples_ns': [1]}])!r})", "KeyError: 64"),
     ],
 )
-def test_a_broken_program_is_named(tmp_path, script, message):
+def test_error_names_a_broken_llama_bench(tmp_path, script, message):
     with pytest.raises(BenchmarkError, match=message) as caught:
         llama_cpp_peer.prefill_s(llama_bench(tmp_path, script), tmp_path / "model.gguf", [64], 1)
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_named_folder_has_the_program(tmp_path):
+def test_llama_cpp_folder_must_contain_llama_bench(tmp_path):
     with pytest.raises(BenchmarkError, match="--llama-cpp: wanted a folder with llama-bench"):
         llama_cpp_peer.find(tmp_path)
     (tmp_path / "bin").mkdir()

@@ -19,7 +19,7 @@ class FrontDoor:
 '''
 
 
-def test_each_retired_word_of_a_broken_file_is_named_with_its_line():
+def test_each_retired_word_is_reported_with_its_line():
     found = [line.split(": say ")[0] for line in words.check(BROKEN, "broken.py")]
     assert found == [
         "broken.py:2: 'welcome'",
@@ -43,7 +43,7 @@ def test_each_retired_word_of_a_broken_file_is_named_with_its_line():
         'option = "seats"',  # a key, not a message
     ],
 )
-def test_other_words_code_and_uses_pass(fine):
+def test_allowed_words_and_code_pass(fine):
     assert not words.check(fine, "fine.py")
 
 
@@ -52,12 +52,12 @@ def test_pages_are_checked_outside_code():
     assert words.check_page(page, "page.md") == ["page.md:5: 'seat': say slot, admission"]
 
 
-def test_messages_of_the_demo_corpus_are_data():
+def test_demo_corpus_texts_are_exempt():
     assert words.check('text = "A door of oak."', "ccjax/text/fine.py")
     assert not words.check('text = "A door of oak."', "ccjax/demo/fine.py")
 
 
-def test_the_command_fails_on_a_broken_file_and_passes_the_product(tmp_path, capsys):
+def test_command_fails_on_retired_words_and_passes_on_the_repository(tmp_path, capsys):
     broken = tmp_path / "broken.py"
     broken.write_text(BROKEN)
     assert words.main([str(broken)]) == 1 and "say admission" in capsys.readouterr().out

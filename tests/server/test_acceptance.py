@@ -50,7 +50,7 @@ async def answered(
     return text, reason, usage.prompt_tokens, usage.completion_tokens
 
 
-def test_32_chats_at_once_get_the_answers_they_get_alone(server: Server) -> None:
+def test_32_concurrent_chats_get_the_same_answers_as_alone(server: Server) -> None:
     """Alone all are streamed, together every third is not."""
     requests = [chat(number) for number in range(NUM_CHATS)]
 

@@ -99,7 +99,7 @@ def test_documents_are_listed_looked_up_and_invalidated(server: Server) -> None:
     assert ask(server, ANNA)["per_document"][1]["reused_tokens"] == 0
 
 
-def test_an_erasure_includes_variants_computed_behind_the_document(server: Server) -> None:
+def test_erase_includes_variants_computed_after_the_document(server: Server) -> None:
     ask(server, ANNA, BOB)
     body = call(server, "DELETE", "/documents/anna?erase=true").json()
     assert body["erased"] and body["variants"] == 2 and server.engine.cache.num_variants == 1  # the system prompt
@@ -230,7 +230,7 @@ def finish(server: Server, job: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_warm_job_waits_behind_all_clients_unless_it_is_urgent(
+def test_warm_job_has_lowest_priority_unless_at_once(
     server: Server, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     priorities, submit = [], server.engine._loop.submit
@@ -254,7 +254,7 @@ def test_a_warm_job_computes_documents_before_the_question(server: Server, at_on
     refused(call(server, "DELETE", f"/warm/{job['id']}"), 409, "job_over", None, "completed")
 
 
-def test_the_servers_own_documents_are_warmed_and_known_by_their_files_name(server: Server) -> None:
+def test_indexed_documents_can_be_warmed_by_file_name(server: Server) -> None:
     job = call(server, "POST", "/warm", json={"document_ids": "all", "at_once": True}).json()
     assert finish(server, job)["done"] == server.retriever.num_passages
     listing = call(server, "GET", "/documents").json()["data"]
@@ -286,7 +286,7 @@ def test_too_many_warm_jobs_are_refused(server: Server) -> None:
         finish(server, job.json())
 
 
-def test_a_call_waits_for_the_running_request_and_health_does_not(server: Server) -> None:
+def test_admin_call_waits_for_the_running_request_but_health_does_not(server: Server) -> None:
     ask(server, ANNA)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, busy(server):
         order = pool.submit(call, server, "DELETE", "/documents/anna?erase=true")
@@ -296,7 +296,9 @@ def test_a_call_waits_for_the_running_request_and_health_does_not(server: Server
     assert order.result().status_code == 200 and server.engine.documents.list() == ()
 
 
-def test_an_incomplete_deletion_is_a_503_that_names_the_rest(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_erase_returns_503_and_names_the_remaining_objects(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def incomplete(*_: Any) -> None:
         raise EraseIncompleteError("document 'anna': 7 objects", [f"key{number}" for number in range(7)])
 
@@ -312,7 +314,7 @@ def test_an_incomplete_deletion_is_a_503_that_names_the_rest(server: Server, mon
     refused(call(server, "PUT", "/pins/anna", json={}), 503, "store_unavailable", None, "No space left")
 
 
-def test_limits_and_read_only_engines_are_conflicts(start_server: StartServer, tmp_path: Path) -> None:
+def test_pin_limit_and_read_only_engine_return_409(start_server: StartServer, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     with start_server(SETTINGS, store=url, max_variants=4, pin_share=0.25) as small:
         ask(small, ANNA, BOB)

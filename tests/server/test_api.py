@@ -45,7 +45,7 @@ def expected(server: Server, documents: list[dict], **sampling):
     )
 
 
-def test_chat_gives_the_answer_and_the_figures_of_the_engine(server: Server, client: openai.OpenAI) -> None:
+def test_chat_returns_the_answer_and_statistics_of_the_engine(server: Server, client: openai.OpenAI) -> None:
     wanted = expected(server, PASSAGES)
     answer = ask(client, extra={"reuse": "off"})
     choice = answer.choices[0]
@@ -67,7 +67,7 @@ def test_chat_gives_the_answer_and_the_figures_of_the_engine(server: Server, cli
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_chat_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, include_usage: bool) -> None:
+def test_chat_stream_pieces_join_to_the_whole_answer(client: openai.OpenAI, include_usage: bool) -> None:
     fields = {"logprobs": True, "top_logprobs": 2, "extra": {"reuse": "off"}}  # the same sums, not only the same tokens
     whole = ask(client, **fields)
     options = {"stream_options": {"include_usage": True}} if include_usage else {}
@@ -95,14 +95,14 @@ def test_chat_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, includ
         assert last is with_choice[-1] and last.usage is None
 
 
-def test_the_stream_ends_like_openais(server: Server) -> None:
+def test_stream_ends_with_done_as_in_openai(server: Server) -> None:
     body = {"prompt": "Anna", "max_tokens": 2, "stream": True}
     response = patience.post(f"{server.url}/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.text.endswith("\n\ndata: [DONE]\n\n")
 
 
-def test_completion_of_token_ids_has_the_logprobs_of_a_full_prefill(server: Server, client: openai.OpenAI) -> None:
+def test_completion_logprobs_of_token_ids_match_a_full_prefill(server: Server, client: openai.OpenAI) -> None:
     ids = [5, 77, 301, 12, 44, 45, 46]
     logits = server.engine.prefill_logits(ids)[-1].astype(np.float64)
     logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
@@ -114,7 +114,7 @@ def test_completion_of_token_ids_has_the_logprobs_of_a_full_prefill(server: Serv
     assert found.tokens == [answer.choices[0].text] and found.text_offset == [0]
 
 
-def test_completion_stream_is_the_whole_answer_in_pieces(server: Server, client: openai.OpenAI) -> None:
+def test_completion_stream_pieces_join_to_the_whole_answer(server: Server, client: openai.OpenAI) -> None:
     def complete(**more):
         return client.completions.create(
             model="tiny", prompt="Bob works", max_tokens=10, logprobs=2, extra_body={"retrieval": False}, **more
@@ -135,23 +135,23 @@ def test_completion_stream_is_the_whole_answer_in_pieces(server: Server, client:
     assert chunks[-1].usage.completion_tokens == 10
 
 
-def test_completions_default_to_openais_16_tokens(client: openai.OpenAI) -> None:
+def test_completions_default_to_16_tokens_as_in_openai(client: openai.OpenAI) -> None:
     assert client.completions.create(model="tiny", prompt="Emma").usage.completion_tokens == 16
 
 
-def test_chat_without_a_limit_continues_until_the_model_ends(server: Server, client: openai.OpenAI) -> None:
+def test_chat_without_max_tokens_continues_until_end_of_sequence(server: Server, client: openai.OpenAI) -> None:
     wanted = expected(server, PASSAGES, max_new_tokens=None)
     answer = ask(client, max_tokens=None, extra={"reuse": "off"})
     assert answer.choices[0].finish_reason == wanted.finish_reason
     assert answer.usage.completion_tokens == len(wanted.token_ids) > 64
 
 
-def test_max_completion_tokens_overrides_its_older_name(client: openai.OpenAI) -> None:
+def test_max_completion_tokens_overrides_max_tokens(client: openai.OpenAI) -> None:
     assert ask(client, max_tokens=9, max_completion_tokens=3).usage.completion_tokens == 3
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_stop_strings_end_the_answer_before_them(client: openai.OpenAI, as_list: bool) -> None:
+def test_stop_string_ends_the_answer_and_is_excluded(client: openai.OpenAI, as_list: bool) -> None:
     text = ask(client, max_tokens=40).choices[0].message.content
     stop = re.findall(r"[A-Za-z]{2,}", text)[2]
     answer = ask(client, max_tokens=40, stop=["never in it", stop] if as_list else stop)
@@ -162,7 +162,7 @@ def test_stop_strings_end_the_answer_before_them(client: openai.OpenAI, as_list:
     assert "".join(parts) == text.split(stop)[0]
 
 
-def test_seeds_repeat_the_draw_and_differ_from_each_other(server: Server, client: openai.OpenAI) -> None:
+def test_same_seed_repeats_the_answer_and_other_seeds_differ(server: Server, client: openai.OpenAI) -> None:
     def draw(seed: int) -> str:
         return ask(client, seed=seed, temperature=1.0, top_p=0.9, extra={"reuse": "off"}).choices[0].message.content
 
@@ -181,7 +181,9 @@ def test_the_same_question_again_is_served_from_the_cache(client: openai.OpenAI,
     assert second.reuse["exact"]
 
 
-def test_permuted_passages_exactly_and_approximately(server: Server, client: openai.OpenAI) -> None:
+def test_permuted_passages_are_reused_in_bounded_mode_and_exact_in_exact_mode(
+    server: Server, client: openai.OpenAI
+) -> None:
     ask(client)
     permuted = [PASSAGES[2], PASSAGES[0], PASSAGES[1]]
     bounded = ask(client, permuted, extra={"reuse": "bounded"})
@@ -194,7 +196,7 @@ def test_permuted_passages_exactly_and_approximately(server: Server, client: ope
     assert exact.choices[0].message.content == off.choices[0].message.content == expected(server, permuted).text
 
 
-def test_passages_come_from_the_index_unless_told_otherwise(server: Server, client: openai.OpenAI) -> None:
+def test_passages_are_retrieved_from_the_index_by_default(server: Server, client: openai.OpenAI) -> None:
     def retrieve(**extra):
         messages = [{"role": "user", "content": "Where does Carla sail with Minerva?"}]
         return client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, extra_body=extra)
@@ -239,7 +241,7 @@ def test_truncate_drops_passages_from_the_end(client: openai.OpenAI) -> None:
     assert alone.documents == [] and alone.usage.completion_tokens == 12
 
 
-def test_retrieved_passages_give_way_to_a_long_question(server: Server, client: openai.OpenAI) -> None:
+def test_retrieved_passages_are_dropped_to_fit_a_long_question(server: Server, client: openai.OpenAI) -> None:
     import openai
 
     messages = [{"role": "user", "content": "Who teaches chess on Tuesdays in Oslo? " * 39}]
@@ -261,7 +263,7 @@ def test_retrieved_passages_give_way_to_a_long_question(server: Server, client: 
         count(retrieval={"top_k": 5}, truncate=False)
 
 
-def test_unsupported_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
+def test_unsupported_fields_with_default_values_are_accepted(client: openai.OpenAI) -> None:
     plain = ask(client).choices[0].message.content
     extra = {
         "cache_salt": "house",
@@ -311,7 +313,7 @@ def test_models_version_and_tokenize(server: Server, client: openai.OpenAI) -> N
     assert chat["count"] == ask(client).usage.prompt_tokens
 
 
-def test_the_openapi_schema_has_our_fields_and_resolves(server: Server) -> None:
+def test_openapi_schema_has_our_fields_and_valid_references(server: Server) -> None:
     schema = patience.get(f"{server.url}/openapi.json").json()
     fields = schema["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "documents", "retrieval", "reuse", "truncate"} <= fields.keys()
@@ -319,7 +321,7 @@ def test_the_openapi_schema_has_our_fields_and_resolves(server: Server) -> None:
         assert name in schema["components"]["schemas"]
 
 
-def test_an_api_key_guards_all_but_probes_and_metrics(
+def test_api_key_is_required_except_for_probes_and_metrics(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]],
 ) -> None:
     with start_server(ServerSettings(api_key="sesame", served_model_name="house-model")) as server:

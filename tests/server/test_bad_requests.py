@@ -126,7 +126,7 @@ BAD_COMPLETIONS = [
 ]
 
 
-def test_bad_fields(server: Server) -> None:
+def test_bad_fields_are_rejected_with_400(server: Server) -> None:
     for fields, param, words in BAD_FIELDS:
         body = {"messages": QUESTION, "max_tokens": 2} | fields
         error = assert_refused(patience.post(f"{server.url}{CHAT}", json=body), 400, param, *words)
@@ -166,7 +166,7 @@ BROKEN = [
 ]
 
 
-def test_broken_bodies(server: Server) -> None:
+def test_malformed_bodies_are_rejected_with_400(server: Server) -> None:
     headers = {"Content-Type": "application/json"}
     for content, code, words in BROKEN:
         answer = patience.post(f"{server.url}{CHAT}", content=content, headers=headers)
@@ -179,7 +179,7 @@ def test_broken_bodies(server: Server) -> None:
     assert_serves(server)
 
 
-def test_other_content_types_paths_and_methods(server: Server) -> None:
+def test_unsupported_content_types_paths_and_methods_are_rejected(server: Server) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", None):
         headers = {"Content-Type": kind} if kind else {}
         content = json.dumps({"messages": QUESTION}).encode()
@@ -201,7 +201,7 @@ def test_a_50_mb_body_is_413(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_413_comes_before_the_body_is_read(server: Server, is_chunked: bool) -> None:
+def test_413_is_sent_before_the_body_is_read(server: Server, is_chunked: bool) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 50000000"
     with socket.create_connection((host, int(port)), timeout=60) as connection:
@@ -214,7 +214,7 @@ def test_413_comes_before_the_body_is_read(server: Server, is_chunked: bool) -> 
     assert_serves(server)
 
 
-def test_tokenize_wants_one_text(server: Server) -> None:
+def test_tokenize_requires_exactly_one_input(server: Server) -> None:
     for body in ({}, {"prompt": "x", "messages": QUESTION}):
         assert_refused(patience.post(f"{server.url}/tokenize", json=body), 400, "prompt", "exactly one")
     assert_refused(patience.post(f"{server.url}/tokenize", json={"prompt": 5}), 400, "prompt", "string")

@@ -47,7 +47,7 @@ def test_a_chat_has_the_requested_number_of_choices(server: Server, client: open
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_greedy_answers_are_equal_and_null_is_one(client: openai.OpenAI) -> None:
+def test_greedy_choices_are_equal_and_null_n_means_one(client: openai.OpenAI) -> None:
     answer = chat(client, 4, temperature=0)
     assert len(answer.choices) == 4
     assert len({choice.message.content for choice in answer.choices}) == 1
@@ -55,7 +55,7 @@ def test_greedy_answers_are_equal_and_null_is_one(client: openai.OpenAI) -> None
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_a_chat_stream_has_all_choices_in_pieces(client: openai.OpenAI, include_usage: bool) -> None:
+def test_chat_stream_pieces_join_to_all_choices(client: openai.OpenAI, include_usage: bool) -> None:
     whole = chat(client, 3)
     options = {"stream_options": {"include_usage": True}} if include_usage else {}
     chunks = list(chat(client, 3, stream=True, **options))
@@ -86,7 +86,7 @@ def test_a_chat_stream_has_all_choices_in_pieces(client: openai.OpenAI, include_
     assert all(chunk.usage is None for chunk in chunks[: -1 if include_usage else None])
 
 
-def test_completions_have_choices_with_text_offsets_of_their_own(client: openai.OpenAI) -> None:
+def test_each_completion_choice_has_its_own_text_offsets(client: openai.OpenAI) -> None:
     whole = complete(client, 3)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert len({choice.text for choice in whole.choices}) == 3
@@ -121,7 +121,7 @@ def test_metrics_count_every_answer_and_the_prompt_once(server: Server, client: 
     assert moved("ccjax_prompt_tokens_total") == answer.usage.prompt_tokens
 
 
-def test_a_client_that_hangs_up_ends_all_choices(server: Server) -> None:
+def test_client_disconnect_cancels_all_choices(server: Server) -> None:
     async def ask() -> None:
         import openai
 

@@ -64,7 +64,7 @@ def ask(url: str, texts: list[str], **more):
 
 
 @pytest.mark.parametrize("settings", [EVENED_OUT, AS_USUAL], ids=["evened out", "as usual"])
-def test_passages_of_another_client_behind_another_prefix(start_server, monkeypatch, settings):
+def test_evened_out_timing_hides_passages_cached_by_another_client(start_server, monkeypatch, settings):
     """Both take as long to the first token, on a clock that only rows of a prefill advance."""
     clock = Clock()
 
@@ -107,7 +107,7 @@ def test_passages_of_another_client_behind_another_prefix(start_server, monkeypa
             assert theirs_s < fresh_s / 2
 
 
-def test_nothing_about_reuse_is_reported(start_server):
+def test_reuse_is_not_reported_with_evened_out_timing(start_server):
     texts = passages(3)
     with start_server(EVENED_OUT) as server:
         ask(server.url, texts)
@@ -153,7 +153,7 @@ async def times_of(job, clock) -> list[float]:
     return [clock() - job.submitted_s async for _ in job.deltas()]
 
 
-def test_held_answer_keeps_its_pace_and_nothing_waits_for_it():
+def test_held_answer_keeps_its_pace_and_blocks_no_other_request():
     """Deltas at 0 and 0.5 s, held until 2 s: they come at 2.0 and 2.5. Meanwhile the engine is free, and others are
     answered; an error is told at once."""
 

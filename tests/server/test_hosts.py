@@ -80,7 +80,7 @@ def single(tmp_path_factory: pytest.TempPathFactory, start_server: StartServer) 
         return store, patience.post(f"{server.url}{CHAT}", json=ASKED).json()
 
 
-def test_a_group_of_one_serves_what_another_server_stored(
+def test_single_process_group_reuses_kv_stored_by_another_server(
     tiny_model: Path, environment: dict[str, str], kept: list[str], single: tuple[str, dict[str, Any]]
 ) -> None:
     store, *answers = single
@@ -102,7 +102,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_two_processes_answer_together_and_end_together(
+def test_both_processes_serve_requests_and_exit_if_one_is_killed(
     environment: dict[str, str], tiny_model: Path, kept: list[str], single: tuple[str, dict[str, Any]], killed: int
 ) -> None:
     """Their answers are those of a server on one device."""
@@ -151,7 +151,7 @@ def test_incompatible_options_are_refused(refusal: Refusal, arguments: list[str]
     assert all(word in line for word in words), line
 
 
-def test_a_split_that_leaves_devices_out_is_refused(
+def test_tensor_parallel_size_not_covering_all_devices_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, refusal: Refusal
 ) -> None:
     """As in each of two processes."""

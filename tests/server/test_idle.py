@@ -82,7 +82,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
-def test_a_client_that_leaves_during_its_prefill_stops_it(start_server: StartServer, gate: Gate) -> None:
+def test_client_disconnect_stops_its_prefill(start_server: StartServer, gate: Gate) -> None:
     with start_server() as server:
         worker = server.service.backend.worker
         with patience.leaving(server.url, body("Who?")):
@@ -124,7 +124,7 @@ def test_idle_time_compares_answers_with_a_full_prefill(start_server: StartServe
         assert found[("ccjax_shadow_factor", "cachecraft")] == 1.0
 
 
-def test_a_quality_target_is_taken_and_reported(start_server: StartServer) -> None:
+def test_quality_target_is_applied_and_reported(start_server: StartServer) -> None:
     with start_server() as server:
         for passages in (PASSAGES, PASSAGES[::-1]):
             report = post(server, documents=passages, quality_target=0.9).json()["reuse"]
@@ -135,7 +135,7 @@ def test_a_quality_target_is_taken_and_reported(start_server: StartServer) -> No
         assert refused.status_code == 400 and "quality_target" in refused.text
 
 
-def test_a_request_during_a_repair_is_answered_and_the_repair_stops_between_layers(
+def test_request_interrupts_a_repair_between_layers(
     start_server: StartServer, gate: Gate, at_rest: Callable[[], bool]
 ) -> None:
     with start_server() as server, concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -48,7 +48,7 @@ def tenant(ring: KeyRing, token: str | None) -> str | None:
     return None if found is None else found.tenant
 
 
-def test_keys_and_tenants_of_a_file(write):
+def test_key_file_maps_keys_to_tenants(write):
     ring = KeyRing("api_key_file", "sesame", write(f"# clients\n\n anna:{ANNA}\nbob:{BOB}\n{PLAIN}\n"))
     assert tenant(ring, ANNA) == "anna" and tenant(ring, BOB) == "bob"
     assert tenant(ring, PLAIN) == tenant(ring, "sesame") == ""
@@ -58,7 +58,7 @@ def test_keys_and_tenants_of_a_file(write):
     assert len(names) == 3 and not any(name in key for name in names for key in (ANNA, BOB, PLAIN))
 
 
-def test_every_key_is_compared_whichever_matches(write, monkeypatch):
+def test_key_lookup_compares_every_key_in_constant_time(write, monkeypatch):
     """In constant time is: as many comparisons for the first key, the last one and none, each by compare_digest."""
     ring = KeyRing("api_key_file", None, write(f"anna:{ANNA}\nbob:{BOB}\n{PLAIN}\n"))
     calls = []
@@ -89,7 +89,7 @@ def test_a_changed_file_is_used_without_a_restart(write, now, caplog):
 
 
 @pytest.mark.parametrize("damage", ["gone", "bad line", "not UTF-8"])
-def test_a_file_that_becomes_invalid_changes_nothing_and_is_logged_once(write, now, caplog, damage):
+def test_key_file_that_becomes_invalid_is_ignored_and_logged_once(write, now, caplog, damage):
     path = write(f"anna:{ANNA}\n")
     ring = KeyRing("api_key_file", None, path)
     if damage == "gone":
@@ -123,14 +123,14 @@ def test_a_file_that_becomes_invalid_changes_nothing_and_is_logged_once(write, n
         (ANNA.encode() + b"\xff\n", "not UTF-8"),
     ],
 )
-def test_bad_files_are_refused_at_start_and_not_shown(write, text, wanted):
+def test_invalid_key_files_are_rejected_at_start_without_showing_keys(write, text, wanted):
     with pytest.raises(ConfigError, match=wanted) as caught:
         KeyRing("api_key_file", None, write(text))
     assert "api_key_file" in str(caught.value)
     assert not any(secret in str(caught.value) for secret in ("hush", ANNA, BOB, PLAIN))
 
 
-def test_a_missing_file_and_one_that_others_may_read(write, tmp_path, caplog):
+def test_missing_key_file_is_rejected_and_a_readable_one_causes_a_warning(write, tmp_path, caplog):
     with pytest.raises(ConfigError, match="cannot read .*No such file"):
         KeyRing("api_key_file", None, str(tmp_path / "none"))
     KeyRing("api_key_file", None, write(PLAIN))
@@ -139,7 +139,7 @@ def test_a_missing_file_and_one_that_others_may_read(write, tmp_path, caplog):
     assert "wanted mode 600" in caplog.text and PLAIN not in caplog.text
 
 
-def test_a_key_is_of_one_kind_only(write, now):
+def test_key_cannot_be_both_client_and_admin_key(write, now):
     both = ServerSettings(api_key_file=write(PLAIN), admin_key_file=write(PLAIN, "admins"))
     with pytest.raises(ConfigError, match="admin_key: wanted another key"):
         Keys(both)
@@ -152,7 +152,7 @@ def test_a_key_is_of_one_kind_only(write, now):
     assert keys.find_admin(ADMIN) is None  # now a client could erase
 
 
-def test_settings_and_keys_show_no_key(write):
+def test_repr_and_errors_do_not_contain_keys(write):
     settings = ServerSettings(api_key="very-secret", admin_key="more-secret", api_key_file=write(f"anna:{ANNA}"))
     keys = Keys(settings)
     text = f"{settings!r} {keys.api!r} {keys!r} {keys.api.find(ANNA)!r} {vars(keys.api)}"
@@ -194,7 +194,7 @@ def tenants(start_server, tmp_path_factory):
         yield server
 
 
-def test_a_tenants_cache_is_hit_by_its_keys_only(tenants):
+def test_tenant_cache_is_reused_only_with_that_tenants_keys(tenants):
     # With a system prompt of its own, so that other tests' requests have no effect.
     messages = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Who paints?"}]
     asked = functools.partial(ask, tenants.url, messages=messages)
@@ -213,13 +213,13 @@ def test_a_tenants_cache_is_hit_by_its_keys_only(tenants):
     assert len(texts) == 1  # a salt changes no answer
 
 
-def test_a_tenant_sees_no_live_view_of_others(tenants):
+def test_live_view_is_forbidden_to_tenants(tenants):
     for key, status in ((ANNA, 403), (PLAIN, 200), ("none", 401)):
         headers = {"Authorization": f"Bearer {key}"}
         assert patience.get(f"{tenants.url}/v1/live", headers=headers).status_code == status
 
 
-def test_keys_of_files_over_http(tenants):
+def test_keys_from_files_are_enforced_over_http(tenants):
     assert ask(tenants.url, "none").json()["error"]["code"] == "invalid_api_key"
     assert ask(tenants.url, ADMIN).status_code == 401
     documents = f"{tenants.url}/v1/cache/documents"
@@ -230,7 +230,7 @@ def test_keys_of_files_over_http(tenants):
     assert not any(secret in metrics for secret in (ANNA, BOB, PLAIN, ADMIN))
 
 
-def test_a_salt_is_bounded(tenants):
+def test_cache_salt_length_is_limited(tenants):
     response = ask(tenants.url, PLAIN, cache_salt="x" * 257)
     assert response.status_code == 400 and response.json()["error"]["param"] == "cache_salt"
 
@@ -267,7 +267,7 @@ def reused_of_passages(response) -> int:
     ],
     ids=str,
 )
-def test_documents_warmed_for_a_tenant_are_found_by_that_tenant_alone(tenants, fields, key, salt):
+def test_documents_warmed_for_a_tenant_are_reused_only_by_that_tenant(tenants, fields, key, salt):
     passage = {"text": f"Zoe keeps {len(str(fields))} tall clocks in the attic, and winds them on Sundays."}
     assert warmed(tenants, documents=[passage], **fields)["computed"] == 1
     everybody = [(one, of) for one in (ANNA, BOB, PLAIN) for of in (None, "apart", "other")]
@@ -286,7 +286,7 @@ def test_warming_for_an_unknown_tenant_is_refused(tenants, tenant):
     assert refused["param"] == "tenant" and repr(tenant) in refused["message"]
 
 
-def test_a_server_with_a_salt_warms_under_that_salt_only(start_server):
+def test_server_with_tenant_salt_warms_only_under_that_salt(start_server):
     settings = ServerSettings(admin_key=ADMIN)
     with start_server(settings, tenant_salt="house") as server:
         assert warmed(server, documents=PASSAGES[:1], cache_salt="house")["computed"] == 1

@@ -53,7 +53,7 @@ def share(parts: list[dict[str, Any]], kind: str) -> float:
     return sum(one[f"{kind}_tokens"] for one in parts) / sum(one["num_tokens"] for one in parts)
 
 
-def test_the_default_server_reuses_warmed_passages_and_repairs_little(start_server, frame) -> None:
+def test_default_server_reuses_warmed_passages_with_little_recompute(start_server, frame) -> None:
     settings = ServerSettings(admin_key=ADMIN)
     with start_server(settings, frame=str(frame)) as server:
         job = warm(server, PASSAGES)
@@ -70,7 +70,7 @@ def test_the_default_server_reuses_warmed_passages_and_repairs_little(start_serv
         )
 
 
-def test_without_the_frame_passages_are_reused_as_computed_alone(start_server) -> None:
+def test_without_a_frame_passages_computed_alone_are_reused(start_server) -> None:
     with start_server(ServerSettings(admin_key=ADMIN), frame="none") as server:
         warm(server, PASSAGES)
         assert server.engine.cache.num_variants == 1 + 5
@@ -78,7 +78,7 @@ def test_without_the_frame_passages_are_reused_as_computed_alone(start_server) -
         assert not any(one["framed"] for one in parts) and share(parts, "reused") >= 0.8
 
 
-def test_the_system_prompt_counts_neither_in_cci_nor_in_overlap(start_server) -> None:
+def test_system_prompt_is_excluded_from_cci_and_overlap(start_server) -> None:
     """Of a passage computed alone CCI is one half (eq. 9), behind another passage nothing overlaps (eq. 6)."""
     with start_server(ServerSettings(admin_key=ADMIN), strategy="cachecraft") as server:
         warm(server, PASSAGES[:3])
@@ -96,7 +96,7 @@ def metric(server: Server, name: str) -> float:
     return value
 
 
-def test_the_servers_own_documents_are_prepared_before_any_request(start_server, frame, caplog) -> None:
+def test_indexed_documents_are_prepared_before_any_request(start_server, frame, caplog) -> None:
     with caplog.at_level("INFO"), start_server(ServerSettings(top_k=5), prepares=True, frame=str(frame)) as server:
         wait_until(lambda: metric(server, "ccjax_documents_to_prepare") == 0)
         assert metric(server, 'ccjax_prepared_passages_total{status="computed"}') == 5

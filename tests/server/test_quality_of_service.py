@@ -76,7 +76,7 @@ def all_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Resp
     return asyncio.run(send())
 
 
-def test_a_flood_blocks_no_other_client_and_urgent_requests_go_first(
+def test_flooding_client_blocks_no_other_and_urgent_requests_run_first(
     narrow: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts = Starts(narrow, monkeypatch)
@@ -125,7 +125,7 @@ def test_a_client_that_floods_the_queue_is_refused_before_others(narrow: Server)
         assert "flow 'flood'" in answer.json()["error"]["message"] and int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_deadline_in_the_queue_is_504(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadline_exceeded_in_the_queue_is_504(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     import openai
 
     starts = Starts(narrow, monkeypatch)
@@ -146,7 +146,7 @@ def test_a_deadline_in_the_queue_is_504(narrow: Server, monkeypatch: pytest.Monk
     assert starts.users == [""]
 
 
-def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadline_exceeded_mid_stream_is_an_error_event(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """After five steps the clock of deadlines is much later."""
     free = narrow.engine.batch_counts.free_pages
     fields = body("Who?", max_tokens=20, stream=True, timeout_s=5000.0, ignore_eos=True)
@@ -165,7 +165,7 @@ def test_a_deadline_in_mid_stream_is_an_error_event(narrow: Server, monkeypatch:
     assert ask(narrow).status_code == 200
 
 
-def test_a_deadline_in_mid_answer_is_504_if_nothing_was_sent(narrow: Server) -> None:
+def test_deadline_exceeded_before_anything_was_sent_is_504(narrow: Server) -> None:
     step = narrow.engine._loop._decoder.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(narrow.engine._loop._decoder, "step", lambda *args: (time.sleep(0.01), step(*args))[1])
@@ -173,7 +173,7 @@ def test_a_deadline_in_mid_answer_is_504_if_nothing_was_sent(narrow: Server) -> 
     assert ask(narrow).status_code == 200
 
 
-def test_time_before_the_queue_counts(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_before_queueing_counts_towards_the_timeout(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     validate = narrow.engine.validate
     left = []
     submit = narrow.service.backend.worker._start
@@ -192,7 +192,7 @@ def test_time_before_the_queue_counts(narrow: Server, monkeypatch: pytest.Monkey
     assert ask(narrow, timeout_s=5000).status_code == 200 and 0 < left[0] <= 5000 - 0.05
 
 
-def test_a_body_has_user_priority_and_timeout() -> None:
+def test_request_fields_set_flow_priority_and_timeout() -> None:
     def request(limit_s: float | None = None, **fields: Any) -> Any:
         chat = ChatBody(messages=[{"role": "user", "content": "x"}], **fields)
         return chat.to_request((), reuse="off", timeout_s=limit_s, request_id="x")
@@ -206,19 +206,21 @@ def test_a_body_has_user_priority_and_timeout() -> None:
     assert request(priority=-3).priority == -3
 
 
-def test_the_server_has_a_limit_of_its_own(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_request_timeout_applies_without_a_client_timeout(
+    narrow: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(narrow.service, "settings", narrow.service.settings.replace(request_timeout_s=0.2))
     with busy(narrow):
         assert ask(narrow).status_code == 504
 
 
 @pytest.mark.parametrize(("wait_s", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (70.5, "71")])
-def test_a_full_queue_says_when_to_retry(wait_s: float, header: str) -> None:
+def test_full_queue_response_has_retry_after(wait_s: float, header: str) -> None:
     refusal = as_api_error(OverloadError("wanted fewer", wait_s))
     assert refusal.status == 429 and refusal.response().headers["retry-after"] == header
 
 
-def test_a_request_that_failed_on_the_device_may_be_sent_again() -> None:
+def test_device_out_of_memory_is_503_with_retry_after() -> None:
     refusal = as_api_error(DeviceMemoryError("too little memory"))
     assert refusal.status == 503 and refusal.code == "out_of_memory" and refusal.headers == {"Retry-After": "1"}
     assert as_api_error(DeadlineError("late")).status == 504
@@ -313,7 +315,7 @@ LONG = {"max_tokens": 120, "logprobs": True, "top_logprobs": 20}
 """A stream of about 190 KB: more than the socket buffers here."""
 
 
-def test_a_client_that_does_not_read_delays_no_other_and_buffers_only_its_answer(
+def test_slow_reader_delays_no_other_client_and_buffers_only_its_answer(
     narrow: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = held_back(monkeypatch, narrow)
@@ -331,7 +333,7 @@ def test_a_client_that_does_not_read_delays_no_other_and_buffers_only_its_answer
             assert job._events.empty()
 
 
-def test_a_client_that_died_unread_is_noticed(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disconnect_of_a_client_that_does_not_read_is_detected(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = held_back(monkeypatch, narrow)
     with held_steps(narrow.engine, after=2):
         with Unread(narrow.url, **LONG):

@@ -36,7 +36,7 @@ def is_refused(quotas, tenant="anna", name="k") -> float | None:
     return None
 
 
-def test_requests_at_a_time(quotas_of):
+def test_concurrent_request_quota(quotas_of):
     quotas = quotas_of("[default]\nrequests = 2\n[tenants.anna]\nrequests = 1\n")
     seat = quotas.enter("anna", "k")
     assert is_refused(quotas) == 1.0 and is_refused(quotas, name="another key of the same") == 1.0
@@ -51,7 +51,7 @@ def test_requests_at_a_time(quotas_of):
     second.leave()
 
 
-def test_tokens_a_minute(quotas_of):
+def test_tokens_per_minute_quota(quotas_of):
     quotas = quotas_of("[default]\ntokens_per_minute = 600\n")
     seat = quotas.enter("anna", "k")
     seat.charge(500)
@@ -68,7 +68,7 @@ def test_tokens_a_minute(quotas_of):
     assert is_refused(quotas) is not None
 
 
-def test_without_a_tenant_the_key_is_counted_and_idle_ones_are_forgotten(quotas_of):
+def test_without_a_tenant_quotas_apply_per_key_and_idle_keys_are_dropped(quotas_of):
     quotas = quotas_of("[default]\nrequests = 1\n")
     quotas.enter("", "first key")
     assert is_refused(quotas, "", "first key") is not None
@@ -97,14 +97,14 @@ def test_without_a_file_there_is_no_limit():
         ("[tenants]\nanna = 3", "tenants.anna: wanted"),
     ],
 )
-def test_bad_files(quotas_of, text, wanted):
+def test_invalid_quota_files_are_rejected(quotas_of, text, wanted):
     with pytest.raises(ConfigError, match=wanted):
         quotas_of(text)
     with pytest.raises(ConfigError, match="quota_file: cannot read"):
         Quotas("/nowhere/quotas.toml")
 
 
-def test_over_http(start_server, tmp_path):
+def test_quotas_are_enforced_over_http(start_server, tmp_path):
     (tmp_path / "keys").write_text(f"anna:{ANNA}\nbob:{BOB}\n")
     (tmp_path / "keys").chmod(0o600)
     (tmp_path / "quotas").write_text("[tenants.anna]\ntokens_per_minute = 60\nrequests = 5\n")

@@ -73,7 +73,7 @@ def rise(server: Server, before: dict[str, float]) -> tuple[float, float]:
     return after["right"] - before["right"], after["wrong"] - before["wrong"]
 
 
-def test_the_answer_is_complete_before_the_search(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculative_answer_can_finish_before_the_search(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = ask(staged, QUESTION, reuse="off")
     was_busy = []
 
@@ -111,7 +111,7 @@ def test_an_answer_from_other_passages_is_abandoned(staged: Server, monkeypatch:
     assert staged.engine.batch_counts.free_pages == free_pages and not staged.engine._store._pins
 
 
-def test_passages_in_another_order_are_computed_once(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passages_reordered_by_the_search_are_computed_once(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     question = "Who studies whales, and who bakes bread in Naples?"
 
     def stages(final: list[Passage]) -> Iterator[list[Passage]]:
@@ -127,12 +127,12 @@ def test_passages_in_another_order_are_computed_once(staged: Server, monkeypatch
 
 
 @pytest.mark.parametrize("settings", [{"max_prefill_bs": 0}, {"retrieval_stages": 1}])
-def test_without_capacity_or_stages_nothing_begins_early(start_server, settings) -> None:
+def test_without_capacity_or_stages_no_speculation_starts(start_server, settings) -> None:
     with start_server(ServerSettings(**{"top_k": 2, "retrieval_stages": 4, **settings})) as server:
         assert len(ask(server, QUESTION)[0]) > 0 and counted(server) == {"right": 0, "wrong": 0}
 
 
-def test_a_client_that_leaves_during_the_search_leaves_nothing_behind(
+def test_client_disconnect_during_the_search_leaves_no_request_running(
     staged: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
@@ -154,7 +154,7 @@ def test_a_client_that_leaves_during_the_search_leaves_nothing_behind(
     wait_until(lambda: is_quiet(staged) and not staged.engine._store._pins, timeout_s=60)
 
 
-def test_a_request_refused_after_the_search_leaves_nothing_running(
+def test_request_refused_after_the_search_cancels_its_speculation(
     staged: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import openai
@@ -173,7 +173,7 @@ def test_a_request_refused_after_the_search_leaves_nothing_running(
 
 
 @pytest.mark.parametrize(("name", "value"), [("retrieval_stages", 0), ("max_prefill_bs", -1)])
-def test_bad_settings_are_named(name: str, value: int) -> None:
+def test_error_names_the_bad_setting(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}: wanted (a positive integer|an integer of at least 0), got"):
         ServerSettings(**{name: value})
 
@@ -240,7 +240,7 @@ def test_an_answer_from_other_passages_is_never_sent() -> None:
 
 
 @pytest.mark.parametrize("error", [OverloadError("full", 1.0), RequestError("documents", "too long")])
-def test_a_refusal_by_the_engine_is_retried_and_fails_only_after_the_search(error) -> None:
+def test_refused_speculation_fails_the_request_only_after_the_search(error) -> None:
     submit = Recorded(error)
     one = begun(submit)
     one.offer(DOCUMENTS)
@@ -250,7 +250,7 @@ def test_a_refusal_by_the_engine_is_retried_and_fails_only_after_the_search(erro
         one.start(request_of(DOCUMENTS), lambda event: None, on_start=lambda: None)
 
 
-def test_its_own_queued_request_does_not_count() -> None:
+def test_own_queued_request_does_not_count_as_pending() -> None:
     submit = Recorded()
     one = begun(submit, waiting=2)
     one.offer(DOCUMENTS)
@@ -262,7 +262,7 @@ def test_its_own_queued_request_does_not_count() -> None:
     assert len(submit.asked) == 2 and submit.cancelled == [0]
 
 
-def test_after_the_end_nothing_begins() -> None:
+def test_closed_speculation_starts_no_requests() -> None:
     submit = Recorded()
     one = begun(submit)
     one.close()

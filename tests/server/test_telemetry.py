@@ -48,7 +48,7 @@ def ask(server: Server, headers: dict[str, str] | None = None, **more: Any) -> h
 # -- phases ------------------------------------------------------------------------------------------------------------
 
 
-def test_phases_are_contiguous_as_far_as_they_were_reached():
+def test_phases_are_contiguous_up_to_the_last_one_reached():
     assert list(phases(1.0, 2.0, 2.5, 4.0, None, None)) == [
         ("retrieval", 1.0, 2.0),
         ("preparation", 2.0, 2.5),
@@ -57,7 +57,7 @@ def test_phases_are_contiguous_as_far_as_they_were_reached():
     assert list(phases(1.0, None, None, None, None, None)) == []
 
 
-def test_overlaps_count_to_the_earlier_phase():
+def test_overlapping_time_counts_towards_the_earlier_phase():
     told = list(phases(0.0, 3.0, 3.5, 1.0, 5.0, 6.0))  # it left the queue while passages were searched for
     assert told[2:] == [("queue", 3.5, 3.5), ("prefill", 3.5, 5.0), ("decode", 5.0, 6.0)]
 
@@ -105,7 +105,7 @@ def test_a_log_line_has_the_figures_of_the_answer(server: Server, lines, stream:
     assert SECRET not in everything and "hollow" not in everything and "fox" not in everything
 
 
-def test_a_log_line_covers_refusals_and_disconnects(server: Server, lines) -> None:
+def test_refusals_and_disconnects_are_logged(server: Server, lines) -> None:
     assert ask(server, model="another").status_code == 404
     assert ask(server, max_tokens=100_000).status_code == 400
     with busy(server), patience.leaving(server.url, body()):
@@ -117,7 +117,7 @@ def test_a_log_line_covers_refusals_and_disconnects(server: Server, lines) -> No
     assert "-" in left.getMessage()
 
 
-def test_a_failure_during_the_answer_is_reported_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_before_the_answer_is_logged_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.engine, "validate", lambda request: 1 / 0)
     assert ask(server).status_code == 500
     (record,) = lines(1)
@@ -230,7 +230,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
 
 
-def test_a_request_is_a_span_in_its_callers_trace_with_phases_as_children(
+def test_request_span_joins_the_callers_trace_with_phases_as_children(
     start_server: Start, collector: Collector, lines
 ) -> None:
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -283,7 +283,7 @@ def test_refused_and_failed_requests_are_spans_too(
     assert {resource["service.name"] for resource in collector.resources} == {"library"}
 
 
-def test_the_sampler_of_the_environment_applies(
+def test_sampler_set_in_the_environment_applies(
     start_server: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
@@ -312,7 +312,7 @@ def test_tracing_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch
 # -- tokens by kind of match -------------------------------------------------------------------------------------------
 
 
-def test_prefix_hits_are_distinguished_in_tokens_and_bytes(start_server: Start) -> None:
+def test_prefix_hits_are_counted_separately_in_tokens_and_bytes(start_server: Start) -> None:
     with start_server(ServerSettings()) as server:
         reports = [ask(server, documents=docs).json()["reuse"] for docs in (PASSAGES, PASSAGES, PASSAGES[::-1])]
         ask(server, reuse="off")

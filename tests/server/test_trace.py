@@ -78,7 +78,7 @@ def check_clock(trace: dict[str, Any], num_layers: int) -> None:
         assert prefill["start_s"] <= span["start_s"] <= span["end_s"] <= prefill["end_s"]
 
 
-def test_every_token_is_traced_and_the_numbers_match_the_report(start_server: Start) -> None:
+def test_trace_covers_every_token_and_matches_the_reuse_report(start_server: Start) -> None:
     with start_server() as server:  # that has none of the passages
         first = ask(server, [0, 1, 2])
         second = ask(server, [2, 0, 1])
@@ -106,7 +106,7 @@ def test_a_stream_has_the_trace_in_its_last_chunk(server: Server) -> None:
         check_clock(chunks[-1]["trace"], 2)
 
 
-def test_without_a_request_there_is_no_trace_and_no_cost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tracer_is_created_unless_requested(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a tracer without a request for one")
 
@@ -119,7 +119,7 @@ def test_without_a_request_there_is_no_trace_and_no_cost(server: Server, monkeyp
     assert refused.status_code == 400 and "trace" in refused.json()["error"]["message"]
 
 
-def test_several_answers_to_one_prompt_are_one_prefill(server: Server) -> None:
+def test_several_choices_share_one_traced_prefill(server: Server) -> None:
     answer = ask(server, [3, 4], n=3, temperature=1.0, ignore_eos=True)
     check_agrees(answer)
     check_clock(answer["trace"], 2)
@@ -127,7 +127,7 @@ def test_several_answers_to_one_prompt_are_one_prefill(server: Server) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["cacheblend", "full"])
-def test_marks_are_right_with_deviations_and_without_reuse(start_server: Start, strategy: str) -> None:
+def test_trace_marks_are_right_with_recompute_and_without_reuse(start_server: Start, strategy: str) -> None:
     ratio = {"recompute_ratio": 0.3} if strategy == "cacheblend" else {}
     with start_server(strategy=strategy, **ratio) as server:
         ask(server, [0, 1, 2])
@@ -156,7 +156,7 @@ def test_phases_match_their_names(started_s: float, queue: tuple[float, float]) 
     assert told["token_s"] == [7.0, 7.5, 9.0]
 
 
-def test_joined_tokens_are_the_text_even_if_they_split_characters() -> None:
+def test_joined_token_texts_equal_the_text_even_if_characters_are_split() -> None:
     tokenizer = ByteTokenizer()
     for text in ("Größe 漢字 🦜!", "", "plain\n\n"):
         ids = tokenizer.encode(text, allow_special=False)
@@ -185,7 +185,7 @@ def test_the_live_view_counts_answers(start_server: Start) -> None:
         assert {one["tier"]: one["used_bytes"] for one in live["tiers"]} == usage
 
 
-def test_the_page_is_complete_strict_and_open_and_the_rest_requires_the_key(start_server: Start) -> None:
+def test_page_is_public_with_strict_csp_and_live_view_requires_the_key(start_server: Start) -> None:
     with start_server(ServerSettings(api_key="k", top_k=2)) as server:
         page = httpx.get(f"{server.url}/")
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
@@ -208,7 +208,7 @@ def test_the_page_is_complete_strict_and_open_and_the_rest_requires_the_key(star
         assert httpx.get(f"{server.url}/v1/live", headers={"Authorization": "Bearer k"}).status_code == 200
 
 
-def test_without_the_page_there_is_no_trace_either(start_server: Start) -> None:
+def test_disabling_the_page_also_disables_trace_and_live_view(start_server: Start) -> None:
     with start_server(ServerSettings(page=False)) as server:
         for path in ("/", "/page/app.js", "/v1/live"):
             assert httpx.get(f"{server.url}{path}").status_code == 404

@@ -85,7 +85,7 @@ def test_metrics_include_memory_and_compilations(server: Server) -> None:
     assert metrics(server)[compiled] > before[compiled]
 
 
-def test_a_full_queue_is_429_and_then_serves_again(
+def test_full_queue_returns_429_and_recovers(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]],
 ) -> None:
     import openai
@@ -108,7 +108,7 @@ def test_a_full_queue_is_429_and_then_serves_again(
         assert metrics(server)[("ccjax_request_errors_total", "queue_full")] == 2
 
 
-def test_a_client_that_leaves_mid_stream_frees_the_engine(server: Server) -> None:
+def test_client_disconnect_mid_stream_frees_the_engine(server: Server) -> None:
     cancelled = ("ccjax_request_errors_total", "cancelled")
     before = metrics(server)
     long_request = body("Who lives in Paris?", max_tokens=440, stream=True, ignore_eos=True)
@@ -127,7 +127,7 @@ def test_a_client_that_leaves_mid_stream_frees_the_engine(server: Server) -> Non
     assert patience.post(f"{server.url}/v1/chat/completions", json=body("And now?")).status_code == 200
 
 
-def test_a_client_that_leaves_the_queue_is_never_run(server: Server) -> None:
+def test_queued_request_is_never_run_after_its_client_disconnects(server: Server) -> None:
     worker = server.service.backend.worker
     cancelled = ("ccjax_request_errors_total", "cancelled")
     before = metrics(server)
@@ -177,7 +177,7 @@ def test_a_failing_engine_is_a_500_and_the_next_request_is_served(
     assert patience.post(url, json=body("Who?")).status_code == 200
 
 
-def test_counters_move_with_the_requests(server: Server) -> None:
+def test_metrics_counters_follow_requests(server: Server) -> None:
     url = f"{server.url}/v1/chat/completions"
     passages = [{"text": "A passage about metrics alone."}, {"text": "Another one about counters."}]
     patience.post(url, json=body("warm", documents=passages, reuse="bounded"))
@@ -216,7 +216,7 @@ def test_counters_move_with_the_requests(server: Server) -> None:
     assert after[("ccjax_num_documents",)] == 5
 
 
-def test_the_index_follows_its_documents(
+def test_index_follows_added_and_deleted_documents(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]], docs_dir
 ) -> None:
     added = docs_dir / "fay.md"
@@ -229,7 +229,7 @@ def test_the_index_follows_its_documents(
         wait_until(lambda: server.retriever.num_documents == 5)
 
 
-def test_files_that_break_a_parser_stop_neither_start_nor_answers(
+def test_files_that_crash_a_parser_prevent_neither_startup_nor_answers(
     start_server: Callable[..., contextlib.AbstractContextManager[Server]],
     docs_dir: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -103,7 +103,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_requests_run_in_order_of_arrival_and_to_their_end() -> None:
+def test_requests_run_to_completion_in_arrival_order() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c", "d")]
         steered.step.release(4)
@@ -129,7 +129,7 @@ def test_a_failure_reaches_its_own_client_only() -> None:
     run(scenario)
 
 
-def test_a_refusal_by_the_engine_leaves_nothing_behind() -> None:
+def test_request_refused_by_the_engine_leaves_no_job_or_preload() -> None:
     preloads = Preloads()
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
@@ -175,7 +175,7 @@ def test_too_many_calls_are_refused() -> None:
     run(scenario)
 
 
-def test_a_worker_that_is_shut_finishes_its_jobs() -> None:
+def test_shut_worker_finishes_its_jobs() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         held = threading.Event()
         call = worker.thread.call(held.wait)
@@ -242,7 +242,7 @@ class Idle:
         return True
 
 
-def test_idle_time_goes_to_idle_work_before_and_after_requests() -> None:
+def test_idle_work_runs_before_and_after_requests() -> None:
     idle = Idle(3)
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
@@ -326,7 +326,7 @@ def test_interrupted_idle_work_resumes_if_the_expected_request_never_arrives(
     run(scenario, idle_work=endless)
 
 
-def test_idle_work_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_idle_work_does_not_stop_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     begun = threading.Event()
 
     def failing(is_wanted: Callable[[], bool]) -> bool:
@@ -344,7 +344,7 @@ def test_idle_work_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) ->
     assert "no disk today" in caplog.text
 
 
-def test_a_cancelled_queued_job_leaves_at_once_and_never_runs() -> None:
+def test_cancelled_queued_job_ends_at_once_and_never_runs() -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         first, second, third = (worker.submit(request(prompt)) for prompt in ("a", "b", "c"))
         await until(lambda: worker.num_running == 1)
@@ -372,7 +372,7 @@ def test_cancelling_a_complete_answer_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_closing_finishes_the_queue_or_drops_it(drain: bool) -> None:
+def test_close_finishes_or_cancels_queued_jobs(drain: bool) -> None:
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
         jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
         await until(lambda: worker.num_running == 1)
@@ -432,7 +432,7 @@ def test_a_queued_requests_kv_is_preloaded_until_its_first_token() -> None:
     run(scenario, preload=preloads)
 
 
-def test_a_preload_ends_with_a_request_that_is_cancelled_in_the_queue_or_fails() -> None:
+def test_preload_ends_if_its_queued_request_is_cancelled_or_fails() -> None:
     preloads = Preloads()
 
     async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
@@ -449,7 +449,7 @@ def test_a_preload_ends_with_a_request_that_is_cancelled_in_the_queue_or_fails()
     run(scenario, preload=preloads)
 
 
-def test_an_answer_complete_when_its_client_leaves_ends_its_job() -> None:
+def test_answer_completed_after_a_disconnect_ends_its_job() -> None:
     """The engine emitted the last delta before it could see the cancellation: no more events follow."""
     emits: list[Callable[[Delta | Exception], None]] = []
     ended: list[Job] = []

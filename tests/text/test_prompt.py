@@ -43,7 +43,7 @@ def llama2(tmp_path_factory):
     return small.sentencepiece(tmp_path_factory.mktemp("llama2"), "prepend", small.LLAMA2_TEMPLATE)
 
 
-def test_segments_of_a_chat(llama):
+def test_chat_is_split_into_system_document_and_question_segments(llama):
     parts = builder_of(llama).build_chat([SYSTEM, USER], DOCUMENTS)
     head = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nAnswer the question.<|eot_id|>"
     assert text_of(llama, parts.system) == head + "<|start_header_id|>user<|end_header_id|>\n\n"
@@ -57,7 +57,7 @@ def test_segments_of_a_chat(llama):
 
 
 @pytest.mark.parametrize("which", ["llama", "mistral", "llama2"])
-def test_system_and_documents_stay_the_same_over_a_conversation(which, request):
+def test_system_and_document_segments_are_stable_over_a_conversation(which, request):
     builder = builder_of(request.getfixturevalue(which))
     first, second = builder.build_chat(TURNS[:2], DOCUMENTS), builder.build_chat(TURNS, DOCUMENTS)
     assert first.system == second.system and first.documents == second.documents
@@ -80,7 +80,7 @@ def test_system_and_documents_stay_the_same_over_a_conversation(which, request):
     ],
 )
 @pytest.mark.parametrize("which", ["llama", "mistral", "llama2"])
-def test_nobody_breaks_out_of_a_turn(which, attack, request):
+def test_injected_control_tokens_cannot_break_out_of_a_turn(which, attack, request):
     directory = request.getfixturevalue(which)
     builder, special = builder_of(directory), load_tokenizer(directory).special_ids
 
@@ -102,13 +102,13 @@ def test_default_system_prompt(llama):
     assert text_of(llama, bare.system) == "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"
 
 
-def test_template_that_rejects_a_system_prompt(mistral):
+def test_system_prompt_is_merged_if_the_template_rejects_it(mistral):
     parts = builder_of(mistral).build_chat(TURNS, DOCUMENTS)
     assert text_of(mistral, parts.system).replace(" ", "") == "<s>[INST]Answerthequestion.\n\n"
     assert "Anna.</s>" in text_of(mistral, parts.question)
 
 
-def test_template_that_moves_or_drops_the_system_prompt(mistral, tmp_path):
+def test_system_prompt_stays_first_if_the_template_moves_or_drops_it(mistral, tmp_path):
     last = (
         "{{ bos_token }}{% for m in messages if m['role'] != 'system' %}{% if m['role'] == 'user' %}[INST]"
         "{% if loop.last %}{{ messages[0]['content'] + ' ' }}{% endif %}{{ m['content'] }}[/INST]"
@@ -121,7 +121,7 @@ def test_template_that_moves_or_drops_the_system_prompt(mistral, tmp_path):
         assert "Answer the question." not in text_of(mistral, builder.build_chat(TURNS, DOCUMENTS).question)
 
 
-def test_completion(llama):
+def test_completion_is_split_into_segments(llama):
     builder = builder_of(llama)
     parts = builder.build_completion("The ball <|eot_id|>", DOCUMENTS)
     tokenizer = load_tokenizer(llama)
@@ -132,7 +132,7 @@ def test_completion(llama):
         builder.build_completion(" ")
 
 
-def test_text_parts(llama):
+def test_text_parts_are_joined_and_developer_role_means_system(llama):
     builder = builder_of(llama)
     parts = [{"type": "text", "text": "who wrote"}, {"type": "text", "text": "the letter?"}]
     whole = builder.build_chat([{"role": "user", "content": "who wrote\nthe letter?"}])
@@ -162,12 +162,12 @@ def test_text_parts(llama):
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], r"messages\[0\]\.content\[0\]"),
     ],
 )
-def test_bad_messages_are_named(llama, messages, message):
+def test_error_names_the_bad_message(llama, messages, message):
     with pytest.raises(ValueError, match=message):
         builder_of(llama).build_chat(messages)
 
 
-def test_what_the_template_refuses(mistral):
+def test_messages_rejected_by_the_template_raise_value_error(mistral):
     with pytest.raises(ValueError, match="messages: chat_template: roles must alternate"):
         builder_of(mistral).build_chat([USER, USER])
 
@@ -186,7 +186,7 @@ def test_bad_formats_are_refused(llama, options):
         builder_of(llama, **options)
 
 
-def test_where_a_template_comes_from(tmp_path):
+def test_chat_template_lookup_order(tmp_path):
     named = [{"name": "default", "template": "D"}, {"name": "rag", "template": "R"}]
     directory = small.byte_level(tmp_path / "a", named)
     assert ChatTemplate.load(directory).source == "D" and ChatTemplate.load(directory, "rag").source == "R"
@@ -212,7 +212,7 @@ def test_plain_template_for_base_models(tmp_path):
     )
 
 
-def test_what_templates_of_real_models_use():
+def test_template_features_used_by_real_models_are_supported():
     clock = lambda: datetime.datetime(2026, 7, 4)  # noqa: E731
     source = (
         "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
@@ -233,7 +233,7 @@ def test_what_templates_of_real_models_use():
 @pytest.mark.parametrize("which", ["llama", "mistral", "llama2"])
 @pytest.mark.parametrize("num_messages", [2, 4])
 @pytest.mark.parametrize("with_system", [True, False])
-def test_same_ids_as_transformers_without_documents(which, num_messages, with_system, request):
+def test_prompt_ids_match_transformers_without_documents(which, num_messages, with_system, request):
     import transformers
 
     directory = request.getfixturevalue(which)
@@ -246,7 +246,7 @@ def test_same_ids_as_transformers_without_documents(which, num_messages, with_sy
 
 
 @pytest.mark.peers
-def test_same_ids_as_transformers_with_the_real_llama_3_tokenizer(test_data, tmp_path):
+def test_prompt_ids_match_transformers_with_the_real_llama_3_tokenizer(test_data, tmp_path):
     import transformers
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

@@ -29,7 +29,7 @@ def pieces_of(tokenizer, ids, prompt_ids=()) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["byte level", "prepend", "first"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_joined_are_the_text(loaded, kind, text):
+def test_streamed_pieces_join_to_the_text(loaded, kind, text):
     tokenizer = loaded[kind]
     ids = tokenizer.encode(text, allow_special=False)
     pieces = pieces_of(tokenizer, ids)
@@ -39,14 +39,14 @@ def test_pieces_joined_are_the_text(loaded, kind, text):
         assert pieces[-1] == ""
 
 
-def test_a_character_of_several_tokens_comes_at_once(loaded):
+def test_character_of_several_tokens_is_emitted_in_one_piece(loaded):
     tokenizer = loaded["prepend"]
     ids = tokenizer.encode("a🦜b", allow_special=False)
     pieces = pieces_of(tokenizer, ids)
     assert len(ids) > 5 and [piece for piece in pieces if piece] == ["a", "🦜", "b"]
 
 
-def test_unfinished_character_is_given_up_at_the_end(loaded):
+def test_unfinished_character_is_flushed_as_replacement_at_the_end(loaded):
     tokenizer = loaded["prepend"]
     ids = tokenizer.encode("a🦜", allow_special=False)[:-1]
     pieces = pieces_of(tokenizer, ids)
@@ -71,14 +71,14 @@ def test_special_tokens_have_no_text(loaded):
 
 
 @given(ids=st.lists(st.integers(0, 499), max_size=80))
-def test_any_tokens_of_a_byte_level_model(loaded, ids):
+def test_arbitrary_byte_level_tokens_stream_to_the_decoded_text(loaded, ids):
     """Also bytes that are no UTF-8: what an untrained model writes."""
     tokenizer = loaded["byte level"]
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @given(text=st.text(max_size=40), prompt=st.text(max_size=10))
-def test_any_text(loaded, text, prompt):
+def test_arbitrary_text_streams_to_the_decoded_text(loaded, text, prompt):
     for tokenizer in loaded.values():
         ids = tokenizer.encode(text, allow_special=False)
         assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
@@ -112,21 +112,21 @@ def test_stop_string_across_pieces():
     assert streamed(["\n\nQ:"], ["one\n", "\n", "Q", ": two", " three"]) == (["one", "", "", "", "", ""], "\n\nQ:")
 
 
-def test_what_only_looked_like_a_stop_string_comes_later():
+def test_partial_stop_string_match_is_emitted_later():
     assert streamed(["STOP"], ["xS", "T", "OPE"]) == (["x", "", "", ""], "STOP")
     assert streamed(["STOP"], ["xS", "T", "ART S"]) == (["x", "", "START ", "S"], None)
 
 
-def test_overlapping_beginnings_are_not_lost():
+def test_overlapping_partial_stop_string_matches_are_handled():
     assert streamed(["aab"], ["a", "a", "a", "b"]) == (["", "", "a", "", ""], "aab")
 
 
-def test_first_stop_wins_and_of_two_at_one_place_the_longer():
+def test_leftmost_then_longest_stop_string_wins():
     assert streamed(["b", "a"], ["xab"]) == (["x", ""], "a")
     assert streamed(["a", "ab"], ["xab"]) == (["x", ""], "ab")
 
 
-def test_no_stops_hold_nothing_back():
+def test_text_is_not_held_back_without_stop_strings():
     assert streamed([], ["a", "b"]) == (["a", "b", ""], None)
 
 
@@ -140,7 +140,7 @@ def test_bad_stops_are_refused(stops):
     pieces=st.lists(st.text("ab", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
 )
-def test_cut_is_that_of_the_whole_text(pieces, stops):
+def test_streamed_cut_equals_the_cut_of_the_whole_text(pieces, stops):
     shown, matched = streamed(stops, pieces)
     # The stream ends with the first piece that completes a stop string; of those in it the leftmost counts.
     text = ""

@@ -69,7 +69,7 @@ def test_trusted_text_yields_control_tokens(directories):
     assert tokenizer.decode(ids, skip_special=False) == "<|start_header_id|>user<|eot_id|>"
 
 
-def test_words_run_across_parts_but_never_become_control_tokens(directories):
+def test_text_parts_merge_into_words_but_never_into_control_tokens(directories):
     tokenizer = load_tokenizer(directories["byte level"])
     assert tokenizer.encode_parts([("The re", True), ("d ball", False)]) == tokenizer.encode(
         "The red ball", allow_special=False
@@ -80,7 +80,7 @@ def test_words_run_across_parts_but_never_become_control_tokens(directories):
 
 
 @pytest.mark.parametrize(("kind", "after_control"), [("prepend", True), ("first", False)])
-def test_leading_space_only_where_a_text_begins(directories, kind, after_control):
+def test_leading_space_is_added_only_at_the_start_of_a_text(directories, kind, after_control):
     tokenizer = load_tokenizer(directories[kind])
     spaced = tokenizer.encode("ball", allow_special=False)
     bare = tokenizer.encode_parts([("ball", False)], follows="text")
@@ -90,7 +90,7 @@ def test_leading_space_only_where_a_text_begins(directories, kind, after_control
     assert behind[1:] == (spaced if after_control else bare)
 
 
-def test_stop_ids_come_from_every_file(directories, tmp_path):
+def test_stop_ids_are_collected_from_every_config_file(directories, tmp_path):
     directory = small.byte_level(tmp_path)
     assert load_tokenizer(directory).eos_ids == {load_tokenizer(directory).special_names["<|eot_id|>"]}
     (directory / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
@@ -111,7 +111,7 @@ def test_fingerprint_tells_tokenizers_apart(directories, tmp_path):
     assert load_tokenizer(small.byte_level(tmp_path)).fingerprint == prints["byte level"]
 
 
-def test_no_tokenizer_and_broken_tokenizers(tmp_path):
+def test_missing_tokenizer_is_none_and_broken_ones_are_rejected(tmp_path):
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00")
     with pytest.raises(ValueError, match=r"tokenizer\.model: wanted lines of 'base64 rank'.*tokenizer\.json"):
@@ -139,13 +139,13 @@ def test_lone_surrogates_from_json_do_not_fail(directories):
     assert tokenizer.decode(tokenizer.encode(json.loads('"a\\ud800b"'), allow_special=False)) == "a\ufffdb"
 
 
-def test_text_needs_neither_jax_nor_a_model():
+def test_text_package_imports_neither_jax_nor_models():
     code = "import sys, ccjax.text; print([name for name in ('jax', 'ccjax.models', 'torch') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "[]"
 
 
 @given(text=st.text(max_size=60))
-def test_decode_of_encode_is_the_text(loaded, text):
+def test_encode_and_decode_round_trip(loaded, text):
     for kind in ("byte level", "prepend", "first"):
         tokenizer = loaded[kind]
         back = tokenizer.decode(tokenizer.encode(text, allow_special=False), skip_special=False)
@@ -171,7 +171,7 @@ def test_llama3_special_tokens_have_metas_ids(llama3):
 
 
 @pytest.mark.parametrize("text", ATTACKS)
-def test_llama3_untrusted_text(llama3, text):
+def test_llama3_untrusted_text_yields_no_control_token(llama3, text):
     ids = llama3.encode(text, allow_special=False)
     assert llama3.special_ids.isdisjoint(ids) and llama3.decode([*ids, llama3.vocab_size]) == text
 
@@ -182,7 +182,7 @@ def test_llama3_long_runs_do_not_panic(llama3, text):
 
 
 @pytest.mark.peers
-def test_llama3_in_both_formats_gives_the_same_ids(llama3, tmp_path):
+def test_llama3_tokenizer_formats_give_the_same_ids(llama3, tmp_path):
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     names = list(llama3.special_names)

@@ -28,7 +28,7 @@ def focused(page: Page) -> str:
     return name
 
 
-def test_all_can_be_done_by_keyboard(server_url: str, open_page: OpenPage) -> None:
+def test_page_is_fully_usable_by_keyboard(server_url: str, open_page: OpenPage) -> None:
     page = open_page(server_url)
     page.locator("#examples").wait_for()
     order = []
@@ -61,7 +61,7 @@ def test_all_can_be_done_by_keyboard(server_url: str, open_page: OpenPage) -> No
 
 
 @pytest.mark.parametrize("scheme, ground, other", [("light", LIGHT, DARK), ("dark", DARK, LIGHT)])
-def test_the_theme_is_the_systems_until_one_is_chosen(
+def test_theme_follows_the_system_until_one_is_chosen(
     server_url: str, open_page: OpenPage, screenshot: Shoot, scheme: str, ground: str, other: str
 ) -> None:
     page = open_page(server_url, color_scheme=scheme)
@@ -80,7 +80,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_accessibility_rules_find_nothing(
+def test_page_has_no_accessibility_violations(
     server_url: str, open_page: OpenPage, scheme: str, size: dict[str, int]
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
@@ -98,7 +98,7 @@ def test_accessibility_rules_find_nothing(
     assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
 
 
-def test_what_is_said_and_when(server_url: str, open_page: OpenPage) -> None:
+def test_answer_is_announced_and_marks_differ_without_colour(server_url: str, open_page: OpenPage) -> None:
     page = open_page(server_url)
     ask(page, QUESTIONS[0])
     assert page.get_attribute("#answer", "aria-live") == "polite"

@@ -120,7 +120,7 @@ def test_a_question_is_answered_and_a_second_one_reuses(fresh_url: str, open_pag
     screenshot(page, "light")
 
 
-def test_full_prefill_is_measured_by_really_running_it(server_url: str, open_page: OpenPage) -> None:
+def test_compare_button_measures_a_real_full_prefill(server_url: str, open_page: OpenPage) -> None:
     page = open_page(server_url)
     told = ask(page, QUESTIONS[0])
     with listening(page) as answers, page.expect_request("**/v1/chat/completions") as asked:
@@ -133,7 +133,7 @@ def test_full_prefill_is_measured_by_really_running_it(server_url: str, open_pag
     assert "measured" in page.inner_text("#cost") and "estimated" not in page.inner_text("#cost")
 
 
-def test_the_live_view_follows(server_url: str, open_page: OpenPage) -> None:
+def test_live_view_updates_after_requests(server_url: str, open_page: OpenPage) -> None:
     page = open_page(server_url)
     page.locator("#live").wait_for()
     before = httpx.get(f"{server_url}/v1/live").json()["answered"]
@@ -178,7 +178,7 @@ HOSTILE = (
 )
 
 
-def test_documents_are_text_whatever_they_hold(server_url: str, open_page: OpenPage, screenshot: Shoot) -> None:
+def test_hostile_documents_are_shown_as_plain_text(server_url: str, open_page: OpenPage, screenshot: Shoot) -> None:
     page = open_page(server_url)
     hostile = [{"id": HOSTILE, "title": HOSTILE, "text": f"The boat is lemon. {HOSTILE}"}]
 
@@ -193,7 +193,7 @@ def test_documents_are_text_whatever_they_hold(server_url: str, open_page: OpenP
     screenshot(page, "hostile")
 
 
-def test_the_policy_stops_what_got_in_all_the_same(server_url: str, open_page: OpenPage) -> None:
+def test_content_security_policy_blocks_injected_scripts(server_url: str, open_page: OpenPage) -> None:
     page = open_page(server_url, expected=("Content Security Policy", "TrustedHTML", "TrustedScript"))
     script = "const one = document.createElement('script'); one.textContent = 'window.hurt = 1'"
     inline = f"() => {{ {script}; document.body.append(one) }}"
@@ -205,7 +205,7 @@ def test_the_policy_stops_what_got_in_all_the_same(server_url: str, open_page: O
     assert page.evaluate("window.hurt") is None and page.locator("img").count() == 0
 
 
-def test_a_server_that_is_down_is_told_and_comes_back(tmp_path: Path, open_page: OpenPage) -> None:
+def test_server_outage_is_shown_and_page_recovers(tmp_path: Path, open_page: OpenPage) -> None:
     port = free_port()
     with serving(tmp_path, "--no-docs", port=port) as url:
         page = open_page(url, expected=("ERR_CONNECTION", "ERR_EMPTY", "Failed to load"))
@@ -222,7 +222,7 @@ def test_a_server_that_is_down_is_told_and_comes_back(tmp_path: Path, open_page:
         check_shows(page, ask(page, "Anybody now?"))
 
 
-def test_the_key_is_asked_for_and_stays_in_the_tab(tmp_path: Path, open_page: OpenPage) -> None:
+def test_api_key_is_requested_and_kept_only_in_the_tab(tmp_path: Path, open_page: OpenPage) -> None:
     with serving(tmp_path, "--no-docs", "--api-key", "sesame") as url:
         page = open_page(url, expected=("401",))
         page.locator("#status[data-state=key]").wait_for()
@@ -246,7 +246,7 @@ def test_the_key_is_asked_for_and_stays_in_the_tab(tmp_path: Path, open_page: Op
         page.close()  # before the server is gone, which it would note as an error
 
 
-def test_it_is_readable_on_a_phone(server_url: str, open_page: OpenPage, screenshot: Shoot) -> None:
+def test_page_is_readable_on_a_phone(server_url: str, open_page: OpenPage, screenshot: Shoot) -> None:
     page = open_page(server_url, viewport=PHONE, has_touch=True, is_mobile=True)
     ask(page, QUESTIONS[1])
     page.click(".options summary")

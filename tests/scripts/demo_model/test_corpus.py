@@ -35,7 +35,7 @@ def test_documents_have_a_title_and_a_body_of_the_promised_length(corpus):
         assert 30 <= len(tokenizer.encode(body.strip()).ids) <= 120, document_id
 
 
-def test_answers_stand_in_the_named_document():
+def test_answers_appear_in_the_named_document():
     lines = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
     assert 60 <= len(lines) <= 150
     assert {line["kind"] for line in lines} == set(KINDS)
@@ -48,13 +48,13 @@ def test_answers_stand_in_the_named_document():
         assert len(line["document_ids"]) == (1 if line["kind"] == "single" else 2)
 
 
-def test_single_question_has_one_document_with_its_subject_and_relation(corpus):
+def test_each_subject_and_relation_is_stated_once(corpus):
     """Else another document might answer it differently."""
     stated = Counter((fact.subject, fact.relation) for fact, _ in corpus.facts)
     assert set(stated.values()) == {1}
 
 
-def test_context_of_a_question_is_five_documents_with_the_needed_ones_in_order(corpus):
+def test_question_context_has_five_documents_with_needed_ones_in_order(corpus):
     rng = random.Random(0)
     places = Counter()
     for question in corpus.questions:

@@ -62,7 +62,7 @@ def _greedy(params, config, tokenizer, context, width=512):
         *(pytest.param(kind, num, 48, marks=pytest.mark.slow) for kind in FLOORS for num in (4, 8)),
     ],
 )
-def test_answers_far_above_guessing(model, contexts, kind, num_passages, count):
+def test_accuracy_is_far_above_guessing(model, contexts, kind, num_passages, count):
     """The shipped questions, and those of fresh towns over so many passages."""
     picked = held_out_contexts(kind, count, num_passages) if num_passages else _of_kind(contexts, kind, count)
     result = score(picked, answered(*model, picked, batch_size=4))
@@ -71,7 +71,7 @@ def test_answers_far_above_guessing(model, contexts, kind, num_passages, count):
     assert result.guess_ratio <= floor - (0.3 if num_passages else 0.2)
 
 
-def test_exact_match_is_what_greedy_decoding_writes(model, contexts):
+def test_exact_match_agrees_with_greedy_decoding(model, contexts):
     picked = _of_kind(contexts, "single", 2) + _of_kind(contexts, "alias", 2)
     for context, matched in zip(picked, answered(*model, picked, batch_size=4), strict=True):
         assert (_greedy(*model, context) == context.questions[0].answer) == matched
@@ -95,7 +95,7 @@ def test_export_replaces_a_directory_and_reads_back_the_same(model, tmp_path):
 
 
 @pytest.mark.peers
-def test_transformers_writes_the_same_answers(model, contexts):
+def test_transformers_generates_the_same_answers(model, contexts):
     import torch
     from transformers import AutoModelForCausalLM
 

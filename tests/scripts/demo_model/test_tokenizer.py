@@ -45,11 +45,11 @@ def test_passages_and_questions_use_whole_words_only(tokenizer):
 @pytest.mark.parametrize(
     "text", ["Mara Venn", "Ünïcødé — 北京 🙂\n\n\ttabs", "".join(map(chr, range(1, 300))), "zzqx 1234567890 {}[]"]
 )
-def test_any_text_comes_back(tokenizer, text):
+def test_tokenizer_round_trips_arbitrary_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_shipped_tokenizer_is_the_trained_one_in_any_process(tokenizer):
+def test_shipped_tokenizer_equals_one_trained_in_another_process(tokenizer):
     shipped = Tokenizer.from_file(str(MODEL_DIRECTORY / "tokenizer.json"))
     code = "from scripts.demo_model.tokenizer import train_tokenizer; print(train_tokenizer().to_str())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -60,7 +60,7 @@ def test_special_tokens_come_first(tokenizer):
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == list(range(len(SPECIAL_TOKENS)))
 
 
-def test_trained_prompt_is_the_prompt_that_the_engine_builds(tokenizer):
+def test_training_prompt_equals_the_prompt_built_for_serving(tokenizer):
     """Segment by segment, and over a second turn: training must see exactly the ids that serving will."""
     context = _context()
     builder = PromptBuilder(load_tokenizer(MODEL_DIRECTORY), ChatTemplate.load(MODEL_DIRECTORY))

@@ -51,7 +51,7 @@ def hint_layers(monkeypatch):
     return 1
 
 
-def test_training_logits_are_the_models(config, params, hint_layers):
+def test_training_logits_match_the_model(config, params, hint_layers):
     logits_of = jax.jit(training_logits, static_argnums=1)
     token_ids = jax.random.randint(jax.random.key(2), (2, 210), 0, config.vocab_size)
     wanted = forward(params, config, token_ids)
@@ -67,7 +67,7 @@ def test_training_logits_are_the_models(config, params, hint_layers):
     )
 
 
-def test_weighted_loss_by_hand(config, params):
+def test_weighted_loss_matches_a_manual_computation(config, params):
     token_ids = jnp.asarray([[5, 9, 12, 7], [8, 6, 11, 10]])
     weights = jnp.asarray([[9.0, 1.0, 0.0, 3.0], [4.0, 0.0, 0.0, 0.0]])
     logits = np.asarray(forward(params, config, token_ids), np.float64)[0]
@@ -78,7 +78,7 @@ def test_weighted_loss_by_hand(config, params):
     assert correct[:1].tolist() == [[bool(logits[t].argmax() == token) for t, token in enumerate([9, 12, 7])]]
 
 
-def test_hints_are_read_off_the_layers_halfway(config, params, hint_layers):
+def test_hint_loss_uses_logits_of_the_middle_layer(config, params, hint_layers):
     token_ids = jnp.asarray([[5, 9, 12, 7], [8, 6, 11, 10]])
     weights = jnp.ones((2, 4))
     hints = jnp.asarray([[[1, 30], [0, 0]], [[0, 41], [2, 50]]])  # (place, token); (0, 0) is none
@@ -97,7 +97,7 @@ def _induction_accuracy(params, config, batch):
     return np.mean(exact_matches(np.asarray(predicted) == batch.token_ids[:, 1:], batch.spans))
 
 
-def test_laid_in_induction_head_copies_before_any_training(config, tokenizer):
+def test_initial_induction_head_copies_before_training(config, tokenizer):
     batch = induction_batch(tokenizer, random.Random(0), 16, 64)
     params = initial_params(config, seed=0)
     assert _induction_accuracy(params, config, batch) > 0.5
@@ -116,7 +116,7 @@ def test_induction_periods_differ_between_rows(tokenizer):
         assert (row[period:] == row[:-period]).all() and len(set(row[:period].tolist())) == period
 
 
-def test_batch_weighs_answers_and_nothing_of_the_questions(tokenizer):
+def test_batch_weights_cover_only_the_answers(tokenizer):
     weights = (("portrait", 1.0), ("register", 1.0))
     context = sample_context(random.Random(4), Difficulty(4, weights, kinds=KINDS), 3)
     batch = make_batch(tokenizer, [context], 512)
@@ -148,7 +148,7 @@ def test_every_stage_makes_full_batches(tokenizer, stage):
     np.testing.assert_array_equal(batch.token_ids, again.token_ids)
 
 
-def test_exact_match_wants_every_token_of_the_answer(tokenizer):
+def test_exact_match_requires_every_token_of_the_answer(tokenizer):
     weights = (("register", 1.0),)
     context = sample_context(random.Random(4), Difficulty(1, weights, num_relations=1), 1)
     batch = make_batch(tokenizer, [context], 128)
@@ -158,7 +158,7 @@ def test_exact_match_wants_every_token_of_the_answer(tokenizer):
     assert exact_matches(correct, batch.spans) == [False]
 
 
-def test_curriculum_moves_on_when_the_window_is_good_enough():
+def test_curriculum_advances_when_recent_accuracy_is_high_enough():
     stages = STAGES[:2]
 
     def stepped(progression, count, matched_ratio):
@@ -175,7 +175,7 @@ def test_curriculum_moves_on_when_the_window_is_good_enough():
     assert stepped(Progression(stage=1, stage_steps=500), 100, 1.0).stage == 1, "the last stage has no next one"
 
 
-def test_the_command_line_trains_and_resumes_to_the_same_model(config, tokenizer, tmp_path, monkeypatch, capsys):
+def test_resumed_training_gives_the_same_model(config, tokenizer, tmp_path, monkeypatch, capsys):
     quick = functools.partial(TrainingConfig, warmup_steps=5, checkpoint_steps=8)
     monkeypatch.setattr(train_demo, "TrainingConfig", quick)
     monkeypatch.setattr(train_demo, "demo_config", lambda size: dataclasses.replace(config, vocab_size=size))

@@ -26,11 +26,11 @@ PLAIN = Hardware("plain", 1e6, 10**9, 1e6, 1e5, disk_bytes_per_s=1e4, compute_ra
         (SimulatedPiece(10, 10, is_last=False), 14_560),  # without the head
     ],
 )
-def test_a_prefill_takes_its_products(piece, flops):
+def test_prefill_time_follows_its_flops(piece, flops):
     assert RooflineCosts(TINY, PLAIN).pack_s([piece]) == pytest.approx(flops * 1e-6)
 
 
-def test_the_head_is_for_prompts_that_end():
+def test_output_head_costs_only_for_the_last_piece_of_a_prompt():
     # With slow memory, without its 256 weights: 640 and 10 tokens of 16 values.
     slow = RooflineCosts(TINY, dataclasses.replace(PLAIN, flops_per_s=1e9))
     assert slow.pack_s([SimulatedPiece(10, 10, is_last=False)]) == pytest.approx(2 * (640 + 160) * 1e-6)
@@ -41,18 +41,18 @@ def test_the_head_is_for_prompts_that_end():
     )
 
 
-def test_a_decode_step_takes_its_bytes():
+def test_decode_time_follows_bytes_read():
     # 640 + 256 weights and 20 tokens of 16 values, 2 bytes each: 2,432 bytes; products are 2 x 896 + 640 FLOPs.
     slow = dataclasses.replace(PLAIN, flops_per_s=1e9)
     assert RooflineCosts(TINY, slow).decode_s(1, 20) == pytest.approx(2_432e-6)
 
 
-def test_a_pack_shares_weights_and_fixed_time():
+def test_requests_in_a_pack_share_weight_reads():
     costs = RooflineCosts(LLAMA3_8B, HARDWARE["h100"])
     assert costs.pack_s([SimulatedPiece(16, 16)] * 4) < 2 * costs.pack_s([SimulatedPiece(16, 16)])
 
 
-def test_two_devices_halve_work_and_pay_for_sums():
+def test_two_devices_halve_compute_and_add_all_reduce_time():
     alone = RooflineCosts(TINY, dataclasses.replace(PLAIN, link_bytes_per_s=1e3))
     split = dataclasses.replace(alone, tensor_parallel_size=2)
     # Two sums of 2 (2-1)/2 x 10 x 8 values x 2 bytes.
@@ -64,29 +64,29 @@ def test_two_devices_halve_work_and_pay_for_sums():
 
 
 @pytest.mark.parametrize("config", [LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, TINY])
-def test_weights_are_those_of_the_weight_table(config):
+def test_weight_bytes_match_the_parameter_count(config):
     """But for norms and routers, which are left out."""
     wanted = 2 * num_parameters(config)
     assert RooflineCosts(config, PLAIN).weight_bytes == pytest.approx(wanted, rel=0.05 if config is TINY else 1e-4)
 
 
-def test_a_token_meets_two_of_eight_experts():
+def test_mixtral_cost_counts_two_of_eight_experts_per_token():
     dense = dataclasses.replace(MIXTRAL_8X7B, num_experts=0, num_experts_per_token=0, model_type="llama")
     by_experts = RooflineCosts(MIXTRAL_8X7B, HARDWARE["h100"]).pack_s([SimulatedPiece(4096, 4096)])
     assert 1.5 < by_experts / RooflineCosts(dense, HARDWARE["h100"]).pack_s([SimulatedPiece(4096, 4096)]) < 2
 
 
-def test_an_8b_prefill_is_within_what_an_h100_can_do():
+def test_simulated_8b_prefill_is_plausible_for_an_h100():
     """2,048 tokens are 31 TFLOPs: at 989 TFLOPS no less than 31 ms, at half of that 63 ms."""
     assert 0.055 < RooflineCosts(LLAMA3_8B, HARDWARE["h100"]).pack_s([SimulatedPiece(2048, 2048)]) < 0.075
 
 
-def test_loads_take_every_link_on_the_way():
+def test_load_time_sums_every_link_on_the_path():
     loads_s = [RooflineCosts(TINY, PLAIN).load_s(tier, 1000) for tier in ("device", "host", "disk")]
     assert loads_s == pytest.approx([0.0, 0.01, 0.11])
 
 
-def test_hidden_loads_leave_one_layer():
+def test_overlapped_loads_expose_one_layer():
     assert overlapped_s(1.0, 0.0, 4) == 1.0
     assert overlapped_s(1.0, 0.4, 4) == pytest.approx(1.1)  # the first layer's load
     assert overlapped_s(0.4, 1.0, 4) == pytest.approx(1.1)  # the last layer's products
@@ -96,7 +96,7 @@ def test_hidden_loads_leave_one_layer():
 GRID = PrefillGrid((0, 100), (10, 20), ((0.02, 0.03), (0.04, 0.06)))
 
 
-def test_a_grid_is_read_and_packs_share_its_fixed_time():
+def test_grid_costs_interpolate_and_packs_share_the_fixed_time():
     costs = GridCosts(GRID, 2, decode_fixed_s=0.5, decode_seq_s=0.1, decode_token_s=0.01)
     assert costs.pack_s([SimulatedPiece(20, 120)]) == pytest.approx(0.06)
     assert costs.fixed_s == pytest.approx(0.01)
@@ -106,7 +106,7 @@ def test_a_grid_is_read_and_packs_share_its_fixed_time():
     assert dataclasses.replace(costs, scale=2.0).pack_s([SimulatedPiece(20, 120)]) == pytest.approx(0.12)
 
 
-def test_hardware_is_named_and_checked():
+def test_unknown_or_invalid_hardware_is_rejected():
     assert {"a100", "h100", "h200", "v5e", "v6e"} <= HARDWARE.keys()
     with pytest.raises(ValueError, match="hardware: wanted one of .*cpu, got 'tpu9'"):
         hardware("tpu9")
@@ -114,7 +114,7 @@ def test_hardware_is_named_and_checked():
         dataclasses.replace(PLAIN, compute_ratio=0.0)
 
 
-def test_this_cpu_is_measured():
+def test_cpu_speed_is_measured_from_the_best_run():
     # Readings of the clock: after one that does not count, four runs each, of which the shortest takes half a second.
     spans = iter([3.0, 0.5, 2.0, 4.0] * 2)
     readings = iter([moment for span in spans for moment in (10.0, 10.0 + span)])

@@ -19,7 +19,7 @@ def times(simulation):
     return simulation.outcome.ttft_s.tolist()
 
 
-def test_what_was_computed_is_reused_and_fixed():
+def test_cached_passages_are_reused_with_partial_recompute():
     run = simulated(workload([0, 1, 2], [[A, B], [A, B], [B, A]]), deployment())
     # All; the question; behind another prefix 30 % of both, ceil of each, and the question.
     assert run.outcome.computed.tolist() == [160, 10, 15 + 30 + 10]
@@ -41,31 +41,31 @@ SLOW_DISK = PerToken(disk_bytes_per_s=100)
     ],
     ids=["a prefix as far as it goes", "no reuse", "a disk slower than computing"],
 )
-def test_what_is_computed(lists, settings, computed):
+def test_computed_tokens_by_setting(lists, settings, computed):
     run = simulated(workload(range(len(lists)), lists), deployment(**settings))
     assert run.outcome.computed.tolist() == computed
     assert len(run.replicas[0].cache.index) == 0 or settings.get("reuse") != "off"
 
 
-def test_requests_wait_for_those_before_them():
+def test_requests_queue_behind_running_requests():
     run = simulated(workload([0, 0.01, 0.02], [[A], [B], [C]]), deployment(scheduler={"max_num_seqs": 1}))
     # 110 ms, then 60 and 30 in turn, or 30 and 60: the order is by cached tokens, of which none has any.
     assert times(run) == pytest.approx([0.110, 0.110 - 0.01 + 0.060, 0.110 - 0.02 + 0.060 + 0.030])
 
 
-def test_those_that_wait_share_a_pack():
+def test_queued_requests_share_a_prefill_pack():
     run = simulated(workload([0, 0.01, 0.02], [[A], [B], [C]]), deployment())
     assert run.outcome.num_packs == 2
     assert times(run)[1:] == pytest.approx([0.110 + 0.090 - 0.01, 0.110 + 0.090 - 0.02])
 
 
-def test_answers_take_decode_steps():
+def test_latency_includes_decode_steps():
     run = simulated(workload([0], [[A]], answers=5), deployment())
     assert run.outcome.num_decode_steps == 4
     assert run.outcome.latency_s[0] == pytest.approx(0.110 + 4 * 0.01)
 
 
-def test_answers_go_on_between_the_layers_of_a_long_prompt():
+def test_decode_continues_between_the_layers_of_a_long_prefill():
     work = workload([0, 0.125], [[C], [(9, 2000)]], answers=30)
     run = simulated(work, deployment(scheduler={"max_decode_gap_s": 0.6}))
     # A layer of the long prompt takes 2.01 s / 4; the answer's pause may be 0.6 s.
@@ -75,7 +75,7 @@ def test_answers_go_on_between_the_layers_of_a_long_prompt():
     assert patient.outcome.num_decode_steps > 0 and patient.outcome.ttft_s[1] < run.outcome.ttft_s[1]
 
 
-def test_loads_hide_behind_layers_but_one():
+def test_layerwise_loading_exposes_only_one_layer():
     # 3,200 bytes of KV at 32,000 bytes a second: 0.1 s, against 10 ms of products in 4 layers.
     costs = PerToken(host_bytes_per_s=32_000)
     work = workload([0, 1], [[A], [A]])
@@ -88,7 +88,7 @@ def test_loads_hide_behind_layers_but_one():
     assert on_device.outcome.tier_tokens["device"].tolist() == [0, 100]
 
 
-def test_what_waits_is_read_from_disk_meanwhile():
+def test_disk_chunks_are_preloaded_while_requests_wait():
     costs = PerToken(disk_bytes_per_s=32_000)
     work = workload([0, 1, 1.001], [[A], [(9, 500)], [A]])
     settings = {"host_cache_bytes": 0, "disk_cache_bytes": 1 << 20, "scheduler": {"max_num_seqs": 1}}
@@ -99,13 +99,13 @@ def test_what_waits_is_read_from_disk_meanwhile():
 
 
 @pytest.mark.parametrize(("settings", "hits"), [({}, [0, 1, 0, 1, 0]), ({"eviction_policy": "lru"}, [0, 1, 0, 0, 0])])
-def test_what_is_worth_least_leaves(settings, hits):
+def test_least_valuable_variant_is_evicted(settings, hits):
     """Room for one passage: the one that is used again stays."""
     work = workload(range(5), [[A], [A], [(5, 100)], [A], [(5, 100)]])
     assert simulated(work, deployment(host_cache_bytes=3200, **settings)).outcome.hits.tolist() == hits
 
 
-def test_a_full_line_refuses():
+def test_full_queue_refuses_requests():
     run = simulated(
         workload([0, 0, 0, 0], [[A], [A], [A], [A]]),
         deployment(scheduler={"max_queue": 2, "max_num_seqs": 1, "flow_share": 100.0}),
@@ -115,7 +115,7 @@ def test_a_full_line_refuses():
     assert np.isnan(run.outcome.ttft_s).sum() == 2
 
 
-def test_few_pages_preempt_and_all_answers_end():
+def test_page_shortage_preempts_requests_and_all_answers_finish():
     work = workload([0] * 6, [[(n, 40)] for n in range(6)], answers=60)
     run = simulated(work, deployment(scheduler={"num_pages": 17}))
     assert run.outcome.num_preempted > 0
@@ -123,13 +123,13 @@ def test_few_pages_preempt_and_all_answers_end():
     assert run.replicas[0]._free_pages == 17
 
 
-def test_host_work_takes_time_before_and_behind_the_first_token():
+def test_host_work_adds_time_before_and_after_the_first_token():
     work = workload([0, 0.001], [[A], [B]])
     run = simulated(work, deployment(host_work=HostWork(0.02, 0.05), scheduler={"max_num_seqs": 1}))
     assert times(run) == pytest.approx([0.130, 0.130 + 0.05 - 0.001 + 0.02 + 0.060])
 
 
-def test_what_a_request_has_to_itself_keeps_nobody_waiting():
+def test_per_request_host_work_does_not_delay_other_requests():
     work = workload([0, 0.001], [[A], [B]], answers=2)
     plain = simulated(work, deployment(scheduler={"max_num_seqs": 1}))
     run = simulated(work, deployment(host_work=HostWork(apart_s=0.07), scheduler={"max_num_seqs": 1}))
@@ -143,7 +143,7 @@ def test_the_first_pack_after_a_pause_takes_longer():
     assert times(run) == pytest.approx([0.160, 0.160 - 0.001 + 0.070, 0.050 + 0.030])
 
 
-def test_more_prompts_in_a_pack_make_it_longer_and_each_pack_needs_the_host():
+def test_host_work_is_added_per_pack_and_per_prompt():
     work = workload([0, 0.001, 0.001], [[A], [B], [C]])
     plain = times(simulated(work, deployment()))
     run = times(simulated(work, deployment(host_work=HostWork(before_s=0.02, piece_s=0.01))))
@@ -155,7 +155,7 @@ def test_more_prompts_in_a_pack_make_it_longer_and_each_pack_needs_the_host():
     assert divided.outcome.num_packs == 2 and times(divided) == pytest.approx([plain_s + 2 * 0.02])
 
 
-def test_each_pack_takes_its_own_time():
+def test_pack_time_jitter_is_drawn_per_pack():
     work = workload(range(9), [[(n, 40)] for n in range(9)])
     plain = np.array(times(simulated(work, deployment(host_work=HostWork(before_s=0.02, wake_s=0.01)))))
     host, firsts = HostWork(before_s=0.02, wake_s=0.01, jitter=(0.5, 1.0, 3.0, 1.5)), []
@@ -170,7 +170,7 @@ def test_each_pack_takes_its_own_time():
         HostWork(jitter=(1.0, -1.0))
 
 
-def test_a_prompt_that_is_spread_over_packs_takes_the_head_once(monkeypatch):
+def test_output_head_runs_once_for_a_prompt_split_over_packs(monkeypatch):
     seen = []
     pack_s = PerToken.pack_s
     monkeypatch.setattr(PerToken, "pack_s", lambda self, pieces: [seen.append(pieces), pack_s(self, pieces)][1])
@@ -191,7 +191,7 @@ def drawn(count, rate, seed=0):
     ("strategy", "policy"),
     [("prefix", "pgdsf"), ("prefix", "lru"), ("cachecraft", "saved_seconds"), ("auto", "pgdsf"), ("auto", "lru")],
 )
-def test_a_drawn_run_keeps_its_budgets_and_counts_every_token(strategy, policy):
+def test_random_run_respects_budgets_and_accounts_for_every_token(strategy, policy):
     work = drawn(300, 15.0)
     budget = 3000 * 32
     tiers = {"device_cache_bytes": budget // 4, "host_cache_bytes": budget, "disk_cache_bytes": 2 * budget}
@@ -215,7 +215,7 @@ def test_the_same_seed_gives_the_same_run():
     assert first.outcome.ttft_s.tobytes() != other.outcome.ttft_s.tobytes()
 
 
-def test_requests_go_where_their_passages_are():
+def test_requests_are_routed_to_the_replica_with_their_passages():
     """Two lists that share nothing, in turn, far apart in time: each stays where it was first."""
     work = workload(range(40), [[A, B] if n % 2 else [(7, 100), (8, 50)] for n in range(40)])
     run = simulated(work, deployment(replicas=2))
@@ -224,7 +224,7 @@ def test_requests_go_where_their_passages_are():
     assert run.outcome.computed[4:].tolist() == [10] * 36
 
 
-def test_more_replicas_serve_more():
+def test_more_replicas_lower_ttft():
     work = drawn(400, 15.0)
     one, three = (simulated(work, deployment(reuse="off", replicas=n)).outcome for n in (1, 3))
     assert np.nanmean(three.ttft_s) < np.nanmean(one.ttft_s) / 3

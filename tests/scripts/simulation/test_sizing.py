@@ -15,14 +15,14 @@ from scripts.simulation.sizing import DeploymentSize, Goal, parse_goal, search
         (" P50 ttft < 2.5s at 3 requests/s ", Goal("p50", "ttft", 2.5, 3.0)),
     ],
 )
-def test_goals_are_read(text, wanted):
+def test_goals_are_parsed(text, wanted):
     assert parse_goal(text) == wanted
 
 
 @pytest.mark.parametrize(
     "text", ["", "fast", "p98 TTFT < 1 s at 20 req/s", "p99 TTFT < 0 s at 1 qps", "p99 TTFT > 1 s at 2 qps"]
 )
-def test_other_texts_are_refused(text):
+def test_invalid_goals_are_rejected(text):
     with pytest.raises(ValueError, match="size-for"):
         parse_goal(text)
 
@@ -34,13 +34,13 @@ def figures(value, refused=0):
 GOAL = Goal("p99", "ttft", 1.0, 20.0)
 
 
-def test_a_run_that_refuses_meets_no_goal():
+def test_run_with_refused_requests_misses_the_goal():
     assert GOAL.is_met(figures(0.5)) and not GOAL.is_met(figures(1.5))
     assert GOAL.value(figures(0.5, refused=1)) == math.inf
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 7, 16, 33])
-def test_the_fewest_replicas_of_each_budget_are_found(most):
+def test_search_finds_the_fewest_replicas_per_budget(most):
     """p99 is 12 s over replicas and budget: budget 1 needs 12, 2 needs 6, 3 needs 4, 12 needs 1."""
     asked = []
 
@@ -54,7 +54,7 @@ def test_the_fewest_replicas_of_each_budget_are_found(most):
     assert len(asked) == len(set(asked)) == len(tried)
 
 
-def test_nothing_to_search_is_refused():
+def test_empty_search_space_is_rejected():
     with pytest.raises(ValueError, match="budgets"):
         search(GOAL, [], 4, lambda size: figures(1))
     with pytest.raises(ValueError, match="most_replicas"):

@@ -17,7 +17,7 @@ def test_poisson_arrivals_have_their_rate_and_spread():
         made.poisson(3, 0.0, 0)
 
 
-def test_drawn_lists_are_skewed_and_distinct():
+def test_zipf_lists_are_skewed_and_have_distinct_passages():
     lists = made.zipf_lists(1000, 3000, 3, [7, 9], exponent=1.0, seed=2)
     assert all(len(set(one.numbers)) == 3 for one in lists)
     numbers = np.concatenate([one.numbers for one in lists])
@@ -32,7 +32,7 @@ def test_drawn_lists_are_skewed_and_distinct():
         made.zipf_lists(2, 1, 3, [1], exponent=1.0, seed=0)
 
 
-def test_a_trace_is_read(tmp_path):
+def test_trace_is_parsed(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps({"docs": docs}) + "\n" for docs in ([5, 3, 5, 1], [2])))
     assert made.trace_lists(path, {5: 50, 3: 30, 2: 20}, 2) == [
@@ -47,7 +47,7 @@ def test_a_trace_is_read(tmp_path):
         made.trace_lists(path, [1], 1)
 
 
-def test_recorded_arrivals_are_read(tmp_path):
+def test_recorded_arrivals_are_parsed(tmp_path):
     azure = tmp_path / "azure.csv"
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:47.1805900,1,0\n"
@@ -74,18 +74,18 @@ def test_arrivals_repeat_and_stretch():
         made.Workload(np.array([1.0, 0.0]), np.zeros(2, int), lists, 3, np.ones(2, int))
 
 
-def test_chunks_have_ids_of_their_tokens():
+def test_chunk_id_is_derived_from_tokens():
     chunk = made.chunk_of(7)
     assert chunk.chunk_id == chunk_id(chunk.token_ids)
 
 
-def test_lists_are_asked_for_in_order_or_drawn():
+def test_passage_lists_are_used_in_order_or_drawn_from_zipf():
     assert made.draw_which(5, 3, exponent=None, seed=0).tolist() == [0, 1, 2, 0, 1]
     drawn = made.draw_which(5000, 50, exponent=1.0, seed=0)
     assert (drawn == 0).mean() > 4 * (drawn == 20).mean() and drawn.max() < 50
 
 
-def test_what_fills_the_caches_can_come_unhurried():
+def test_warmup_requests_can_be_spaced_out():
     arrivals = np.asarray([0.5, 1.0, 1.5, 4.0, 4.5])
     workload = made.Workload(arrivals, np.zeros(5, int), [made.Passages((0,), (8,))], 4, np.ones(5, int), 0)
     assert workload.unhurried(2, 60.0).arrival_s.tolist() == [0.0, 60.0, 120.0, 122.5, 123.0]
