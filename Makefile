@@ -112,7 +112,7 @@ simulate-paper: $(VENV)/.test  ## the papers' experiments in virtual time: docs/
 evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first: docs/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build
 	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --resume build/quality.jsonl \
-	  --markdown docs/quality.md --plot docs/quality.svg --title "What reuse costs in answers" $(ARGS)
+	  --markdown docs/quality.md --title "What reuse costs in answers" $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis

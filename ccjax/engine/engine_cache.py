@@ -14,7 +14,7 @@ from ccjax.config import EngineConfig
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
 from ccjax.engine.shadow import ShadowChecks, ShadowCounts
-from ccjax.errors import ConfigError
+from ccjax.errors import ReadOnlyError
 from ccjax.loading.model import Progress
 from ccjax.policy.routing import ChunkFilter, Summary, load_cost
 from ccjax.runner.budgets import file_system_used
@@ -174,9 +174,9 @@ class EngineCache:
         self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
     ) -> RestoreReport:
         """Restores the chunk-caches of a snapshot, or the hottest `max_bytes` of them, while requests run; see
-        `ccjax.cache.snapshot.restore_snapshot`. Raises ConfigError if the engine is `read_only`."""
+        `ccjax.cache.snapshot.restore_snapshot`. Raises ReadOnlyError if the engine is `read_only`."""
         if self._config.read_only:
-            raise ConfigError("read_only: wanted an engine that may add to its store")
+            raise ReadOnlyError("read_only", "wanted an engine that stores chunks, this one has read_only=True")
         return restore_snapshot(self._chunks, where, max_bytes=max_bytes, progress=progress)
 
     def flush(self) -> None:

@@ -16,7 +16,7 @@ from ccjax.cache.shared.warming import SharedVariant, SharedWarming
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.loop import BatchLoop
-from ccjax.errors import ConfigError
+from ccjax.errors import ConfigError, ReadOnlyError
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.store.index.api import OrderBoard
 from ccjax.store.tiered import TieredStore
@@ -113,12 +113,15 @@ class PrefillOrders:
           The result for each passage; None if there was no order.
 
         Raises:
-          ConfigError: the engine has no `store_index`, or is `read_only`.
+          ConfigError: the engine has no `store_index`.
+          ReadOnlyError: it is `read_only`.
           OSError: the index does not answer.
         """
         orders = self._orders
-        if orders is None or self._config.read_only:
-            raise ConfigError("store_index: wanted an engine that has one, and may add to its store")
+        if self._config.read_only:
+            raise ReadOnlyError("read_only", "wanted an engine that stores chunks, this one has read_only=True")
+        if orders is None:
+            raise ConfigError("store_index: wanted an engine that has one")
         order = orders.take(_TAKE_S)
         if order is None:
             return None

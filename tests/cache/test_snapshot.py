@@ -9,7 +9,7 @@ from ccjax.cache.snapshot import inspect_snapshot, restore_snapshot, save_snapsh
 from ccjax.cache.snapshot import save as save_module
 from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.engine import Request, SamplingParams
-from ccjax.errors import ConfigError
+from ccjax.errors import ReadOnlyError
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.store import StoreUnavailableError
 from ccjax.types import VariantId
@@ -119,7 +119,7 @@ def test_restore_does_not_change_answers(place):
     assert got == expected and got_counts == counts
     assert counts[0] == (sum(map(len, segments[:-1])), 0, True)
     with model.engine(store=(place.parent / "kv").as_uri(), read_only=True) as engine:
-        with pytest.raises(ConfigError, match="read_only: wanted an engine that may add to its store"):
+        with pytest.raises(ReadOnlyError, match="read_only: wanted an engine that stores chunks"):
             engine.cache.restore_snapshot(place)
 
 

@@ -16,7 +16,7 @@ import pytest
 from ccjax.cache import variant_records
 from ccjax.cache.shared.prefill_order import PrefillOrder
 from ccjax.engine import EngineConfig, Request, SamplingParams, prefill_orders
-from ccjax.errors import ConfigError, RequestError
+from ccjax.errors import ConfigError, ReadOnlyError, RequestError
 from ccjax.prompts import chunk_id
 from ccjax.types import Chunk
 from tests.engine.helpers import TinyModel, draw_segments, permuted
@@ -134,6 +134,11 @@ def test_reuse_off_and_engines_without_an_index_place_no_orders(engines, tmp_pat
         assert alone.orders.place() == 0
         with pytest.raises(ConfigError, match="store_index"):
             alone.orders.compute()
+    with (
+        MODEL.engine(store=f"file://{tmp_path}/other", read_only=True) as reader,
+        pytest.raises(ReadOnlyError, match="read_only"),
+    ):
+        reader.orders.compute()
 
 
 def test_order_of_a_dead_generator_is_claimed_by_another(engines, monkeypatch):
