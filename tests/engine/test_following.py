@@ -229,7 +229,7 @@ def test_variants_reused_by_a_running_prefill_stay_known_until_it_ends(start, in
         keep(prefilled)
 
     monkeypatch.setattr(Pack, "run_layer", evict_first)
-    monkeypatch.setattr(second._planner, "keep", look)
+    monkeypatch.setattr(second._capture, "keep", look)
     report = answer(second, [*permuted(SEGMENTS, (3, 2, 1, 0))[:-1], [5] * 40, SEGMENTS[-1]]).reuse
     assert report.reused_tokens > 0 and report.failed_loads == 0
     assert len(known) == NUM_CHUNKS and all(known)
@@ -383,7 +383,8 @@ def test_damaged_sqlite_index_is_rebuilt_from_the_store(start, tmp_path):
     first, second = (start(f"sqlite://{tmp_path}/index.db") for _ in range(2))
     assert shares(first, second, others(1))
     for file in tmp_path.glob("index.db*"):
-        file.write_bytes(b"damaged" * 1000)
+        if not file.name.endswith("-shm"):  # both engines have mapped this one into memory; truncated, it kills them
+            file.write_bytes(b"damaged" * 1000)
     assert shares(first, second, others(2)) and shares(second, first, others(3))
 
 
