@@ -142,7 +142,7 @@ class ResultsFile:
 
 
 def _digests(questions: Sequence[QAQuestion]) -> list[str]:
-    texts = (f"{one.text}\t{one.documents}" for one in questions)
+    texts = (f"{one.text}\t{one.documents}\t{one.answers}" for one in questions)
     return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
 

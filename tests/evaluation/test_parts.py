@@ -97,6 +97,8 @@ def test_evaluation_of_more_questions_reuses_earlier_results(model, tmp_path, mo
     assert asked(questions) == 0
     with pytest.raises(ValueError, match="resume: wanted results of the same questions in .*results.jsonl"):
         asked(questions[::-1])
+    with pytest.raises(ValueError, match="resume: wanted results of the same questions"):
+        asked([dataclasses.replace(one, answers=("another",)) for one in questions])
     assert asked(questions) == 0, "and nothing is lost"
 
 
