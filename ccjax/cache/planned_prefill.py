@@ -115,7 +115,7 @@ class PlannedPrefill:
         else:
             self.plan, self._given_up = self._planner.loads.settle(
                 lambda without: self._planner.plan(self.prompt, self.mode, self._usable(without), self._settings),
-                adapts_ratio=self.mode == "bounded" and self._settings.recompute_ratio is None,
+                adapts_ratio=self.mode == "bounded" and self._settings.adapts_to_loading,
             )
         self._planned_at = time.perf_counter()
         self._plan_s += self._planned_at - started

@@ -64,6 +64,12 @@ class PlannerSettings:
     num_layers: int = 32
     fixes_positions: bool = True
 
+    @property
+    def adapts_to_loading(self) -> bool:
+        """In mode `bounded`, recompute more tokens where loading hides that (CacheBlend sec. 5.1): `auto` is bounded by
+        `recompute_cap` instead."""
+        return self.strategy == "cacheblend" and self.recompute_ratio is None
+
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
         check_mass("alpha", self.alpha)

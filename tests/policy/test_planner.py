@@ -125,7 +125,7 @@ class TestIdentities:
         assert got.segments[1].cfo is None and got.pin == ()
 
     def test_fast_mode_reuses_a_chunk_with_cfo_of_1(self):
-        got = plan("AB", [variant("B", "X", cci=1.0)], mode="fast", fast_ratio=0.2)
+        got = plan("AB", [variant("B", "X", cci=1.0)], strategy="cachecraft", mode="fast", fast_ratio=0.2)
         assert summary(got.segments)[1] == ("reuse", "approx", 2) and got.segments[1].cfo == 1.0
 
 
@@ -164,19 +164,20 @@ class TestFidelity:
 class TestRecompute:
     def test_recompute_offsets_are_the_top_ranked_tokens_in_ascending_order(self):
         # A encoded alone, used after X: CFO = 0.4 * 0.5 = 0.2 of 10 tokens
-        got = plan("XA", [variant("A", ranking=(6, 2, 9, 0, 1, 3, 4, 5, 7, 8))], alpha=0.4)
+        got = plan("XA", [variant("A", ranking=(6, 2, 9, 0, 1, 3, 4, 5, 7, 8))], strategy="cachecraft", alpha=0.4)
         assert got.segments[1].recompute_offsets == (2, 6)
         assert got.segments[1].cfo == pytest.approx(0.2)
 
     def test_reported_cfo_is_eq_12_even_with_a_forced_share(self):
-        got = plan("XA", [variant("A")], recompute_ratio=0.3).segments[1]
+        got = plan("XA", [variant("A")], strategy="cachecraft", recompute_ratio=0.3).segments[1]
         assert (got.cfo, len(got.recompute_offsets)) == (0.5, 3)
 
     @pytest.mark.parametrize(
         ("settings", "expected"), [({}, None), ({"focus_window": 5}, 5), ({"focus_window": None}, None)]
     )
     def test_focus_window_is_set_only_if_tokens_are_recomputed(self, settings, expected):
-        assert plan("XA", [variant("A")], **settings).focus_window == expected
+        assert plan("XA", [variant("A")], num_layers=4, **settings).focus_window == expected
+        assert plan("XA", [variant("A")], num_layers=32, **settings).focus_window is None, "deviations choose"
         assert plan("XA", [variant("A")], recompute_ratio=0.0, **settings).focus_window is None
         assert plan("XA", [variant("A", "X")], **settings).focus_window is None
 
@@ -228,9 +229,10 @@ class TestInvariants:
                     assert segment.recompute_offsets == tuple(sorted(meta.token_ranking[:count]))
                 if settings.strategy == "legolink":
                     assert segment.recompute_offsets == tuple(range(count))
-                assert count < segment.num_tokens
+                are_candidates = bool(got.hkvd_counts_by_layer) and count > 0
+                assert count == segment.num_tokens if are_candidates else count < segment.num_tokens
                 assert not is_true_reuse or (count == 0 and segment.cfo == 0.0)
-                assert mode != "fast" or count <= settings.fast_ratio * segment.num_tokens
+                assert mode != "fast" or are_candidates or count <= settings.fast_ratio * segment.num_tokens
                 if settings.strategy in FIXING and mode == "bounded" and not is_true_reuse:
                     share = segment.cfo if settings.recompute_ratio is None else settings.recompute_ratio
                     assert count == math.ceil(round(share * segment.num_tokens, 9))
@@ -239,7 +241,7 @@ class TestInvariants:
         assert set(got.pin) == {s.variant_id for s in got.segments if s.action == "reuse"}
         assert len(set(got.pin)) == len(got.pin)
         has_fixes = any(s.recompute_offsets for s in got.segments)
-        assert got.focus_window == (settings.focus_window if has_fixes else None)
+        assert got.focus_window == (settings.focus_window if has_fixes and not got.hkvd_counts_by_layer else None)
 
     @given(cases())
     def test_exact_mode_reuses_only_exactly_and_off_mode_computes_everything(self, case):
@@ -318,7 +320,7 @@ class TestErrors:
 
     def test_invalid_token_ranking_is_rejected(self):
         with pytest.raises(ValueError, match="token_ranking"):
-            plan("XA", [variant("A", ranking=(0,) * 10)])
+            plan("XA", [variant("A", ranking=(0,) * 10)], strategy="cachecraft")
 
     @pytest.mark.parametrize(
         ("field", "value"),

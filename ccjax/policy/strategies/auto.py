@@ -1,14 +1,15 @@
-"""`auto`: recomputes a bounded share of a prompt's tokens: those whose KV was measured to change most with the context,
-wherever they are.
+"""`auto`: recomputes a bounded share of a prompt's tokens: those whose KV changes most with the context, wherever they
+are.
 
-Uses CacheBlend's signal, the deviation of KV (sec. 4.2), but measured earlier, when a chunk was computed behind a
-second prefix: this adds no latency to a request, and covers all layers.
+Uses CacheBlend's signal, the deviation of KV (sec. 4.2), where possible measured earlier, when a chunk was computed
+behind a second prefix: this adds no latency to a request, and covers all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ccjax.policy.hkvd import ratio_after_first_layer
 from ccjax.policy.reuse import most_contextualised, num_recompute_tokens
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision, best_choices, mean_deviations
@@ -24,29 +25,43 @@ def decide(
     at most `settings.recompute_cap` of them; or, in mode `bounded` with `settings.max_deviation` and no forced share,
     all that deviate more. Variants computed behind passages or the frame are preferred to others.
 
-    Chunks without known deviations get their own number of tokens, by attention (CacheCraft eq. 14). All others share
-    theirs: the highest deviations of any chunk, each weighted by the part of its old context that is missing, so that
-    chunks with a similar prefix get fewer; ties by position.
+    Chunks with known deviations share their number: the highest deviations of any chunk, each weighted by the part of
+    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. If most tokens
+    belong to other chunks, all deviations are measured during the prefill instead (CacheBlend sec. 4.3), provided that
+    the model has enough layers; else those chunks get their own number, by attention (CacheCraft eq. 14).
     """
     choices = best_choices(chunks, candidates, mode, settings, in_context_first=True)
+    counts = {
+        index: recompute_count(choice, mode, settings)
+        for index, choice in enumerate(choices)
+        if choice is not None and not choice.exact
+    }
+    deviations = {index: mean_deviations(candidates[chunks[index].chunk_id]) for index in counts}
+    is_forced = mode == "bounded" and settings.recompute_ratio is not None
+    cap = 1.0 if is_forced else settings.recompute_cap
+    sizes = {index: chunks[index].num_tokens for index in counts}
+    if sum(size if deviations[index] is None else -size for index, size in sizes.items()) > 0:
+        share = min(cap, sum(counts.values()) / sum(sizes.values()))
+        if ratio := ratio_after_first_layer(share, settings.num_layers):
+            kept_ratio = ratio if ratio < 1.0 else None
+            return [
+                Decision(choice, tuple(range(sizes[index])), kept_ratio) if index in sizes else Decision(choice)
+                for index, choice in enumerate(choices)
+            ]
     offsets: dict[int, tuple[int, ...]] = {}
     scores: list[tuple[float, int, int]] = []
     budget = num_shared = 0
-    is_forced = mode == "bounded" and settings.recompute_ratio is not None
-    cap = 1.0 if is_forced else settings.recompute_cap
-    for index, (chunk, choice) in enumerate(zip(chunks, choices, strict=True)):
-        if choice is None or choice.exact:
-            continue
-        count = recompute_count(choice, mode, settings)
-        deviations = mean_deviations(candidates[chunk.chunk_id])
-        if deviations is None:
-            count = min(count, num_recompute_tokens(cap, choice.meta.num_tokens))
-            offsets[index] = most_contextualised(choice.meta.token_ranking, choice.meta.num_tokens, count)
+    for index, count in counts.items():
+        choice, values = choices[index], deviations[index]
+        assert choice is not None
+        if values is None:
+            count = min(count, num_recompute_tokens(cap, sizes[index]))
+            offsets[index] = most_contextualised(choice.meta.token_ranking, sizes[index], count)
             continue
         budget += count
-        num_shared += choice.meta.num_tokens
+        num_shared += sizes[index]
         missing = _missing(choice, settings)
-        scores += [(-value * missing, index, offset) for offset, value in enumerate(deviations)]
+        scores += [(-value * missing, index, offset) for offset, value in enumerate(values)]
     if num_shared:
         budget = min(budget, num_recompute_tokens(cap, num_shared))
     if mode == "bounded" and settings.recompute_ratio is None and settings.max_deviation is not None:
