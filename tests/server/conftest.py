@@ -79,11 +79,15 @@ def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.A
 
     @contextlib.contextmanager
     def start(
-        settings: ServerSettings | None = None, *, prepares: bool = False, **engine_settings: Any
+        settings: ServerSettings | None = None,
+        *,
+        prepares: bool = False,
+        model: Path = tiny_model,
+        **engine_settings: Any,
     ) -> Iterator[Server]:
         settings = (settings or ServerSettings(top_k=2)).model_copy(update={"prepare_when_idle": prepares})
         engine = Engine.from_pretrained(
-            tiny_model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house"} | engine_settings)
+            model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house"} | engine_settings)
         )
         tokenizer = engine.tokenizer
         assert tokenizer is not None

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from ccjax.server.trace_format import token_texts, trace_json
 from ccjax.text import ByteTokenizer
 from tests.server import patience
 from tests.server.conftest import DOCUMENTS, Server
+from tests.server.tiny_model import write_tiny_model
 
 Start = Callable[..., contextlib.AbstractContextManager[Server]]
 COUNTS = ("reused_tokens", "recomputed_tokens", "computed_tokens")
@@ -135,6 +137,22 @@ def test_trace_marks_are_right_with_recompute_and_without_reuse(start_server: St
         check_agrees(answer)
         assert bool(answer["reuse"]["recomputed_tokens"]) == bool(ratio)
         assert bool(answer["reuse"]["reused_tokens"]) == (strategy != "full")
+
+
+def test_default_measures_deviations_of_passages_seen_once_and_recomputes_15_percent(
+    start_server: Start, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path / "deep", list(DOCUMENTS.values()), num_layers=20)
+    with start_server(model=tmp_path / "deep") as server:
+        ask(server, [0, 1, 2])
+        answer = ask(server, [2, 1, 0])
+    check_agrees(answer)
+    segments = [segment for segment in answer["trace"]["segments"] if segment["recomputed_offsets"]]
+    assert len(segments) >= 2 and all(2 <= segment["recomputed_layers"] < 20 for segment in segments)
+    reuse = answer["reuse"]
+    reused = sum(told["num_tokens"] for told in reuse["per_document"] if not told["exact"])
+    layers = reuse["computed_share"] * reuse["prompt_tokens"] - answer["trace"]["segments"][-1]["num_tokens"]
+    assert 0.1 * reused <= layers <= 0.15 * reused + len(segments), "rounded up"
 
 
 @pytest.mark.parametrize("started_s, queue", [(105.0, (3.0, 5.0)), (100.5, (3.0, 3.0))], ids=["usual", "begun early"])
