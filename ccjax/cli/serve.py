@@ -161,7 +161,8 @@ class _BackgroundLoader(threading.Thread):
                 raise StartupError(f"--num-processes: {error}") from error
         try:
             with naming(args, "--docs"):
-                retriever = open_documents(args.model, part(args, DocumentOptions), engine.tokenizer, progress)
+                documents = part(args, DocumentOptions)
+                retriever = open_documents(args.model, documents, engine.tokenizer, progress, warmup=args.warmup)
             if args.warmup:
                 engine.warmup(progress, only_first=not args.warmup_all)
         except BaseException:

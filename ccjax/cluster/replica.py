@@ -112,7 +112,7 @@ class Replica:
         begin()
         engine = load_engine(options.model, options.engine)
         try:
-            retriever = open_documents(options.model, options.documents, engine.tokenizer)
+            retriever = open_documents(options.model, options.documents, engine.tokenizer, warmup=options.warmup)
             if options.warmup:
                 with _alone_on_host(Path(options.compile_cache_dir)):
                     engine.warmup()

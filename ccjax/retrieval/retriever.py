@@ -30,6 +30,7 @@ Progress = Callable[[str, int, int], None]
 
 _DEFAULTS = DocumentOptions()
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
+_WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
 
@@ -223,6 +224,11 @@ class Retriever:
             for row, others in zip(rows.tolist(), found.tolist(), strict=True)
             if row in ids
         }
+
+    def warmup(self) -> None:
+        """Embeds texts of the usual lengths of a question, so that the first question need not wait for compilation."""
+        for num_words in _WARMUP_WORDS:
+            self._embedder.embed(["word " * num_words])
 
     def search(self, query: str, top_k: int, *, filters: Mapping[str, Any] | None = None) -> list[Passage]:
         """The `top_k` passages most similar to `query`, best first; fewer if fewer exist or match.

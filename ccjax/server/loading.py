@@ -48,9 +48,14 @@ def with_dtype(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_documents(
-    model: str, options: DocumentOptions, tokenizer: Tokenizer | None, progress: Progress | None = None
+    model: str,
+    options: DocumentOptions,
+    tokenizer: Tokenizer | None,
+    progress: Progress | None = None,
+    *,
+    warmup: bool = False,
 ) -> Retriever | None:
-    """The updated index of the documents; None if the server has none.
+    """The updated index of the documents, ready for questions after a `warmup`; None if the server has none.
 
     Raises:
       ValueError, OSError: a setting, the embedder or the directory cannot be used; the message names the argument.
@@ -82,6 +87,8 @@ def open_documents(
         retriever.close()
         why = f"; the first of {len(failed)} unusable files: {': '.join(failed[0])}" if failed else ""
         raise ValueError(f"docs: wanted a directory with documents, got none in {directory}{why}")
+    if warmup:
+        retriever.warmup()
     return retriever
 
 

@@ -228,17 +228,19 @@ def test_error_names_a_docs_folder_without_documents(tiny_model: Path, tmp_path:
 def test_server_warms_up_answers_and_exits_on_a_signal(
     tiny_model: Path, docs_dir: Path, environment: dict[str, str]
 ) -> None:
-    arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--embedder", "lexical", "--chunk-tokens", "40"]
+    arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--chunk-tokens", "40"]
     arguments += ["--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
     arguments += ["--served-model-name", "house", *FEW_STEPS]
     with serving(arguments, environment) as (url, line, process):
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
         assert patience.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
         messages = [{"role": "user", "content": "Who bakes bread?"}]
+        compiled = metric(url, "ccjax_compilations_total")
         body = {"messages": messages, "max_tokens": 40, "stream": True, "seed": 1, "temperature": 1.0}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
+            assert metric(url, "ccjax_compilations_total") == compiled, "the first question waited for a compilation"
             process.send_signal(signal.SIGTERM)  # the running answer is finished first
             rest = list(lines)
         assert "data: [DONE]" in rest and '"finish_reason":"' in rest[-4]
@@ -253,6 +255,12 @@ def test_server_warms_up_answers_and_exits_on_a_signal(
             assert stage in errors
     cache = Path(environment["XDG_CACHE_HOME"]) / "ccjax"
     assert any((cache / "compile").iterdir()) and any((cache / "index").iterdir())
+
+
+def metric(url: str, name: str) -> str:
+    """The value of a metric, as text."""
+    lines = patience.get(f"{url}/metrics").text.splitlines()
+    return next(line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} "))
 
 
 def chat(**fields: object) -> dict:
