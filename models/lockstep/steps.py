@@ -42,9 +42,22 @@ class Step(Generic[Result]):
 
     def __init__(self, function: Callable[..., Result], **options: Any) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
-        self.jitted = jax.jit(function, **options)
+        self._function, self._options = function, options
         functools.update_wrapper(self, function)
         STEPS[self.name] = self
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The function under `jax.jit`; made on first use, since that needs to know the backend.
+
+        On a CPU, a compilation keeps to the thread that began it, so that one in the background, on a thread of low
+        priority, takes no time from requests. XLA would otherwise divide it among its threads.
+        """
+        return self.jit({"xla_cpu_parallel_codegen_split_count": 1} if jax.default_backend() == "cpu" else None)
+
+    def jit(self, compiler_options: dict[str, Any] | None = None) -> Any:
+        """The function under another `jax.jit`, with the same options besides those of the compiler."""
+        return jax.jit(self._function, compiler_options=compiler_options, **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if _recorder is None:
@@ -56,7 +69,9 @@ class Step(Generic[Result]):
         self.jitted.lower(*args, **kwargs).compile()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["jitted"], name)
+        if "_function" not in self.__dict__:  # in a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.jitted, name)
 
 
 def run_in_turn(jitted: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
