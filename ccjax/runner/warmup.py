@@ -6,8 +6,6 @@ import concurrent.futures
 import functools
 import logging
 import os
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +27,7 @@ from ccjax.runner.batch_sizes import BatchSizes, spread
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.compilations import compilations
 from ccjax.runner.compiled_sizes import Key
+from ccjax.runner.compiler_threads import lower_compilers
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import draw
@@ -36,9 +35,6 @@ from ccjax.runner.sampling import draw
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-
-_NICE = 15
-"""The lowest priority is 19; on idle cores none of them slows anything down."""
 
 
 class StepCompiler:
@@ -239,7 +235,7 @@ class BackgroundCompiler:
     def __init__(self, model: DeviceModel, steps: StepCompiler) -> None:
         self._model, self._steps = model, steps
         self._pool = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="ccjax-compile", initializer=_lower_priority
+            1, thread_name_prefix="ccjax-compile", initializer=lower_compilers
         )
         self._next: concurrent.futures.Future[None] | None = None
         self._is_closed = False
@@ -270,14 +266,6 @@ class BackgroundCompiler:
             if not self._is_closed:  # after `close`, failures are expected: the page pool is closed
                 logger.exception("%s: could not be compiled ahead", key)
             self._model.sizes.give_up(key)
-
-
-def _lower_priority() -> None:
-    """Lets requests that come during a compilation have the cores first. Linux has a priority for each thread; threads
-    that this one starts inherit it."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _is_done(run: concurrent.futures.Future[None], is_cancelled: IsCancelled | None) -> bool:

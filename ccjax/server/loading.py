@@ -13,6 +13,7 @@ from ccjax.engine import Engine
 from ccjax.loading.model import ASSETS, DEMO_CORPUS, Progress
 from ccjax.loading.named import DEFAULT, TOY
 from ccjax.retrieval import Retriever, default_embedder
+from ccjax.runner.compiler_threads import find_compilers
 from ccjax.text import Tokenizer
 
 
@@ -34,6 +35,7 @@ def load_engine(model: str, settings: Mapping[str, Any], progress: Progress | No
     Raises:
       ConfigError, CheckpointError, StoreIdentityError, StoreUnavailableError: as `Engine.from_pretrained`.
     """
+    find_compilers()
     return Engine.from_pretrained(model, progress=progress, **with_dtype(settings))
 
 
