@@ -47,7 +47,7 @@ class LoadPlanner:
             return self._num_layers
         return preload_depth(self._num_layers, prefill_s, load_s)
 
-    def settle(
+    def plan_loads(
         self, make_plan: Callable[[frozenset[VariantId]], PrefillPlan], *, adapts_ratio: bool = False
     ) -> tuple[PrefillPlan, frozenset[VariantId]]:
         """The plan to execute, and the variants on disk that it leaves out because computing them is faster.

@@ -113,7 +113,7 @@ class PlannedPrefill:
         if self.mode == "off":
             self.plan = self._planner.plan(self.prompt, self.mode, {})
         else:
-            self.plan, self._given_up = self._planner.loads.settle(
+            self.plan, self._given_up = self._planner.loads.plan_loads(
                 lambda without: self._planner.plan(self.prompt, self.mode, self._usable(without), self._settings),
                 adapts_ratio=self.mode == "bounded" and self._settings.adapts_to_loading,
             )
@@ -129,7 +129,7 @@ class PlannedPrefill:
         """
         assert self.plan is not None
         while self._shared is not None:
-            agreement = self._shared.settle(self.plan, self._usable())
+            agreement = self._shared.claim(self.plan, self._usable())
             if agreement != "plan":
                 return agreement == "go"
             self.make_plan()
@@ -137,7 +137,7 @@ class PlannedPrefill:
 
     def is_wait_over(self) -> bool:
         """True once there is nothing left to wait for from other processes."""
-        return self._shared is None or self._shared.look()
+        return self._shared is None or self._shared.is_wait_over()
 
     def pin(self) -> PrefillPlan:
         """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns

@@ -163,7 +163,7 @@ class ReplicaCache:
         def make(without: frozenset[VariantId]) -> PrefillPlan:
             return self._make(view, question_tokens, without) if without else first
 
-        plan, given_up = self._loads.settle(make)
+        plan, given_up = self._loads.plan_loads(make)
         return self._summed(view, plan) if given_up else planned
 
     def pin(self, planned: Planned) -> LoadTicket:

@@ -22,7 +22,7 @@ from ccjax.engine import Engine  # noqa: E402
 from ccjax.runner.pack import Pack  # noqa: E402
 from tests.engine.few_shapes import few_shapes  # noqa: E402
 
-_RUN_LAYER, _LOOK = Pack.run_layer, SharedPrefill.look
+_RUN_LAYER, _LOOK = Pack.run_layer, SharedPrefill.is_wait_over
 PATIENCE_S = 3600.0
 CLAIM_S = 300.0
 """Longer than any answer takes here on a busy machine, and shorter than the clock skew."""
@@ -52,7 +52,7 @@ class Worker:
           tells: print "waiting" when it waits for another process.
         """
         Pack.run_layer = _held if is_held else _RUN_LAYER  # type: ignore[method-assign]
-        SharedPrefill.look = _told if tells else _LOOK  # type: ignore[method-assign]
+        SharedPrefill.is_wait_over = _told if tells else _LOOK  # type: ignore[method-assign]
         ccjax.cache.shared.prefill.claim_s = lambda *_: claim_s
         response = self._engine.generate("Who?", documents, max_new_tokens=4)
         self._engine.cache.flush()
@@ -95,7 +95,7 @@ def _held(pack: Pack) -> None:
 
 
 def _told(shared: SharedPrefill) -> bool:
-    SharedPrefill.look = _LOOK  # type: ignore[method-assign]
+    SharedPrefill.is_wait_over = _LOOK  # type: ignore[method-assign]
     _say({"waiting": True})
     return _LOOK(shared)
 

@@ -235,17 +235,17 @@ def test_wait_is_extended_for_claims_that_arrive_late(monkeypatch):
     shared = SharedPrefill(claims := Winner(), index, 1e-3)
 
     def wait() -> None:
-        while not shared.look():
+        while not shared.is_wait_over():
             clock[0] += 0.01
 
-    assert shared.settle(None, {}) == "wait"
+    assert shared.claim(None, {}) == "wait"
     claims.stored = ("a",)
     wait()
     assert shared.waited_s < longest_shared_wait_s(100, 1e-3)
-    assert shared.settle(None, {}) == "wait"
+    assert shared.claim(None, {}) == "wait"
     wait()
     assert shared.waited_s == pytest.approx(longest_shared_wait_s(5000, 1e-3), abs=0.3)
-    assert shared.settle(None, {}) == "go" and longest_shared_wait_s(5000, 1e-3) > 2 * longest_shared_wait_s(100, 1e-3)
+    assert shared.claim(None, {}) == "go" and longest_shared_wait_s(5000, 1e-3) > 2 * longest_shared_wait_s(100, 1e-3)
 
 
 @pytest.mark.usefixtures("patient")
@@ -363,7 +363,7 @@ def test_read_only_engines_and_engines_without_a_disk_claim_nothing(url, tmp_pat
     def refuse(*_):
         raise AssertionError("nothing is to be agreed on")
 
-    monkeypatch.setattr(SharedPrefill, "settle", refuse)
+    monkeypatch.setattr(SharedPrefill, "claim", refuse)
     with MODEL.engine(share_computation=True) as engine:
         answer(engine)
     with MODEL.engine(store=url, share_computation=True, read_only=True) as engine:

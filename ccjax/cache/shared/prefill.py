@@ -22,8 +22,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 
 
 class SharedPrefill:
-    """The agreement for one prefill; ends with `release`. Nothing here blocks: `settle` says that the prefill has to
-    wait, `look` when the wait is over.
+    """The agreement for one prefill; ends with `release`. Nothing here blocks: `claim` says that the prefill has to
+    wait, `is_wait_over` when it need not any longer.
 
     Attributes:
       claimed: variants whose leases this process asked for and got.
@@ -38,11 +38,11 @@ class SharedPrefill:
         self._seconds_per_token = seconds_per_token
         self._longest_s: float | None = None
         self._taken: frozenset[str] = frozenset()
-        self._looked_at = self._next_look = self._pause_s = 0.0
+        self._checked_at = self._next_check = self._pause_s = 0.0
 
-    def settle(self, plan: PrefillPlan, known: Mapping[ChunkId, Sequence[VariantMeta]]) -> Agreement:
+    def claim(self, plan: PrefillPlan, known: Mapping[ChunkId, Sequence[VariantMeta]]) -> Agreement:
         """Claims what the plan computes. Returns "go" to execute the plan, "plan" to plan again because there are more
-        variants now, or "wait" to wait for other processes until `look` is True and then plan again."""
+        variants now, or "wait" to wait for other processes until `is_wait_over` and then plan again."""
         lengths = variants_to_compute(plan, known)
         wanted = [variant_id for variant_id in lengths if variant_id not in self.claimed]
         if not wanted or (self._longest_s is not None and self.waited_s >= self._longest_s):
@@ -61,24 +61,24 @@ class SharedPrefill:
         longest_s = longest_shared_wait_s(num_tokens, self._seconds_per_token)
         self._longest_s = longest_s if self._longest_s is None else max(self._longest_s, longest_s)
         self._pause_s = _FIRST_PAUSE_S
-        self._looked_at = time.perf_counter()
-        self._next_look = self._looked_at + self._pause_s
+        self._checked_at = time.perf_counter()
+        self._next_check = self._checked_at + self._pause_s
         return "wait"
 
-    def look(self) -> bool:
+    def is_wait_over(self) -> bool:
         """True once every awaited variant is stored or no longer claimed, or the wait took too long. Checks the store
         only after a pause, however often it is called."""
         now = time.perf_counter()
-        if now < self._next_look:
+        if now < self._next_check:
             return False
         assert self._longest_s is not None
         arrived = self._claims.committed(self._taken)
         self._follow(arrived)
         self._taken = self._claims.taken(self._taken - set(arrived))
-        self.waited_s += now - self._looked_at
+        self.waited_s += now - self._checked_at
         self._pause_s = min(1.5 * self._pause_s, _LONGEST_PAUSE_S)
-        self._looked_at = now
-        self._next_look = now + min(self._pause_s, self._longest_s - self.waited_s)
+        self._checked_at = now
+        self._next_check = now + min(self._pause_s, self._longest_s - self.waited_s)
         return not self._taken or self.waited_s >= self._longest_s
 
     def release(self) -> None:
