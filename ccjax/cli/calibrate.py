@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ccjax.cli.progress import bars
-from ccjax.cli.questions import add_answer_arguments, add_question_arguments, questions_of, run
+from ccjax.cli.questions import add_answer_arguments, add_question_arguments, measurement, questions_of, run
 from ccjax.cli.values import check_writable
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from ccjax.evaluation.parts import ResultsFile, described
+    from ccjax.evaluation.ways import parse_way
     from ccjax.loading.calibration import CALIBRATION_FILE, write_calibration
     from ccjax.loading.model import load_model
     from ccjax.policy.calibration import Calibration
@@ -75,10 +77,19 @@ def _run(args: argparse.Namespace) -> int:
     )
     output = args.output or (model.directory or Path()) / CALIBRATION_FILE
     check_writable("output", output)
+    resume = None
+    if args.resume is not None:
+        found = described(args.resume)
+        ways, states = [parse_way(text) for text in found["ways"]], found["cached"]
+        if args.cached not in states:
+            raise ValueError(f"--cached: wanted one of {', '.join(states)}, as in {args.resume}, got {args.cached}")
+        resume = ResultsFile(args.resume, measurement(args, ways, states))
+    else:
+        ways, states = ways_of(args.strategies, args.focus_windows, args.focus_rule), [args.cached]
     with bars() as progress:
-        ways = ways_of(args.strategies, args.focus_windows, args.focus_rule)
-        by_token = args.score == BY_TOKEN
-        outcomes = run(args, model, questions, ways, [args.cached], progress, "calibrating", with_forced=by_token)
+        scored = {"with_forced": args.score == BY_TOKEN or resume is not None}
+        outcomes = run(args, model, questions, ways, states, progress, "calibrating", resume=resume, **scored)
+        outcomes = [one for one in outcomes if one.state in (None, args.cached)]
         calibration = dataclasses.replace(
             calibration,
             trials={name: trials(name, outcomes, args.score) for name in args.strategies},
@@ -156,9 +167,11 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
     (teacher forced); with any other, whether its score against the right answers is no lower than full prefill's.
 
     Raises:
-      ValueError: full prefill answers none of the questions.
+      ValueError: full prefill answers none of the questions, or no outcome is of the strategy.
     """
+    from ccjax.config import EngineConfig
     from ccjax.evaluation.scores import TEXT_SCORES, best
+    from ccjax.evaluation.ways import DEFAULT
     from ccjax.policy.calibration import Trial
 
     def scored(outcome: WayResults) -> list[float]:
@@ -173,7 +186,7 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
         raise ValueError(f"--questions: wanted some that full prefill answers ({score}), got {len(full)} that it fails")
     found = []
     for outcome in outcomes[1:]:
-        if outcome.way.strategy == strategy:
+        if outcome.way.strategy == strategy or (outcome.way == DEFAULT and strategy == EngineConfig().strategy):
             own = scored(outcome)
             by_token = score == BY_TOKEN
             found.append(
@@ -189,6 +202,9 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
                     focus_rule=outcome.way.focus_rule,
                 )
             )
+    if not found:
+        ways = ", ".join(str(one.way) for one in outcomes[1:])
+        raise ValueError(f"--strategies: wanted some of the ways {ways}, got {strategy}")
     return tuple(found)
 
 
@@ -264,6 +280,10 @@ def _parser() -> argparse.ArgumentParser:
         "default; needs no right answers), or answers whose score is no lower than full prefill's",
     )
     parser.add_argument("--worlds", type=int, default=0, help="new towns of the demo to verify the choice on (0)")
+    text = (
+        "results of ccjax evaluate --resume FILE with the same options: takes its ways, and asks only what is missing"
+    )
+    parser.add_argument("--resume", type=Path, metavar="FILE", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")
     parser.add_argument("--json", action="store_true", help="print the calibration as one JSON object on the last line")
     return parser

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ccjax.cli.questions import questions_of, run
+    from ccjax.cli.questions import measurement, questions_of, run
     from ccjax.cli.values import check_writable
     from ccjax.evaluation.environment import environment
     from ccjax.evaluation.parts import ResultsFile
@@ -62,12 +62,7 @@ def _run(args: argparse.Namespace) -> int:
         "max_tokens": args.max_tokens,
         "dtype": args.dtype,
     }
-    measured = {name: value for name, value in evaluation.items() if name != "num_questions"} | {
-        "ways": [str(way) for way in ways],
-        "quantization": args.quantization,
-        "max_model_len": args.max_model_len,
-    }
-    resume = ResultsFile(args.resume, measured) if args.resume else None
+    resume = ResultsFile(args.resume, measurement(args, ways, states)) if args.resume else None
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
     with bars() as progress:
         outcomes = run(args, model, questions, ways, states, progress, with_forced=True, resume=resume)

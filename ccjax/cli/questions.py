@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
@@ -101,6 +101,12 @@ def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="as it will be served")
     parser.add_argument("--tokenizer", metavar="DIR", help="directory with other tokenizer files than the model's own")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="as it will be served")
+
+
+def measurement(args: argparse.Namespace, ways: Sequence[Way], states: Sequence[State]) -> dict[str, Any]:
+    """All that results depend on besides the questions, as JSON types (`ccjax.evaluation.parts.ResultsFile`)."""
+    names = ("model", "questions", "prompt", "max_tokens", "dtype", "quantization", "max_model_len")
+    return {name: getattr(args, name) for name in names} | {"cached": [*states], "ways": [str(way) for way in ways]}
 
 
 def run(

@@ -60,6 +60,20 @@ def measure_in_parts(
     return results
 
 
+def described(path: Path) -> dict[str, Any]:
+    """The first line of a `ResultsFile`.
+
+    Raises:
+      ValueError: it is none.
+      OSError: the file cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8").partition("\n")[0])
+        return {"cached": [], "ways": [], **found}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"resume: wanted a file of an earlier evaluation, got {path}") from error
+
+
 class ResultsFile:
     """Results of some questions at a time: a JSONL file whose first line describes the measurement. A later run may ask
     more questions, if it begins with the same ones.
@@ -80,17 +94,14 @@ class ResultsFile:
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         if lines:
-            self._check(lines[0], wanted)
+            self._check(wanted)
             self._kept = [json.loads(line) for line in whole[1:]]
         self._first_line = whole[0] if whole else json.dumps(wanted) + "\n"
         self._write()
 
-    def _check(self, line: str, wanted: dict[str, Any]) -> None:
-        try:
-            found = json.loads(line)
-            differing = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"resume: wanted a file of an earlier evaluation, got {self._path}") from error
+    def _check(self, wanted: dict[str, Any]) -> None:
+        found = described(self._path)
+        differing = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
         if differing:
             name = differing[0]
             raise ValueError(

@@ -237,3 +237,37 @@ def test_calibration_is_written_and_applied(tmp_path, monkeypatch):
     done = run("calibrate", "--limit", 2, *options[2:-5], "--strategies", "reuse", "--output", path)
     assert done.returncode == 1 and "served as without a calibration" in done.stdout
     assert "reuse: 2 answers cannot show it even if all are kept" in " ".join(done.stdout.split())
+
+
+def test_calibration_takes_the_results_of_an_evaluation(tmp_path, monkeypatch):
+    results, path = tmp_path / "results.jsonl", tmp_path / "calibration.json"
+    options = ["--limit", 2, "--passages", 3, "--kinds", "single", "--seed", "test"]
+    states = ["--cached", "alone", "prepared"]
+    done = run("evaluate", *options, *states, "--ways", "default", "auto:0.3", "--resume", results)
+    assert done.returncode == 0, done.stderr
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr("ccjax.evaluation.parts.measure", refuse)
+    resumed = [*options, "--resume", results, "--output", path]
+    done = run("calibrate", *resumed, "--strategies", "auto", "--target", 0.1)
+    assert done.returncode == 0, done.stderr
+    value = json.loads(path.read_text())
+    (part,) = [json.loads(line) for line in results.read_text().splitlines()[1:]]
+    shares = [
+        [answer["forced"]["agreement"] for answer in one["answers"]]
+        for one in part["results"]
+        if one["state"] == "prepared"
+    ]
+    assert [trial["shares"] for trial in value["trials"]["auto"]] == shares and len(shares) == 2
+    assert [trial["recompute_ratio"] for trial in value["trials"]["auto"]] == [None, 0.3]
+    assert value["settings"]["cached"] == "prepared" and value["settings"]["num_questions"] == 2
+    for wrong, message in (
+        (["--strategies", "cachecraft"], "--strategies: wanted some of the ways default, auto:0.3, got cachecraft"),
+        (["--cached", "seen"], f"--cached: wanted one of alone, prepared, as in {results}, got seen"),
+        (["--prompt", "Short."], "resume: wanted results with prompt 'Short.'"),
+        (["--resume", path], "resume: wanted a file of an earlier evaluation"),
+    ):
+        done = run("calibrate", *resumed, *wrong)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
