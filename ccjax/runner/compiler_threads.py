@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -32,7 +33,8 @@ def lower_compilers() -> None:
     if sys.platform != "linux":
         return
     for thread in (threading.get_native_id(), *_found):
-        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _threads() -> set[int]:

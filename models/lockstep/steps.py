@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,6 +26,7 @@ class Recorder(Protocol):
 
 
 _recorder: Recorder | None = None
+_making = threading.Lock()
 
 
 def record_with(recorder: Recorder | None) -> None:
@@ -42,18 +44,23 @@ class Step(Generic[Result]):
 
     def __init__(self, function: Callable[..., Result], **options: Any) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
-        self._function, self._options = function, options
+        self._function, self._options, self._jitted = function, options, None
         functools.update_wrapper(self, function)
         STEPS[self.name] = self
 
-    @functools.cached_property
+    @property
     def jitted(self) -> Any:
-        """The function under `jax.jit`; made on first use, since that needs to know the backend.
+        """The function under `jax.jit`, the same for all threads; made on first use, since that needs to know the backend.
 
         On a CPU, a compilation keeps to the thread that began it, so that one in the background, on a thread of low
         priority, takes no time from requests. XLA would otherwise divide it among its threads.
         """
-        return self.jit({"xla_cpu_parallel_codegen_split_count": 1} if jax.default_backend() == "cpu" else None)
+        if self._jitted is None:
+            with _making:
+                if self._jitted is None:
+                    on_cpu = {"xla_cpu_parallel_codegen_split_count": 1} if jax.default_backend() == "cpu" else None
+                    self._jitted = self.jit(on_cpu)
+        return self._jitted
 
     def jit(self, compiler_options: dict[str, Any] | None = None) -> Any:
         """The function under another `jax.jit`, with the same options besides those of the compiler."""
