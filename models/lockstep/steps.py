@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,7 +25,6 @@ class Recorder(Protocol):
 
 
 _recorder: Recorder | None = None
-_making = threading.Lock()
 
 
 def record_with(recorder: Recorder | None) -> None:
@@ -44,27 +42,9 @@ class Step(Generic[Result]):
 
     def __init__(self, function: Callable[..., Result], **options: Any) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
-        self._function, self._options, self._jitted = function, options, None
+        self.jitted = jax.jit(function, **options)
         functools.update_wrapper(self, function)
         STEPS[self.name] = self
-
-    @property
-    def jitted(self) -> Any:
-        """The function under `jax.jit`, the same for all threads; made on first use, since that needs to know the backend.
-
-        On a CPU, a compilation keeps to the thread that began it, so that one in the background, on a thread of low
-        priority, takes no time from requests. XLA would otherwise divide it among its threads.
-        """
-        if self._jitted is None:
-            with _making:
-                if self._jitted is None:
-                    on_cpu = {"xla_cpu_parallel_codegen_split_count": 1} if jax.default_backend() == "cpu" else None
-                    self._jitted = self.jit(on_cpu)
-        return self._jitted
-
-    def jit(self, compiler_options: dict[str, Any] | None = None) -> Any:
-        """The function under another `jax.jit`, with the same options besides those of the compiler."""
-        return jax.jit(self._function, compiler_options=compiler_options, **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if _recorder is None:
@@ -76,9 +56,7 @@ class Step(Generic[Result]):
         self.jitted.lower(*args, **kwargs).compile()
 
     def __getattr__(self, name: str) -> Any:
-        if "_function" not in self.__dict__:  # in a copy that has no attributes yet
-            raise AttributeError(name)
-        return getattr(self.jitted, name)
+        return getattr(self.__dict__["jitted"], name)
 
 
 def run_in_turn(jitted: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

@@ -21,7 +21,6 @@ from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from ccjax.models.llama3.params import LayerParams, Params, layer_table, top_table
 from ccjax.models.llama3.sharding import axes_sharding, make_mesh
 from ccjax.models.llama3.steps import logits_step, rotate_step
-from ccjax.models.lockstep.steps import Step
 
 Axes = tuple[str | None, ...]
 Place = Callable[[Axes, tuple[int, ...]], Sharding | None]
@@ -177,8 +176,7 @@ def compile_step(
     arrays, statics = case.call(place, implementation)
     if "mesh" in statics:
         statics["mesh"] = mesh
-    step = case.step.jit() if isinstance(case.step, Step) else case.step  # without options for this machine
-    traced = step.trace(*arrays, **statics)
+    traced = case.step.trace(*arrays, **statics)
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 
