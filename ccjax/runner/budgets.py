@@ -124,9 +124,9 @@ def disk_bytes(url: str) -> int | None:
 
 
 def file_system_used(url: str) -> float | None:
-    """Used share of the file system of a `file://` URL, by any files; None for other URLs."""
+    """Used share of what users may use of the file system of a `file://` URL, by any files; None for other URLs."""
     usage = _file_system(url)
-    return None if usage is None else 1.0 - usage.free / usage.total
+    return None if usage is None else usage.used / (usage.used + usage.free)  # the rest is reserved
 
 
 def _file_system(url: str) -> shutil._ntuple_diskusage | None:

@@ -51,8 +51,8 @@ def test_capacity_used_reports_the_fill_level_of_the_last_tier(tmp_path, monkeyp
     with MODEL.engine(store=f"file://{tmp_path}/a", disk_cache_bytes="1GiB") as engine:
         assert engine.cache.capacity_used < 0.01
     with MODEL.engine(store=f"file://{tmp_path}/b") as engine:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=1000, free=150))
-        assert engine.cache.capacity_used == pytest.approx(0.85)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=1000, used=600, free=200))
+        assert engine.cache.capacity_used == pytest.approx(0.75), "200 are reserved, and nobody's to use"
         object.__setattr__(engine.config, "store", "s3://bucket/prefix")
         assert engine.cache.capacity_used == 1.0
 
