@@ -165,6 +165,10 @@ class PrefillPlan:
         counts = self.hkvd_counts_by_layer
         return len(segment.recompute_offsets) * (sum(counts) / (len(counts) * counts[0]) if counts else 1.0)
 
+    def computed_tokens(self, segment: Segment) -> float:
+        """Tokens of a segment to compute or recompute, in equivalents of all layers; ignores the focus cut."""
+        return segment.num_tokens if segment.action == "compute" else self.recomputed_tokens(segment)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON types."""
         return dataclasses.asdict(self)

@@ -238,6 +238,7 @@ def test_jit_is_used_only_in_designated_modules():
         "ccjax.models.lockstep.steps",
         "ccjax.models.minilm.encoder",
         "ccjax.models.minilm.model",
+        "ccjax.runner.compiler_threads",
         "scripts.demo_model.training",
         "scripts.demo_model.objective",
         "scripts.demo_model.evaluate",

@@ -102,11 +102,7 @@ class LoadPlanner:
         return loads, prefill_s * (self._num_layers - 1) / self._num_layers  # layer 0 has nothing to hide behind
 
     def _prefill_s(self, plan: PrefillPlan) -> float | None:
-        computed = (
-            segment.num_tokens if segment.action == "compute" else plan.recomputed_tokens(segment)
-            for segment in plan.segments
-        )
-        return self._rates.compute_s(round(sum(computed)))
+        return self._rates.compute_s(round(sum(map(plan.computed_tokens, plan.segments))))
 
     def _num_bytes(self, segment: Segment) -> int:
         return self._store.kv_spec.num_bytes(segment.num_tokens)

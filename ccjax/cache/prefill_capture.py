@@ -18,7 +18,7 @@ from ccjax.policy.variants import IN_CONTEXT, choose_other_context
 from ccjax.prompts import Prompt
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.heavy_hitters import received_mass, with_received
-from ccjax.runner.plan_rows import computed_offsets, recomputed_share
+from ccjax.runner.plan_rows import recomputed_share
 from ccjax.store.errors import StoreError
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE, HOST
@@ -151,18 +151,21 @@ class PrefillCapture:
 
     def _note_unprepared(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Notes the passages that were computed, and those that were reused behind others though fewer than
-        `IN_CONTEXT` passages had stood before them."""
+        `IN_CONTEXT` passages had stood before them or nobody knows how much their tokens deviate."""
         first = int(prompt.has_system)
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks[first:]})
         for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
-            used = [one for one in known.get(chunk.chunk_id, ()) if one.variant_id == segment.variant_id]
-            was_reused = segment.fidelity == "approx" and bool(used) and used[0].passages_before < IN_CONTEXT
+            variants = known.get(chunk.chunk_id, ())
+            used = [one for one in variants if one.variant_id == segment.variant_id]
+            is_known = any(one.token_deviations for one in variants)
+            was_reused = segment.fidelity == "approx" and bool(used)
+            was_reused = was_reused and (used[0].passages_before < IN_CONTEXT or not is_known)
             if was_reused or segment.variant_id is None:
                 alone = Prompt((*prompt.chunks[:first], chunk), prompt.has_system, chunk.token_ids[-1:], 1)
                 self.unprepared.note(alone, was_reused=was_reused)
 
     def _describe(self, plan: PrefillPlan) -> None:
-        num_new = len(computed_offsets(plan))
+        num_new = round(sum(map(plan.computed_tokens, plan.segments)))
         self._variants.describe_prefill(plan.num_tokens - num_new, num_new)
 
     def _other_kv(self, meta: VariantMeta, variants: Sequence[VariantMeta]) -> np.ndarray | None:

@@ -65,6 +65,16 @@ def _run(args: argparse.Namespace) -> int:
     if args.worlds and args.questions != "demo":
         raise ValueError(f"--worlds: wanted only with the demo's questions, got {args.questions}")
     questions = questions_of(args)
+    ways, states, resume = ways_of(args.strategies, args.focus_windows, args.focus_rule), [args.cached], None
+    if args.resume is not None:
+        found = described(args.resume)
+        texts, states = found.get("ways"), found.get("cached")
+        if not isinstance(texts, list) or not isinstance(states, list):
+            raise ValueError(f"resume: wanted a file of an earlier evaluation, got {args.resume}")
+        ways = [parse_way(str(text)) for text in texts]
+        if args.cached not in states:
+            raise ValueError(f"--cached: wanted one of {', '.join(states)}, as in {args.resume}, got {args.cached}")
+        resume = ResultsFile(args.resume, measurement(args, ways, states))
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=args.tokenizer)
     calibration = Calibration(
         model=model.fingerprint,
@@ -77,15 +87,6 @@ def _run(args: argparse.Namespace) -> int:
     )
     output = args.output or (model.directory or Path()) / CALIBRATION_FILE
     check_writable("output", output)
-    resume = None
-    if args.resume is not None:
-        found = described(args.resume)
-        ways, states = [parse_way(text) for text in found["ways"]], found["cached"]
-        if args.cached not in states:
-            raise ValueError(f"--cached: wanted one of {', '.join(states)}, as in {args.resume}, got {args.cached}")
-        resume = ResultsFile(args.resume, measurement(args, ways, states))
-    else:
-        ways, states = ways_of(args.strategies, args.focus_windows, args.focus_rule), [args.cached]
     with bars() as progress:
         scored = {"with_forced": args.score == BY_TOKEN or resume is not None}
         outcomes = run(args, model, questions, ways, states, progress, "calibrating", resume=resume, **scored)
@@ -184,9 +185,15 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
     answered = [index for index, value in enumerate(full) if value >= ANSWERED]
     if not answered:
         raise ValueError(f"--questions: wanted some that full prefill answers ({score}), got {len(full)} that it fails")
+
+    def is_tried(way: Way) -> bool:
+        """Servers can be set to serve like it."""
+        is_of = way.strategy == strategy or (way == DEFAULT and strategy == EngineConfig().strategy)
+        return is_of and way.fixes_positions and way.ranking_layers is None
+
     found = []
     for outcome in outcomes[1:]:
-        if outcome.way.strategy == strategy or (outcome.way == DEFAULT and strategy == EngineConfig().strategy):
+        if is_tried(outcome.way):
             own = scored(outcome)
             by_token = score == BY_TOKEN
             found.append(

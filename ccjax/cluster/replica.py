@@ -112,9 +112,11 @@ class Replica:
         begin()
         engine = load_engine(options.model, options.engine)
         try:
-            retriever = open_documents(options.model, options.documents, engine.tokenizer, warmup=options.warmup)
+            retriever = open_documents(options.model, options.documents, engine.tokenizer)
             if options.warmup:
                 with _alone_on_host(Path(options.compile_cache_dir)):
+                    if retriever is not None:
+                        retriever.warmup()
                     engine.warmup()
         except BaseException:
             engine.close()

@@ -88,12 +88,12 @@ class EngineCache:
         return None if self._store.change_feed is None else self._store.change_feed.counts
 
     def repair_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
-        """In idle time, prepares one passage that requests computed, or reused from KV computed behind too little text;
-        if there is none, replaces one approximate variant by an exact one. Once the last tier is nearly full, passages
-        that no request reused are left out.
+        """In idle time, prepares one passage that requests computed, or reused from KV computed behind too little text
+        or without known deviations; if there is none, replaces one approximate variant by an exact one. Once the last
+        tier is nearly full, passages that no request reused are left out.
 
-        Chunks that were partly recomputed are stored as approximate variants. Exact ones can be reused behind their
-        prefix in every mode, and errors do not accumulate on them.
+        Chunks of which the same tokens were recomputed in all layers are stored as approximate variants. Exact ones can
+        be reused behind their prefix in every mode, and errors do not accumulate on them.
 
         Args:
           is_cancelled: called before every layer; once it returns True, nothing is changed.

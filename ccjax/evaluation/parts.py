@@ -68,8 +68,7 @@ def described(path: Path) -> dict[str, Any]:
       OSError: the file cannot be read.
     """
     try:
-        found = json.loads(path.read_text("utf-8").partition("\n")[0])
-        return {"cached": [], "ways": [], **found}
+        return dict(json.loads(path.read_text("utf-8").partition("\n")[0]))
     except (ValueError, TypeError) as error:
         raise ValueError(f"resume: wanted a file of an earlier evaluation, got {path}") from error
 

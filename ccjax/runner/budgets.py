@@ -124,7 +124,8 @@ def disk_bytes(url: str) -> int | None:
 
 
 def file_system_used(url: str) -> float | None:
-    """Used share of what users may use of the file system of a `file://` URL, by any files; None for other URLs."""
+    """Share in use, by any files, of the space open to ordinary users on the file system of a `file://` URL; None for
+    other URLs."""
     usage = _file_system(url)
     return None if usage is None else usage.used / (usage.used + usage.free)  # the rest is reserved
 

@@ -29,11 +29,12 @@ def find_compilers() -> None:
 
 
 def lower_compilers() -> None:
-    """Lowers the priority of this thread and of the found ones; threads that they start inherit it."""
+    """Lowers the priority of this thread and of the found ones, for good; threads that they start inherit it. So what a
+    request later waits for is compiled at that priority, too, which matters only while the cores are busy."""
     if sys.platform != "linux":
         return
     for thread in (threading.get_native_id(), *_found):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
 
 

@@ -90,7 +90,11 @@ def open_documents(
         why = f"; the first of {len(failed)} unusable files: {': '.join(failed[0])}" if failed else ""
         raise ValueError(f"docs: wanted a directory with documents, got none in {directory}{why}")
     if warmup:
-        retriever.warmup()
+        try:
+            retriever.warmup()
+        except BaseException:
+            retriever.close()
+            raise
     return retriever
 
 

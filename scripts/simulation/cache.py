@@ -185,7 +185,7 @@ class ReplicaCache:
         plan, view = planned.plan, planned.view
         self.index.describe_prefill(planned.num_tokens - planned.computed, planned.computed)
         self.index.credit(planned.uses)
-        computed = [place for place, one in enumerate(plan.segments[:-1]) if _is_new(one)]
+        computed = [place for place, one in enumerate(plan.segments[:-1]) if _is_new(one, plan)]
         if not computed:
             return
         known = self.index.of_chunks({view.ids[place] for place in computed})
@@ -216,7 +216,8 @@ class ReplicaCache:
         return plan_prefill(view.chunks, question_tokens, candidates, mode=self.settings.reuse, settings=self._planner)
 
     def _summed(self, view: PromptView, plan: PrefillPlan) -> Planned:
-        computed = recomputed = hits = documents = 0
+        computed = hits = documents = 0
+        recomputed = 0.0
         uses = []
         for one in plan.segments:
             documents += one.role == "document"
@@ -224,11 +225,12 @@ class ReplicaCache:
                 computed += one.num_tokens
             else:
                 assert one.variant_id is not None
-                recomputed += len(one.recompute_offsets)
+                recomputed += plan.recomputed_tokens(one)
                 hits += one.role == "document"
                 uses.append((one.variant_id, plan.recomputed_tokens(one) / one.num_tokens))
         at = self.index.changes.count
-        return Planned(view, plan, at, computed + recomputed, recomputed, plan.num_tokens, tuple(uses), documents, hits)
+        again = round(recomputed)
+        return Planned(view, plan, at, computed + again, again, plan.num_tokens, tuple(uses), documents, hits)
 
     def _meta(self, segment: Segment, view: PromptView, place: int) -> VariantMeta:
         """Placeholder for measured masses: on each earlier chunk by its tokens, with the same CCI for all."""
@@ -272,8 +274,9 @@ class _ModelRates(Rates):
         return self._token_s
 
 
-def _is_new(segment: Segment) -> bool:
-    return segment.action == "compute" or bool(segment.recompute_offsets)
+def _is_new(segment: Segment, plan: PrefillPlan) -> bool:
+    """True if the engine would store it; what deviations chose tokens of, it does not."""
+    return segment.action == "compute" or bool(segment.recompute_offsets and not plan.hkvd_counts_by_layer)
 
 
 @functools.cache

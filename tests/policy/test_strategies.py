@@ -181,10 +181,16 @@ class TestAuto:
         assert shares(never_b, measured, num_layers=41) == (), "half is known"
         assert shares(never_b, never_d, num_layers=13) == (), "layer 0 alone would be half of 0.15"
         assert shares(never_b, never_d, num_layers=14)
-        assert shares(never_b, never_d, "fast", fast_ratio=0.1, num_layers=19) == ()
-        assert shares(never_b, never_d, "fast", fast_ratio=0.1, num_layers=21)
+        assert shares(never_b, never_d, "fast", fast_ratio=0.5, num_layers=41) == ()
+        assert shares(never_b, never_d, num_layers=41, max_deviation=0.1) == (), "what was tried without"
         assert shares(never_b, never_d, num_layers=4, recompute_ratio=0.5)[0] == 1.0, "a forced share is no less"
         assert shares(never_b, never_d, num_layers=4, recompute_ratio=1.0) == ()
+        complete = variant("B", "SA", fidelity="approx")  # behind exactly these chunks: nothing to recompute
+        assert shares(complete, measured, num_layers=41) == (), "it has no say"
+        candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: [complete], ids("D")[0]: [never_d]}
+        planned = PlannerSettings(num_layers=41)
+        plan = plan_prefill(prompt("SABD", system=True), 3, candidates, mode="bounded", settings=planned)
+        assert [len(segment.recompute_offsets) for segment in plan.segments[2:-1]] == [0, 10]
 
     def test_variants_without_a_passage_prefix_are_chosen_last(self):
         """Eq. 12 would put it first, because its CCI is the smallest."""

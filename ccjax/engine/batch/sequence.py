@@ -240,7 +240,7 @@ class TokenSequence:
             flow=group.flow,
             priority=group.priority,
             deadline_s=group.deadline_s,
-            cached_tokens=plan.num_tokens - computed,
+            cached_tokens=plan.num_tokens - round(sum(map(plan.computed_tokens, plan.segments))),
             shared_pages=sum(count for index, count in enumerate(counts) if index in shared),
             tail_slots=-plan.segments[-1].num_tokens % PAGE_TOKENS,
             is_divisible=plan.is_divisible,

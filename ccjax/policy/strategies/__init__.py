@@ -53,7 +53,7 @@ _NEVER_RECOMPUTES = ("full", "prefix", "set", "reuse")
 
 
 def may_measure_deviations(settings: PlannerSettings) -> bool:
-    """True if some plans choose tokens by deviations that the prefill itself measures."""
+    """True if some plans in mode `bounded` choose tokens by deviations that the prefill itself measures."""
     if settings.strategy == "auto":
         ratio = settings.recompute_cap if settings.recompute_ratio is None else settings.recompute_ratio
         return ratio_after_first_layer(ratio, settings.num_layers) > 0.0

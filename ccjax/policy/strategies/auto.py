@@ -26,9 +26,10 @@ def decide(
     all that deviate more. Variants computed behind passages or the frame are preferred to others.
 
     Chunks with known deviations share their number: the highest deviations of any chunk, each weighted by the part of
-    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. If most tokens
-    belong to other chunks, all deviations are measured during the prefill instead (CacheBlend sec. 4.3), provided that
-    the model has enough layers; else those chunks get their own number, by attention (CacheCraft eq. 14).
+    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. If most tokens of
+    the chunks to recompute anything of are in other chunks, all their deviations are measured during the prefill
+    instead (CacheBlend sec. 4.3): in mode `bounded` without `settings.max_deviation`, if the model has enough layers.
+    Otherwise those other chunks get their own number, by attention (CacheCraft eq. 14).
     """
     choices = best_choices(chunks, candidates, mode, settings, in_context_first=True)
     counts = {
@@ -40,14 +41,16 @@ def decide(
     is_forced = mode == "bounded" and settings.recompute_ratio is not None
     cap = 1.0 if is_forced else settings.recompute_cap
     sizes = {index: chunks[index].num_tokens for index in counts}
-    if sum(size if deviations[index] is None else -size for index, size in sizes.items()) > 0:
-        share = min(cap, sum(counts.values()) / sum(sizes.values()))
-        if ratio := ratio_after_first_layer(share, settings.num_layers):
-            kept_ratio = ratio if ratio < 1.0 else None
-            return [
-                Decision(choice, tuple(range(sizes[index])), kept_ratio) if index in sizes else Decision(choice)
-                for index, choice in enumerate(choices)
-            ]
+    if mode == "bounded" and (is_forced or settings.max_deviation is None):
+        wanted = {index: size for index, size in sizes.items() if counts[index]}
+        if sum(size if deviations[index] is None else -size for index, size in wanted.items()) > 0:
+            share = min(cap, sum(counts.values()) / sum(wanted.values()))
+            if ratio := ratio_after_first_layer(share, settings.num_layers):
+                kept_ratio = ratio if ratio < 1.0 else None
+                return [
+                    Decision(choice, tuple(range(wanted[index])), kept_ratio) if index in wanted else Decision(choice)
+                    for index, choice in enumerate(choices)
+                ]
     offsets: dict[int, tuple[int, ...]] = {}
     scores: list[tuple[float, int, int]] = []
     budget = num_shared = 0
