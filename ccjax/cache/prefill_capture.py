@@ -151,7 +151,7 @@ class PrefillCapture:
 
     def _note_unprepared(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Notes the passages that were computed, and those that were reused behind others though fewer than
-        `IN_CONTEXT` passages had stood before them or nobody knows how much their tokens deviate."""
+        `IN_CONTEXT` passages had stood before them or the deviations of their tokens are unknown."""
         first = int(prompt.has_system)
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks[first:]})
         for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
