@@ -109,10 +109,12 @@ bench-cluster: $(VENV)/.test  ## replicas without sharing, on one store, with a 
 simulate-paper: $(VENV)/.test  ## the papers' experiments in virtual time: docs/simulation.md
 	$(BIN)/python scripts/simulate.py --paper docs/simulation.md --plot docs/simulation.svg $(ARGS)
 
-evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first: docs/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
+evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first, then the published rules: docs/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build
-	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --resume build/quality.jsonl \
-	  --markdown docs/quality.md --title "What reuse costs in answers" $(ARGS)
+	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --ways default --cached prepared seen idle \
+	  --resume build/default.jsonl --markdown docs/quality.md --title "What the default costs in answers" $(ARGS)
+	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 20 --cached alone seen \
+	  --resume build/rules.jsonl --markdown docs/quality.md --append --title "The published rules" $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis
