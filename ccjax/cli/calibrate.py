@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ccjax.evaluation.parts import ResultsFile, described
+    from ccjax.evaluation.parts import ResultsFile, read_measurement
     from ccjax.evaluation.ways import parse_way
     from ccjax.loading.calibration import CALIBRATION_FILE, write_calibration
     from ccjax.loading.model import load_model
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
     questions = questions_of(args)
     ways, states, resume = ways_of(args.strategies, args.focus_windows, args.focus_rule), [args.cached], None
     if args.resume is not None:
-        found = described(args.resume)
+        found = read_measurement(args.resume)
         texts, states = found.get("ways"), found.get("cached")
         if not isinstance(texts, list) or not isinstance(states, list):
             raise ValueError(f"resume: wanted a file of an earlier evaluation, got {args.resume}")

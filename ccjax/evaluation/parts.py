@@ -60,8 +60,8 @@ def measure_in_parts(
     return results
 
 
-def described(path: Path) -> dict[str, Any]:
-    """The first line of a `ResultsFile`.
+def read_measurement(path: Path) -> dict[str, Any]:
+    """What a `ResultsFile` says, in its first line, that its results depend on.
 
     Raises:
       ValueError: it is none.
@@ -99,7 +99,7 @@ class ResultsFile:
         self._write()
 
     def _check(self, wanted: dict[str, Any]) -> None:
-        found = described(self._path)
+        found = read_measurement(self._path)
         differing = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
         if differing:
             name = differing[0]

@@ -134,11 +134,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     model = LoadedModel("random", config, params, None, None, frozenset(), "loading")
     fill, request, lengths = _requests(config.vocab_size, length)
     settings: dict[str, Any] = {"max_model_len": length + 1, "recompute_ratio": arguments.recompute_ratio}
-    settings |= {
-        "strategy": "cachecraft",
-        "focus_window": None,
-        "read_only": True,
-    }  # every run reuses and recomputes the same tokens
+    # Every run reuses and recomputes the same tokens.
+    settings |= {"strategy": "cachecraft", "focus_window": None, "read_only": True}
 
     with tempfile.TemporaryDirectory() as directory, bars() as progress:
         url = f"file://{directory}/store"

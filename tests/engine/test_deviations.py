@@ -106,7 +106,7 @@ def documents(count):
     ]
 
 
-NAMES = ("Anna", "Bob", "Carla")
+NAMES = ("Anna", "Bob", "Carla", "Dora")
 
 
 def test_warming_computes_documents_alone_and_behind_the_frame_and_compares(demo):
@@ -173,6 +173,17 @@ def framed(engine):
     own = {meta.chunk_id for meta in engine._variants if meta.prefix_ids[1:] == frame and meta.token_deviations}
     named = {document["id"]: engine.documents.passage_chunks([document])[0] for document in documents(3)}
     return {name for name, chunk in named.items() if chunk.chunk_id in own}
+
+
+def test_passages_reused_with_unknown_deviations_are_noted_as_reused(demo):
+    with Engine(demo, EngineConfig(strategy="auto")) as engine:
+        passages = documents(4)
+        engine.generate("Who sings?", passages, max_new_tokens=1)
+        engine.generate("Who sings?", [passages[1], passages[3]], max_new_tokens=1)  # 3 others had stood before it
+        reused = set()
+        while found := engine._capture.unprepared.pop(only_reused=True):
+            reused.add(found[0].chunks[-1].chunk_id)
+        assert reused == {chunk.chunk_id for chunk in engine.documents.passage_chunks([passages[1], passages[3]])}
 
 
 @pytest.mark.parametrize("erased", ["never", "before", "meanwhile"])

@@ -7,6 +7,7 @@ import pytest
 
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Request
+from ccjax.policy.scheduling import SequenceWork
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
 from ccjax.runner.pack import Pack, Piece
@@ -152,4 +153,25 @@ def test_plan_driven_by_deviations_has_no_focus_cut_and_fixed_pieces():
             seen = []
             engine.rates.compute_s = seen.append
             engine._planner.loads._prefill_s(plan)
-            assert seen == [round(fixed + len(segments[-1]))]
+            computed = round(fixed + len(segments[-1]))
+            assert seen == [computed]
+            described = []
+            engine._variants.describe_prefill = lambda *counts, described=described: described.append(counts)
+            engine._capture._describe(plan)
+            assert described == [(plan.num_tokens - computed, computed)]
+
+
+def test_queue_counts_tokens_by_the_layers_they_run_through(monkeypatch):
+    model, works = TinyModel(seed=2, num_hidden_layers=9), []
+    segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
+
+    def work(*args, **fields):
+        works.append(SequenceWork(*args, **fields))
+        return works[-1]
+
+    monkeypatch.setattr("ccjax.engine.batch.sequence.SequenceWork", work)
+    with model.engine(strategy="cacheblend", max_model_len=512, recompute_ratio=0.2) as engine:
+        engine.generate_from_tokens(segments, max_new_tokens=1)
+        engine.generate_from_tokens(permuted(segments, [2, 1, 0]), max_new_tokens=1)
+    assert works[-1].prefill_tokens == 150 + len(segments[-1]), "rows of layer 0"
+    assert works[-1].cached_tokens == pytest.approx(len(segments[0]) + 150 * (1 - (1 + 8 * 0.2) / 9), abs=2)

@@ -175,7 +175,9 @@ class TestTrials:
     def test_answers_no_worse_than_full_prefill_count_as_kept(self):
         full = self.outcome(FULL, "red boat", "red boat", "blue", "boat")  # exact match: the first two answered
         own = self.outcome(Way("auto", 0.3), "red boat", "boat", "red boat", "red boat", share=0.25)
-        (trial,) = calibrate.trials("auto", [full, own, self.outcome(Way("reuse"), *"abcd")], "exact_match")
+        others = [Way("reuse"), Way("auto", 0.5, fixes_positions=False), Way("auto", 0.5, (0,))]  # or not as served
+        outcomes = [full, own, *(self.outcome(way, *"abcd") for way in others)]
+        (trial,) = calibrate.trials("auto", outcomes, "exact_match")
         assert (trial.num_answers, trial.num_kept) == (2, 1)
         assert (trial.computed_share, trial.recompute_ratio, trial.alpha) == (0.25, 0.3, 1.0)
         (by_f1,) = calibrate.trials("auto", [full, own], "f1")  # "boat" is worth 2/3
