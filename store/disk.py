@@ -21,7 +21,7 @@ from ccjax.store.hints import Hints
 from ccjax.store.index.api import LeaseTable
 from ccjax.store.index.leases import PreferredLeases
 from ccjax.store.leases import Leases
-from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, foreign_fingerprints, open_namespace
+from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, open_namespace
 from ccjax.store.objects import Root, for_each, open_root
 from ccjax.store.records import KnownShard, encode_record
 from ccjax.store.spec import (
@@ -49,7 +49,6 @@ class TensorStoreTier:
       identity: owner of the variants; those of other owners under the same URL are neither seen nor changed.
       budget_bytes: limit of objects and records for `write`, None for no limit. Objects of other processes count once
         `refresh` has seen them.
-      exclusive: refuse a store that has another model's variants and none of ours.
       head_groups: inner chunks per layer along K, so that a reader can read some heads without the others.
       storage: format of new variants; existing ones are read in any format.
       change_feed: publishes commits and deletions of this process; its index keeps the leases as long as it answers.
@@ -57,7 +56,7 @@ class TensorStoreTier:
     Raises:
       ValueError: the URL or an argument is invalid.
       StoreUnavailableError: the path or the bucket cannot be used.
-      StoreIdentityError: the store has another format version or KV shape or, with `exclusive`, is another model's.
+      StoreIdentityError: the store has another format version or KV shape.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class TensorStoreTier:
         identity: StoreIdentity,
         budget_bytes: int | None = None,
         *,
-        exclusive: bool = False,
         head_groups: int = 1,
         storage: StorageFormat = AS_IT_IS,
         change_feed: ChangeFeed | None = None,
@@ -93,7 +91,7 @@ class TensorStoreTier:
         self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn, identity)
         self._suspects: list[str] = []
         try:
-            open_namespace(self._root, url, identity, kv_spec, exclusive=exclusive)
+            open_namespace(self._root, url, identity, kv_spec)
             self.leases.sweep()
             self.sweep(ORPHAN_AGE_S, QUARANTINE_AGE_S, quick=True)
         except OSError as error:
@@ -133,10 +131,6 @@ class TensorStoreTier:
         """The record of a committed variant, or None."""
         shard = self._commits.details(variant_id)
         return None if shard is None else shard.record
-
-    def foreign_fingerprints(self) -> frozenset[str]:
-        """Fingerprints of other models with variants under this URL."""
-        return foreign_fingerprints(self._root, self.identity)
 
     def is_lossy(self, variant_id: str) -> bool:
         """True if the variant's copy on disk may differ from the KV written."""

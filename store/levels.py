@@ -118,10 +118,6 @@ class Levels:
         """Bytes of a variant of this many tokens in the budget of one of `memory_tiers`."""
         return self._memory[tier].charge_bytes(num_tokens)
 
-    def foreign_fingerprints(self) -> frozenset[str]:
-        """Other models with variants under the same URL."""
-        return frozenset() if self._disk is None else self._disk.foreign_fingerprints()
-
     def tidy(self, is_cancelled: Callable[[], bool] | None = None) -> None:
         """Idle-time and shutdown work: keeps the disk tier quick to open (`TensorStoreTier.tidy`)."""
         if self._disk is not None:

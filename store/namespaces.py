@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from typing import Any
 
 from ccjax.store.errors import StoreIdentityError
 from ccjax.store.objects import Root
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, StoreIdentity
+
+logger = logging.getLogger(__name__)
 
 ORPHAN_AGE_S = 3600.0
 """Data objects without a record and temporary files are deleted at open if they are older: no write takes that long."""
@@ -31,12 +34,12 @@ QUARANTINE_AGE_S = 7 * 24 * 3600.0
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 
-def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpec, *, exclusive: bool) -> None:
-    """Prepares the namespace of `identity` for use; `url` is for messages.
+def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpec) -> None:
+    """Prepares the namespace of `identity` for use; `url` is for messages. A store that has variants of other models
+    and none of this one is used like an empty one, with a warning.
 
     Raises:
-      StoreIdentityError: the store has another format version, or another KV shape for this identity; with `exclusive`,
-        it has other models' variants and none of ours.
+      StoreIdentityError: the store has another format version, or another KV shape for this identity.
       OSError: the root refused.
     """
     root.create("store.json", json.dumps({"format_version": FORMAT_VERSION}).encode())
@@ -50,10 +53,12 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
         )
     namespace = identity.namespace
     # In this order, because finding the models in a bucket requires listing all their objects.
-    if exclusive and not root.names(f"{namespace}/records") and (foreign := foreign_fingerprints(root, identity)):
-        raise StoreIdentityError(
-            f"store: {url} holds the KV of {', '.join(sorted(foreign))} and none of this model, "
-            f"{identity.model_fingerprint}: name another URL, or open it with exclusive=False to keep both"
+    if not root.names(f"{namespace}/records") and (others := _other_fingerprints(root, identity)):
+        logger.warning(
+            "store: %s holds the KV of %s and none of this model, %s: nothing can be reused yet, and both will be kept",
+            url,
+            ", ".join(sorted(others)),
+            identity.model_fingerprint,
         )
     for folder in ("", "records", "data", "notes", "quarantine"):
         root.make_prefix(f"{namespace}/{folder}".rstrip("/"))
@@ -70,7 +75,7 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
         )
 
 
-def foreign_fingerprints(root: Root, identity: StoreIdentity) -> frozenset[str]:
+def _other_fingerprints(root: Root, identity: StoreIdentity) -> frozenset[str]:
     """Fingerprints of the other models with variants under `root`."""
     found = set()
     for name in root.names(""):

@@ -74,7 +74,6 @@ class TieredStore(Levels):
         host_bytes: int,
         disk_bytes: int | None = None,
         device: MemoryTier[Any] | None = None,
-        exclusive: bool = True,
         head_groups: int = 1,
         max_pending_bytes: int = MAX_PENDING_BYTES,
         kv_dtype: str = "auto",
@@ -87,7 +86,7 @@ class TieredStore(Levels):
         Args:
           host_bytes, disk_bytes: budgets of the tiers; None for no limit.
           device: a tier above host memory, whose variants are `store.tickets.PagedKV`.
-          exclusive, head_groups: see `TensorStoreTier`.
+          head_groups: see `TensorStoreTier`.
           max_pending_bytes: bytes of KV that may wait for the disk; further stores skip the disk.
           kv_dtype, compression: format of new variants in the disk tier, see `StorageFormat`.
           on_read: observes, and may delay, every read of the disk tier.
@@ -107,7 +106,7 @@ class TieredStore(Levels):
                     contextlib.closing(ChangeFeed(open_index(index, identity.namespace, identity)))
                 )
             if url is not None:
-                how: dict[str, Any] = {"exclusive": exclusive, "head_groups": head_groups, "storage": storage}
+                how: dict[str, Any] = {"head_groups": head_groups, "storage": storage}
                 disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, change_feed=change_feed, **how)
             undo.pop_all()
         return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, change_feed)

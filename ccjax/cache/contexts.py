@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from ccjax.cache.reads import LoadFailedError, Patience
 from ccjax.models.lockstep import put
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
+from ccjax.runner.pool import DevicePool
 from ccjax.store.errors import StoreError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE
@@ -29,25 +30,6 @@ _ALIGNMENT = 64
 
 _POLL_S = 0.05
 """How often a wait checks whether it should end."""
-
-
-class Pool(Protocol):
-    """The device tier."""
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the pool; greater or equal slot numbers mean none."""
-        ...
-
-    def put_slots(self, slots: np.ndarray) -> jax.Array:
-        """Puts slots [S] int32 on the device, for `gather`."""
-        ...
-
-    def gather(
-        self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = ...
-    ) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[S, K, H]` of a layer: from `slots`; where there is none, from `others` or zeros."""
-        ...
 
 
 class LayerLoader:
@@ -71,7 +53,7 @@ class LayerLoader:
         dtype: np.dtype,
         num_layers: int,
         patience: Patience,
-        pool: Pool | None = None,
+        pool: DevicePool | None = None,
         skip: Collection[int] = (),
         is_cancelled: IsCancelled | None = None,
         lead: int = 1,

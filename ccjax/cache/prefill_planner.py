@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
-from ccjax.cache.contexts import LayerLoader, Pool
+from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.load_plan import LoadPlanner
 from ccjax.cache.rates import Rates
 from ccjax.cache.reads import LoadFailedError, Patience
@@ -22,6 +22,7 @@ from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.pool import DevicePool
 from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
@@ -39,7 +40,7 @@ class PrefillPlanner:
       read_only: nothing computed is stored, and nothing is claimed from other processes.
       settings: the planner's settings unless a request has its own.
       rates: measured rates of loading and computing.
-      loads: decides when loads begin, from these rates.
+      loads: decides, from these rates, which loads to give up and how many layers to load ahead.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class PrefillPlanner:
         variants: VariantIndex,
         rates: Rates,
         config: EngineConfig,
-        pool: Pool | None = None,
+        pool: DevicePool | None = None,
     ) -> None:
         self._model = model
         self._pool = pool

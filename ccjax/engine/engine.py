@@ -243,7 +243,7 @@ class Engine:
           ConfigError: a setting is unknown or out of range, the directory or preset does not exist, or the model does
             not fit into device memory.
           CheckpointError: model files are missing, damaged or inconsistent.
-          StoreIdentityError, StoreUnavailableError: the store belongs to another model, or cannot be opened.
+          StoreIdentityError, StoreUnavailableError: the store has another format version, or cannot be opened.
         """
         return cls(*load_configured(model, settings, progress))
 
@@ -317,7 +317,15 @@ class Engine:
         Raises:
           RequestError, ContextLengthError: as `run`.
         """
-        return self._assemble(request).num_tokens
+        return self.assemble(request).num_tokens
+
+    def assemble(self, request: Request) -> Prompt:
+        """Checks a request without running it and returns its tokenized prompt, for `submit`.
+
+        Raises:
+          RequestError, ContextLengthError: as `run`.
+        """
+        return self._assemble(request)
 
     def preload(self, request: Request) -> Preload:
         """Starts reading what the request will probably reuse from disk, while other requests run; returns at once.
@@ -349,6 +357,7 @@ class Engine:
         *,
         on_start: Callable[[], None] = lambda: None,
         is_cancelled: IsCancelled = lambda: False,
+        prompt: Prompt | None = None,
     ) -> Callable[[], None]:
         """Queues a request and returns a function that cancels it at any time, from any thread.
 
@@ -357,13 +366,14 @@ class Engine:
             (CancelledError if it was cancelled). Called on the engine's thread; must return at once.
           on_start: called on that thread when the request leaves the queue.
           is_cancelled: called on that thread between the layers of a prefill and between decode steps.
+          prompt: the result of `assemble` for this request, if it was called.
 
         Raises:
           RequestError, ContextLengthError, OverloadError: immediately.
           RuntimeError: the engine is closed.
         """
         started = time.perf_counter()
-        prompt = self._assemble(request)
+        prompt = prompt or self._assemble(request)
         return self._submission.submit(request, prompt, time.perf_counter() - started, emit, on_start, is_cancelled)
 
     @contextlib.contextmanager

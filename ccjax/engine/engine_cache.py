@@ -140,7 +140,7 @@ class EngineCache:
     def refresh(self) -> None:
         """Applies what other processes added to and removed from the same store since the last call.
 
-        The disk is read while requests run; only the index is changed between two requests.
+        The disk is read while requests run; only the index is changed while no prefill runs.
 
         Raises:
           RuntimeError: the engine is closed.

@@ -45,6 +45,16 @@ class ShadowCounts:
     factor: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sample:
+    """An answer that waits for its check."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    response: Response
+    is_controlled: bool
+
+
 class ShadowChecks:
     """The shadow checks of one engine. `watched` and the functions it returns may be called from any thread,
     `check_one` from one thread at a time.
@@ -74,16 +84,22 @@ class ShadowChecks:
         self._ratio = ratio
         self._lock = threading.Lock()
         self._random = random.Random()
-        self._waiting: collections.deque[tuple[Prompt, SamplingParams, Response]] = collections.deque()
+        self._waiting: collections.deque[_Sample] = collections.deque()
 
     @property
     def num_waiting(self) -> int:
         """Answers that wait for their check."""
         return len(self._waiting)
 
-    def watched(self, prompt: Prompt, sampling: SamplingParams, emit: Emit) -> tuple[SamplingParams, Emit]:
+    def watched(
+        self, prompt: Prompt, sampling: SamplingParams, emit: Emit, *, is_controlled: bool
+    ) -> tuple[SamplingParams, Emit]:
         """Selects a share of the requests for a check: for these, returns sampling parameters and an `emit` that record
-        the answer; for all others, the arguments unchanged."""
+        the answer; for all others, the arguments unchanged.
+
+        Args:
+          is_controlled: how much the request recomputes follows `control`, which learns from its check.
+        """
         if sampling.n > 1 or self._random.random() >= self._ratio:
             return sampling, emit
 
@@ -91,15 +107,15 @@ class ShadowChecks:
             response = event.response if isinstance(event, Delta) else None
             if isinstance(event, Delta) and response is not None:
                 if not response.reuse.exact:
-                    self._add(prompt, sampling, response)
+                    self._add(_Sample(prompt, sampling, response, is_controlled))
                 if not sampling.first_logits:
                     event = dataclasses.replace(event, response=dataclasses.replace(response, first_logits=None))
             emit(event)
 
         return dataclasses.replace(sampling, first_logits=True), record
 
-    def _add(self, prompt: Prompt, sampling: SamplingParams, response: Response) -> None:
-        self._waiting.append((prompt, sampling, response))
+    def _add(self, sample: _Sample) -> None:
+        self._waiting.append(sample)
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             self._count(dropped=1)
@@ -108,15 +124,15 @@ class ShadowChecks:
         """Checks the newest waiting answer with a full prefill. Returns False if none waits, or if `is_cancelled`
         returned True; then the answer keeps waiting."""
         try:
-            prompt, sampling, response = sample = self._waiting.pop()
+            sample = self._waiting.pop()
         except IndexError:
             return False
         try:
-            logits = self._full_logits(prompt, response, is_cancelled)
+            logits = self._full_logits(sample.prompt, sample.response, is_cancelled)
         except PrefillCancelledError:
             self._waiting.append(sample)
             return False
-        self._note(sampling, response, logits)
+        self._note(sample, logits)
         return True
 
     def _full_logits(self, prompt: Prompt, response: Response, is_cancelled: IsCancelled | None) -> np.ndarray:
@@ -127,7 +143,8 @@ class ShadowChecks:
         assert logits is not None
         return logits
 
-    def _note(self, sampling: SamplingParams, response: Response, logits: np.ndarray) -> None:
+    def _note(self, sample: _Sample, logits: np.ndarray) -> None:
+        sampling, response = sample.sampling, sample.response
         assert response.first_logits is not None
         kl = kl_divergence(logits[0], response.first_logits)
         self._count(checks=1, first_kl=kl)
@@ -137,7 +154,8 @@ class ShadowChecks:
             # If a stop string ended the answer, the next token of full prefill does not matter.
             ends_alike = response.finish_reason == "length" or bool(sampling.stop) or int(drawn[-1]) in self._eos_ids
             is_same = agreed == len(response.token_ids) and ends_alike
-            self.control = self.control.after(is_same)
+            if sample.is_controlled:
+                self.control = self.control.after(is_same)
             self._count(greedy=1, same=int(is_same), tokens=len(response.token_ids), agreed_tokens=agreed)
 
     def _count(self, **more: float) -> None:

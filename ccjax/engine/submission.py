@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import queue
 import secrets
 import threading
@@ -62,14 +63,15 @@ class RequestSubmission:
         self._loop = loop
         self._shadow = shadow
         self._settings = settings
-        self._calibration = calibration
+        contract = functools.partial(reuse_contract, settings=settings, calibration=calibration)
+        self._contract = functools.lru_cache(maxsize=64)(contract)  # a calibration's bounds take long
         self._framed = framed
         self._is_shared = is_shared
 
     def contract(self, request: Request) -> ReuseContract:
         """Determines how much may be reused for a request, adjusted by the results of the shadow checks so far."""
         mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
-        contract = reuse_contract(mode, request.quality_target, self._settings, self._calibration)
+        contract = self._contract(mode, request.quality_target)
         if contract.mode == "bounded":
             contract = dataclasses.replace(contract, settings=self._shadow.control.applied(contract.settings))
         return contract
@@ -86,7 +88,8 @@ class RequestSubmission:
         """See `Engine.submit`; `prompt` is the assembled prompt, `assemble_s` the seconds spent assembling it."""
         contract = self.contract(request)
         if contract.mode in ("bounded", "fast"):
-            sampling, emit = self._shadow.watched(prompt, request.sampling, emit)
+            is_controlled = contract.mode == "bounded"
+            sampling, emit = self._shadow.watched(prompt, request.sampling, emit, is_controlled=is_controlled)
             request = dataclasses.replace(request, sampling=sampling)
         sampling = request.sampling
         is_given_up = threading.Event()
@@ -160,4 +163,4 @@ class RequestSubmission:
 
     def background_report(self, prefilled: Prefilled, mode: ReuseMode) -> ReuseReport:
         """Builds the report of a background prefill."""
-        return self.report(prefilled, reuse_contract(mode, None, self._settings, self._calibration), mode)
+        return self.report(prefilled, self._contract(mode, None), mode)

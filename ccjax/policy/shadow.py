@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from ccjax.policy._checks import check_count, check_ratio
+from ccjax.policy.hkvd import DEFAULT_RATIO
 from ccjax.policy.settings import PlannerSettings
 
 WINDOW = 20
@@ -54,7 +55,10 @@ class ShareControl:
         """`settings` with the share to recompute multiplied by `factor`."""
         if self.factor == 1.0:
             return settings
-        if settings.recompute_ratio is None:
+        ratio = settings.recompute_ratio
+        if ratio is None and settings.strategy == "cacheblend":
+            ratio = DEFAULT_RATIO
+        if ratio is None:
             limit = None if settings.max_deviation is None else settings.max_deviation / self.factor
             return dataclasses.replace(
                 settings,
@@ -62,4 +66,4 @@ class ShareControl:
                 recompute_cap=min(1.0, settings.recompute_cap * self.factor),
                 max_deviation=limit,
             )
-        return dataclasses.replace(settings, recompute_ratio=min(1.0, settings.recompute_ratio * self.factor))
+        return dataclasses.replace(settings, recompute_ratio=min(1.0, ratio * self.factor))

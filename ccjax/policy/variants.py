@@ -18,11 +18,13 @@ IN_CONTEXT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VariantChoice:
-    """The chosen variant, its CFO (CacheCraft eq. 12) behind the new prefix, and whether its KV is a full prefill's."""
+    """The chosen variant, its CFO (CacheCraft eq. 12) behind the new prefix, whether its KV is a full prefill's, and
+    the share of its old context that is missing there, `1 - beta'` (eq. 8)."""
 
     meta: VariantMeta
     cfo: float
     exact: bool
+    missing: float
 
 
 class Evictable(Protocol):
@@ -64,7 +66,7 @@ def choose_variant(
     variants = tuple(variants)
     exact = [meta for meta in variants if meta.prefix_ids == prefix and meta.fidelity == "exact"]
     if exact:  # its CFO is 0, and nothing ranks higher
-        return VariantChoice(min(exact, key=lambda meta: meta.variant_id), 0.0, True)
+        return VariantChoice(min(exact, key=lambda meta: meta.variant_id), 0.0, True, 0.0)
     if exact_only:
         return None
 
@@ -81,7 +83,7 @@ def choose_variant(
     if best is None:
         return None
     (_, cfo, *_), meta = best
-    return VariantChoice(meta=meta, cfo=cfo, exact=False)
+    return VariantChoice(meta, cfo, False, 1.0 - _overlap(meta, prefix, system_id))
 
 
 def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], system_id: ChunkId | None) -> float:

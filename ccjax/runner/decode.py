@@ -27,7 +27,7 @@ class DecodeBatch:
 
         Raises:
           TierFullError: a request needs a page and none is free. Nothing has run, but the preceding requests have an
-            additional slot. Check `needs_page` first to avoid this.
+            additional slot.
         """
         positions = [request.num_tokens for request in requests]
         slots = [request.append() for request in requests]

@@ -126,6 +126,7 @@ class DevicePool(MemoryTier[PagedShard]):
         self._sizes = CompiledSizes() if sizes is None else sizes
         self._layers = self._empty_layers()
         self._pages_lock = threading.Lock()
+        self._allocating = threading.Lock()
 
     @property
     def num_slots(self) -> int:
@@ -148,11 +149,12 @@ class DevicePool(MemoryTier[PagedShard]):
           TierFullError: too few pages are free; none is allocated.
         """
         wanted = sum(map(num_pages, lengths))
-        if wanted > len(self._free):
-            raise TierFullError(f"device tier: wanted {wanted} pages, {len(self._free)} are free")
+        with self._allocating:
+            if wanted > len(self._free):
+                raise TierFullError(f"device tier: wanted {wanted} pages, {len(self._free)} are free")
+            taken = [[self._free.popleft() for _ in range(num_pages(length))] for length in lengths]
         shards = []
-        for length in lengths:
-            pages = [self._free.popleft() for _ in range(num_pages(length))]
+        for length, pages in zip(lengths, taken, strict=True):
             shard = PagedShard(self, pages, length)
             shard.free = weakref.finalize(shard, self._free.extend, pages)
             shard.free.atexit = False

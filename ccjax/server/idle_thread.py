@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 _IDLE_AFTER_S = 0.1
-"""Idle work starts after this long without a request, not in the gap between two requests of one client."""
+"""Idle work starts, or goes on, this long after the last request or call, not in the gap between two requests of one
+client."""
 
 _MOST_CALLS = 128
 """Most calls that may wait for the thread."""
@@ -49,6 +50,7 @@ class IdleThread:
         self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._is_calling = False
         self._num_expected = 0
+        self._is_quiet = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="ccjax-idle", daemon=True)
         self._thread.start()
@@ -64,6 +66,7 @@ class IdleThread:
         """Context without idle work, except what cannot stop at once."""
         with self._changed:
             self._num_expected += 1
+            self._is_quiet = False
         try:
             yield
         finally:
@@ -75,6 +78,7 @@ class IdleThread:
         """Makes the thread reconsider what it may do."""
         with self._changed:
             self._is_idle_work_left = self._idle_work is not None
+            self._is_quiet = False
             self._changed.notify_all()
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
@@ -119,8 +123,10 @@ class IdleThread:
                 self._is_calling = call is not None
                 if call is None and self._closed:
                     return
-                if call is None and self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S):
-                    continue
+                if call is None and not self._is_quiet:
+                    self._is_quiet = not self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S)
+                    if not self._is_quiet:
+                        continue
             if call is not None:
                 _complete(call[1], call[0])
                 self._is_calling = False

@@ -316,7 +316,7 @@ class WarmBody(Body):
     documents: list[DocumentIn] | None = Field(None, description="passages in the wording that requests will have")
     document_ids: list[str] | Literal["all"] | None = Field(None, description="documents of the server's own")
     system_prompt: str | None = Field(None, description="of later requests, if they have their own")
-    at_once: bool = Field(False, description="one document between two requests, instead of in idle time only")
+    at_once: bool = Field(False, description="also while requests run, instead of in idle time only")
     tenant: str | None = Field(None, description="tenant of the later requests, from the API key file")
     cache_salt: str | None = Field(None, max_length=LONGEST_SALT, description="of later requests")
 

@@ -1,6 +1,6 @@
 """The service between the HTTP routes and the engine: readiness, retrieval, admission checks, submission.
 
-Whatever may take long runs in a thread, never on the event loop.
+Searches, tokenization and calls of the engine run in threads, not on the event loop.
 """
 
 from __future__ import annotations
@@ -232,14 +232,14 @@ class Service:
                 documents = await self._documents(backend, body, begun, passages)
                 found_s = time.perf_counter()
                 request = request_of(documents)
-                num_tokens = await asyncio.to_thread(backend.engine.validate, request)
-                ticket.charge(num_tokens)
+                prompt = await asyncio.to_thread(backend.engine.assemble, request)
+                ticket.charge(prompt.num_tokens)
                 with _taking():
-                    start = None if begun is None else begun.start
+                    start = functools.partial(backend.engine.submit, prompt=prompt) if begun is None else begun.start
                     job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=ticket.leave)
                 job.arrived_s, job.found_s = arrived_s, found_s
                 if self.settings.even_out_timing:
-                    job.least_ttft_s = _EVENED_OUT * backend.engine.full_prefill_s(num_tokens)
+                    job.least_ttft_s = _EVENED_OUT * backend.engine.full_prefill_s(prompt.num_tokens)
         except BaseException:  # also when the client disconnects
             ticket.leave()
             if begun is not None:
@@ -268,7 +268,7 @@ class Service:
         return {"count": count, "max_model_len": engine.max_model_len, "tokens": tokens}
 
     async def between(self, function: Callable[[Engine], Result]) -> Result:
-        """Runs `function` on the engine, on the worker's thread between two requests.
+        """Runs `function` on the engine, on the worker's thread, while requests run.
 
         Raises:
           ApiError: the server is not ready, is shutting down, has a full queue, or the store did not answer.

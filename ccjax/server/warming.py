@@ -1,4 +1,4 @@
-"""Warm jobs: documents that are computed before questions arrive, while no request waits or between two requests.
+"""Warm jobs: documents that are computed before questions arrive, in idle time or, if urgent, while requests run.
 
 `step` is idle work of the engine's worker; urgent jobs use its `call`.
 """

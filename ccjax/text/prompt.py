@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,20 +44,13 @@ class PromptBuilder:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         *,
-        document_format: str = "{title}\n{text}\n\n",
-        untitled_format: str = "{text}\n\n",
         system_prompt: str = "Answer the question from the passages.",
     ):
         """Args:
-        document_format, untitled_format: text of a document with and without a title.
         system_prompt: used if the messages have none; "" for none at all.
         """
-        _check_format("document_format", document_format, {"title", "text"})
-        _check_format("untitled_format", untitled_format, {"text"})
         self._tokenizer = tokenizer
         self._template = template
-        self._document_format = document_format
-        self._untitled_format = untitled_format
         self._system_prompt = system_prompt.strip()
         names = {token_id: name for name, token_id in tokenizer.special_names.items()}
         self._special_tokens = {
@@ -101,9 +93,8 @@ class PromptBuilder:
     def document_ids(self, document: Document) -> tuple[int, ...]:
         """Ids of one document, independent of its place in the prompt; never a control token."""
         title = (document.title or "").strip()
-        form = self._document_format if title else self._untitled_format
-        text = form.format(title=title, text=document.text.strip())
-        return tuple(self._tokenizer.encode(text, allow_special=False))
+        text = "\n".join([title, document.text.strip()] if title else [document.text.strip()])
+        return tuple(self._tokenizer.encode(f"{text}\n\n", allow_special=False))
 
     def _assemble(self, system: list[int], documents: Sequence[Document], rest: _Parts) -> PromptParts:
         follows: Follows = "start"
@@ -179,12 +170,3 @@ def _content_text(content: Any, argument: str) -> str:
             raise ValueError(f"{argument}[{i}]: wanted {{'type': 'text', 'text': string}}, got type {kind!r}")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _check_format(argument: str, form: str, allowed: set[str]) -> None:
-    try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(form) if field is not None}
-    except ValueError as error:
-        raise ValueError(f"{argument}: wanted a format string, got {form!r}: {error}") from error
-    if "text" not in fields or not fields <= allowed:
-        raise ValueError(f"{argument}: wanted the fields {sorted(allowed)}, got {sorted(fields)} in {form!r}")

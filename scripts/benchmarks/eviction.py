@@ -23,7 +23,6 @@ from ccjax.policy.eviction import (
     POLICIES,
     Entry,
     EntryInfo,
-    EvictionPolicy,
     Lfu,
     RankedPolicy,
     SavedSeconds,
@@ -46,7 +45,7 @@ CCI = chunk_context_impact(1.0, 2.18)
 """0.61, assumed for every passage: CacheCraft sec. 6 (1) has intra-attention 2.18 times inter-attention on average."""
 ALPHA = 1.0
 
-ABLATIONS: dict[str, Callable[[], EvictionPolicy]] = {
+ABLATIONS: dict[str, Callable[[], RankedPolicy]] = {
     "lfu, evicted ones remembered": functools.partial(Lfu, num_remembered=NUM_REMEMBERED),
     "saved_seconds, not remembered": functools.partial(SavedSeconds, num_remembered=0),
     **{
@@ -141,7 +140,7 @@ class Belady(RankedPolicy):
 class _Tier:
     """A tier: holds entries within a budget, and evicts those that the policy chooses."""
 
-    def __init__(self, policy: EvictionPolicy, budget_bytes: int) -> None:
+    def __init__(self, policy: RankedPolicy, budget_bytes: int) -> None:
         self.policy = policy
         self.prefix_of: dict[ChunkId, tuple[ChunkId, ...]] = {}
         self._bytes_of: dict[str, int] = {}
@@ -186,7 +185,7 @@ def load_trace(data: Path, retriever: str = "docs") -> Trace:
     return Trace(requests, {key: len(tokenizer.encode(texts[key], allow_special=False)) for key in wanted})
 
 
-def replay(policy: EvictionPolicy, trace: Trace, budget_bytes: int, cost: RooflineModel) -> ReplayCounts:
+def replay(policy: RankedPolicy, trace: Trace, budget_bytes: int, cost: RooflineModel) -> ReplayCounts:
     """Savings of one tier of `budget_bytes` under `policy` over the trace, without lower tiers.
 
     A passage is one entry, with the KV of its last prefill behind the passages before it. A hit recomputes CFO of its
@@ -250,7 +249,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.quick:
         trace = dataclasses.replace(trace, requests=trace.requests[:100])
     cost = RooflineModel()
-    makers: dict[str, Callable[[], EvictionPolicy]] = {
+    makers: dict[str, Callable[[], RankedPolicy]] = {
         **POLICIES,
         **(ABLATIONS if arguments.ablate else {}),
         "belady (offline)": functools.partial(Belady, trace.requests),

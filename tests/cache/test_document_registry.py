@@ -281,9 +281,10 @@ def test_note_of_a_finished_erasure_names_no_document(registry, root):
     assert b"link-" not in raw and b'"x"' not in raw and b'["a"]' in raw
 
 
-@pytest.mark.parametrize("num_done", range(4))
+@pytest.mark.parametrize("num_done", range(5))
 def test_erasure_survives_a_crash_at_any_step_of_finishing(registry, start, root, monkeypatch, num_done):
-    """A link to delete, "erased" to write, "erasing" to delete."""
+    """A pin and a link to delete, "erased" to write, "erasing" to delete."""
+    registry.pin(Pin("x", None, start.now[0] + 9, False))
     erasure = registry.begin({A}, registry.learn([chunk(A, "x")]), whole=True)
     registry.note(erasure)
     left = [num_done]
@@ -303,15 +304,15 @@ def test_erasure_survives_a_crash_at_any_step_of_finishing(registry, start, root
         try:
             registry.finish(erasure)
         except OSError:
-            assert num_done < 3
+            assert num_done < 4
         else:
-            assert num_done == 3
+            assert num_done == 4
     fresh = start()
     assert fresh.is_erased(A, Origin(frozenset({A})))
-    assert bool(fresh.unfinished()) == (num_done < 2)  # with both notes there it is done
+    assert bool(fresh.unfinished()) == (num_done < 3)  # with both notes there it is done
     for erasure in fresh.unfinished():
         fresh.finish(erasure)
-    assert not fresh.knows(A) and start().unfinished() == []
+    assert not fresh.knows(A) and fresh.pins() == start().pins() == start().unfinished() == []
 
 
 @pytest.mark.parametrize(

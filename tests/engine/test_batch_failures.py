@@ -297,6 +297,21 @@ def test_client_callback_that_raises_does_not_affect_other_requests(engine):
     check_pages(engine)
 
 
+def test_prompt_of_a_request_that_fails_at_its_first_token_is_not_stored(engine, monkeypatch, caplog):
+    segments = draw_segments(np.random.default_rng(9), [40, 30])
+
+    def refuse(*_):
+        raise ValueError("no such token")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence_module.TokenSequence, "append_token", refuse)
+        with pytest.raises(ValueError, match="no such token"):
+            engine.run(ask(segments, "exact"))
+    assert [record.message for record in caplog.records] == ["a request failed over a token of its answer"]
+    assert engine.run(ask(segments, "exact")).reuse.reused_tokens == 0
+    check_pages(engine)
+
+
 # -- the pool is lost --------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ import pytest
 from ccjax.engine import EngineConfig, Request, SamplingParams
 from ccjax.errors import ConfigError, ContextLengthError, RequestError
 from ccjax.kernels import dispatch
-from ccjax.store.errors import StoreIdentityError
 from ccjax.types import Document
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
@@ -313,12 +312,14 @@ def test_a_restarted_process_reuses_what_the_first_one_stored(tmp_path):
     assert first[3:] == second[3:]
 
 
-def test_a_store_of_another_model_is_refused(tmp_path):
+def test_two_models_keep_their_kv_in_one_store(tmp_path, caplog):
     url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url) as engine:
-        engine.generate_from_tokens(segments_of([20]), max_new_tokens=1)
-    with pytest.raises(StoreIdentityError, match="tiny-3"):
-        TinyModel(seed=3).engine(store=url)
+    for models, reused in ((MODEL, TinyModel(seed=3)), False), ((MODEL, TinyModel(seed=3)), True):
+        for model in models:
+            with model.engine(store=url) as engine:
+                report = engine.generate_from_tokens(segments_of([20]), max_new_tokens=1).reuse
+            assert (report.reused_tokens > 0) == reused
+    assert [message for message in caplog.messages if "none of this model, tiny-3" in message]
 
 
 def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):

@@ -151,6 +151,20 @@ def test_recompute_share_grows_while_answers_differ():
     assert set(before) == {4} and min(after) >= 5
 
 
+def test_answers_in_mode_fast_are_checked_without_changing_what_others_recompute():
+    asked = prompts(WINDOW)
+    with MODEL.engine(**{**SETTINGS, "recompute_ratio": 0.04, "shadow_target": 1.0}) as engine:
+        for segments in asked:
+            engine.generate_from_tokens(segments, max_new_tokens=1)
+        for segments in asked:
+            params = SamplingParams(NUM_TOKENS)
+            engine.run(Request(segments=permuted(segments, [2, 0, 1]), sampling=params, reuse="fast"))
+        while engine.cache.check_one():
+            pass
+        counts = engine.cache.shadow_counts
+        assert counts.checks == WINDOW and counts.same < WINDOW and counts.factor == 1.0
+
+
 @pytest.mark.parametrize("name", ["shadow_ratio", "shadow_target"])
 def test_shares_out_of_range_are_rejected(name):
     with pytest.raises(ConfigError, match=f"{name}: wanted a share from 0 to 1"):

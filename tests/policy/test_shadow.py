@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ccjax.policy.hkvd import DEFAULT_RATIO
 from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.shadow import MOST, WINDOW, ShareControl
 
@@ -43,6 +44,8 @@ def test_factor_only_ever_increases_recomputation():
     raised = ShareControl(0.9, 2.0).applied(by_alpha)
     assert (raised.alpha, raised.recompute_ratio, raised.max_deviation) == (1.0, None, None)
     assert ShareControl(0.9, 2.0).applied(PlannerSettings(max_deviation=0.3)).max_deviation == 0.15
+    blend = PlannerSettings(strategy="cacheblend")
+    assert ShareControl(0.9, 2.0).applied(blend).recompute_ratio == pytest.approx(2.0 * DEFAULT_RATIO)
 
 
 def test_control_settles_where_the_target_is_met():

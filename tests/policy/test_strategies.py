@@ -155,6 +155,11 @@ class TestAuto:
         never = [variant("B", "SAX")]
         assert self.decided(never, d, max_deviation=0.14) == [(7, 8, 9), (2, 3, 9)]
 
+    def test_alpha_does_not_change_which_tokens_deviate_too_much(self):
+        b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
+        for alpha in (0.5, 4.0):
+            assert self.decided(b, d, max_deviation=0.14, alpha=alpha) == [(0,), (2, 3, 9)]
+
     def test_recompute_cap_applies_to_the_prompt_and_favours_large_deviations(self):
         b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
         assert self.decided(b, d, recompute_cap=0.15) == [(), (2, 3, 9)], "0.15 of 20"

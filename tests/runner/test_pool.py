@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
 import threading
 
 import jax.numpy as jnp
@@ -63,6 +65,31 @@ def test_random_operations_keep_variants_intact_and_leak_no_pages():
         pool.remove(name)
     put(pool, "all", 12 * PAGE_TOKENS)
     check(pool, "all", 12 * PAGE_TOKENS)
+
+
+def test_concurrent_allocations_never_take_pages_of_each_other():
+    pool, failures = DevicePool(SPEC, PAGE), []
+
+    def allocate():
+        for _ in range(2000):
+            with contextlib.suppress(TierFullError):
+                try:
+                    pool.allocate([1])  # freed at once
+                except IndexError as error:
+                    failures.append(error)
+                    return
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=allocate) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures and pool.num_free == 1
 
 
 def test_pages_of_a_removed_variant_are_not_reused_while_held():

@@ -174,22 +174,35 @@ def test_deadline_exceeded_before_anything_was_sent_is_504(narrow: Server) -> No
 
 
 def test_time_before_queueing_counts_towards_the_timeout(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    validate = narrow.engine.validate
+    assemble, submit = narrow.engine.assemble, narrow.engine.submit
     left = []
-    submit = narrow.service.backend.worker._start
 
-    def slow(request: Any) -> int:
+    def slow(request: Any) -> Any:
         time.sleep(0.05)
-        return validate(request)
+        return assemble(request)
 
     def noted(request: Any, *args: Any, **options: Any) -> Any:
         left.append(request.timeout_s)
         return submit(request, *args, **options)
 
-    monkeypatch.setattr(narrow.engine, "validate", slow)
-    monkeypatch.setattr(narrow.service.backend.worker, "_start", noted)
+    monkeypatch.setattr(narrow.engine, "assemble", slow)
+    monkeypatch.setattr(narrow.engine, "submit", noted)
     assert ask(narrow, timeout_s=0.02).status_code == 504 and not left
     assert ask(narrow, timeout_s=5000).status_code == 200 and 0 < left[0] <= 5000 - 0.05
+
+
+def test_prompt_is_tokenized_once_and_not_on_the_event_loop(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assemble, calls = narrow.engine._assemble, []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        calls.append(args)
+        return assemble(*args, **options)
+
+    monkeypatch.setattr(narrow.engine, "_assemble", noted)
+    assert ask(narrow).status_code == 200
+    assert len(calls) == 1
 
 
 def test_request_fields_set_flow_priority_and_timeout() -> None:

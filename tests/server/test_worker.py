@@ -279,6 +279,21 @@ def test_idle_work_yields_to_a_request() -> None:
     run(scenario, idle_work=endless)
 
 
+def test_pieces_of_idle_work_follow_each_other_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_done = 0
+
+    def idle(is_wanted: Callable[[], bool]) -> bool:
+        nonlocal num_done
+        monkeypatch.setattr(idle_module, "_IDLE_AFTER_S", 3600.0)  # too long for this test
+        num_done += 1
+        return num_done < 4
+
+    async def scenario(worker: EngineWorker, steered: Steered, ended: list[Job]) -> None:
+        await until(lambda: num_done == 4)
+
+    run(scenario, idle_work=idle)
+
+
 def test_idle_work_yields_to_a_request_in_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_module, "_IDLE_AFTER_S", 0.0)
     begun, ended_work = threading.Event(), threading.Event()

@@ -442,7 +442,7 @@ def test_the_catalog_of_another_model_is_ignored(place):
     with open_store(place.url, identity=OTHERS) as theirs:
         put(theirs, "a")
         theirs.tidy()
-    with open_store(place.url, exclusive=False) as ours:
+    with open_store(place.url) as ours:
         put(ours, "a")
     for key in [key for key in place.keys() if key.startswith(f"{OTHERS.namespace}/catalog/")]:
         place.write(key.replace(OTHERS.namespace, OURS.namespace), place.read(key))

@@ -315,7 +315,7 @@ def test_store_without_the_index_shares_variants_by_listing(open_one, open_at):
 
 
 def test_changes_of_another_models_variants_are_not_received(open_one, monkeypatch):
-    ours, theirs = open_one(), open_one(identity=OTHERS, exclusive=False)
+    ours, theirs = open_one(), open_one(identity=OTHERS)
     put(ours, "v")
     assert ours.change_feed.flush(120)
     looks, changes = [], theirs.change_feed.index.changes

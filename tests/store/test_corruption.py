@@ -176,7 +176,7 @@ def test_record_copied_from_another_variant_is_corrupt(place):
 def test_variant_copied_from_another_model_is_refused(place):
     with open_store(place.url, identity=OTHERS) as store:
         put(store, "v")
-    with open_store(place.url, exclusive=False) as store:
+    with open_store(place.url) as store:
         put(store, "w")
     for key in (*place.object_keys(OTHERS), place.record_key("v", OTHERS)):
         place.write(key.replace(OTHERS.namespace, OURS.namespace), place.read(key))

@@ -61,27 +61,26 @@ def test_unwritable_path_is_rejected():
         TensorStoreTier("file:///proc/kv", SPEC, OURS)  # not even root may
 
 
-def test_foreign_store_is_refused_with_both_names_and_left_alone(place):
+def test_store_of_another_model_is_used_like_an_empty_one_with_a_warning(place, caplog):
     with open_store(place.url, identity=OTHERS) as store:
         put(store, "v")
-    before = place.keys()
-    with pytest.raises(StoreIdentityError, match="model-b.*model-a.*exclusive=False"):
-        open_store(place.url)
-    assert place.keys() == before
-    with open_store(place.url, exclusive=False) as store:
-        assert store.foreign_fingerprints() == {"model-b"}
+    assert not caplog.records
+    with open_store(place.url) as store:
         assert store.prepare_load(["v"]).missing == {"v"}
         put(store, "v")
+    (warning,) = caplog.messages
+    assert "holds the KV of model-b and none of this model, model-a" in warning
+    caplog.clear()
     with open_store(place.url) as ours, open_store(place.url, identity=OTHERS) as theirs:  # both have variants now
-        assert ours.foreign_fingerprints() == {"model-b"} and theirs.foreign_fingerprints() == {"model-a"}
         ours.evict("disk", ["v"])
         assert_same_bytes(get(theirs, "v"), make_kv("v"))
+    assert not caplog.records
 
 
-def test_empty_namespace_of_another_model_is_not_foreign(place):
+def test_store_without_variants_of_another_model_is_opened_without_a_warning(place, caplog):
     open_store(place.url, identity=OTHERS).close()
-    with open_store(place.url) as store:
-        assert store.foreign_fingerprints() == frozenset()
+    open_store(place.url).close()
+    assert not caplog.records
 
 
 def test_tenants_of_one_model_share_a_directory_but_no_variant(place):
@@ -89,7 +88,7 @@ def test_tenants_of_one_model_share_a_directory_but_no_variant(place):
     with open_store(place.url, identity=tenant) as theirs, open_store(place.url) as ours:
         put(theirs, "v")
         ours.refresh()
-        assert ours.prepare_load(["v"]).missing == {"v"} and ours.foreign_fingerprints() == frozenset()
+        assert ours.prepare_load(["v"]).missing == {"v"}
     assert not [key for key in place.keys() if b"secret-salt" in place.read(key)]
 
 

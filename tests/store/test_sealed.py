@@ -195,14 +195,14 @@ def test_old_record_does_not_accept_another_object_under_its_name(place):
 )
 def test_variant_copied_from_another_model_or_tenant_is_rejected(place, source):
     """Sealed by the same key, but as something else."""
-    with opened(place, source, exclusive=False) as store:
+    with opened(place, source) as store:
         put(store, "v")
-    with opened(place, exclusive=False):
+    with opened(place):
         pass
     for key in place.keys():
         if key.startswith((f"{source.namespace}/records/", f"{source.namespace}/data/")):
             place.write(key.replace(source.namespace, SEALED.namespace), place.read(key))
-    with opened(place, exclusive=False) as store:
+    with opened(place) as store:
         assert store.records() == [] and store.usage()["disk"].forged == 1
 
 

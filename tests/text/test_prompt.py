@@ -172,20 +172,6 @@ def test_messages_rejected_by_the_template_raise_value_error(mistral):
         builder_of(mistral).build_chat([USER, USER])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"document_format": "{title}"},
-        {"document_format": "{text}{id}"},
-        {"untitled_format": "{title}{text}"},
-        {"document_format": "{text"},
-    ],
-)
-def test_bad_formats_are_refused(llama, options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}: wanted"):
-        builder_of(llama, **options)
-
-
 def test_chat_template_lookup_order(tmp_path):
     named = [{"name": "default", "template": "D"}, {"name": "rag", "template": "R"}]
     directory = small.byte_level(tmp_path / "a", named)

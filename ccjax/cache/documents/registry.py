@@ -237,13 +237,13 @@ class DocumentRegistry:
     def finish(self, erasure: Erasure) -> None:
         """Deletes the links of an erasure whose variants are deleted, and notes that it is done. Raises OSError."""
         going = [link for name in erasure.links if (link := self._links.get(name)) is not None]
-        for name in erasure.links:
-            self._drop(name)
-        left = list(self._links.values())
-        for pin in tuple(self._pins.values()):
+        left = [link for name, link in self._links.items() if name not in erasure.links]
+        for pin in tuple(self._pins.values()):  # before the links, by which a repetition finds the pins
             had, has = (any(link.is_of(pin.document_id, pin.version) for link in links) for links in (going, left))
             if had and not has:
                 self.unpin(pin.document_id, pin.version)
+        for name in erasure.links:
+            self._drop(name)
         done = dataclasses.replace(erasure, links=(), is_done=True)  # no links: their names are hashes of document ids
         self._notes.put(f"erased-{erasure.id}", _as_note(done), wait=True)
         self._notes.delete(f"erasing-{erasure.id}")

@@ -31,7 +31,7 @@ class RestoreReport:
     """Outcome for the variants of a snapshot; the six counts add up to all of them.
 
     Attributes:
-      num_restored, restored_bytes: stored in host memory, on disk (written in the background), or both.
+      num_restored, restored_bytes: stored in memory or on disk (written in the background), or both.
       num_present: already in the cache, left unchanged; the greater `f_r` is kept.
       num_left_out: beyond `max_bytes`.
       num_no_room: no tier had room without eviction, or `max_variants` was reached; usually not read.

@@ -1,10 +1,11 @@
 """The thread that runs all requests of an engine, step by step.
 
-Data flow: a request's prompt is planned (`PlannedPrefill`: which chunks are reused, which tokens are computed), and its
-`TokenSequence` waits in the queue until the scheduler (`ccjax.policy.scheduling`) admits it; it then allocates pages of
-the pool and starts to load. A `Pack` of pieces of several prompts runs through the layers, with decode steps between
-them; the last piece of a prompt yields the logits from which the first token is sampled. A decode step adds a token to
-each sequence that has its first. Tokens go to the caller; computed chunks are stored once the first tokens are emitted.
+Data flow: a request's `TokenSequence` is queued. When it comes near the head of the queue, its prompt is planned
+(`PlannedPrefill`: which chunks are reused, which tokens are computed), and again if what is stored of its chunks
+changes. Once the scheduler (`ccjax.policy.scheduling`) admits it, it allocates pages of the pool and starts to load. A
+`Pack` of pieces of several prompts runs through the layers, with decode steps between them; the last piece of a prompt
+yields the logits from which the first token is sampled. A decode step adds a token to each sequence that has its first.
+Tokens go to the caller, computed chunks into the store: after the first token, or before an answer of a single token.
 """
 
 from __future__ import annotations
@@ -300,15 +301,17 @@ class BatchLoop:
         self._scheduler.pack_done(time.perf_counter())
         finished = []
         for sequence, drawn in done:
+            planned, kept = sequence.prefill, None
             try:
-                finished.append((sequence.group.keep, sequence.prefill, sequence.finish_prefill()))
+                prefilled = sequence.finish_prefill()
                 sequences.share_prompt(sequence)
             except Exception as error:
-                logger.exception("a request failed behind its prefill")
+                logger.exception("a request failed after its prefill")
                 sequences.fail(sequence, error)
             else:
-                sequences.append_token(sequence, drawn)
-        for keep, planned, prefilled in finished:  # after the first tokens are emitted
+                kept = prefilled if sequences.append_token(sequence, drawn) else None
+            finished.append((sequence.group.keep, planned, kept))
+        for keep, planned, prefilled in finished:  # after the first tokens are emitted, except in answers of one token
             if prefilled is not None:
                 keep(prefilled)
             planned.release_claims()

@@ -24,7 +24,8 @@ from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, ReuseReport, VariantId
 
 Emit = Callable[[Delta | Exception], None]
-"""Receives the deltas of an answer, or the error that ended it; called on the loop's thread, must return at once."""
+"""Receives the deltas of an answer, or the error that ended it. Called on the loop's thread, or, with what an answer
+said before its search was complete, on the thread that ended the search; must return at once."""
 
 
 class SequenceGroup:
@@ -66,7 +67,7 @@ class SequenceGroup:
           emit: receives the deltas of all answers; the last one has the response.
           new_answer: creates the answer with this index.
           report: builds the reuse report of a prefill.
-          keep: called on the loop's thread when the prefill is complete and the first tokens are emitted, while what it
+          keep: called on the loop's thread when the prefill is complete and the first token is known, while what it
             reused is still pinned.
           priority: None for the request's own.
         """

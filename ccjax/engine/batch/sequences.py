@@ -254,24 +254,26 @@ class Sequences:
 
     # -- tokens and ends -----------------------------------------------------------------------------------------------
 
-    def append_token(self, sequence: TokenSequence, drawn: Drawn) -> None:
-        """Adds a token to a sequence and ends the sequence if it was the last one."""
+    def append_token(self, sequence: TokenSequence, drawn: Drawn) -> bool:
+        """Adds a token to a sequence and ends the sequence if it was the last one; False if the request failed over
+        it."""
         try:
             is_last = sequence.append_token(drawn)
         except Exception as error:
             logger.exception("a request failed over a token of its answer")
             self.fail(sequence, error)
-            return
+            return False
         if is_last:
             tokens, mean = float(sequence.num_drawn), self.answer_tokens
             self.answer_tokens = tokens if mean is None else 0.9 * mean + 0.1 * tokens
             self._forget(sequence)
             self._closing.append(sequence.prefill)
             self._ended.append(sequence)
+        return True
 
     def settle(self) -> None:
-        """Unpins what ended sequences reused, then emits the last deltas, so that a caller with a complete answer finds
-        the store settled. Nothing is unpinned between the layers of a pack, since promotion takes time."""
+        """Emits the last deltas of ended sequences, first unpinning what they reused, so that a caller with a complete
+        answer finds it evictable. Between the layers of a pack it is unpinned later, since promotion takes time."""
         if self.pack is None:
             closing, self._closing = self._closing, []
             for prefill in closing:

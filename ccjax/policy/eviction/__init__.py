@@ -1,14 +1,14 @@
-"""Eviction policies: one interface (`EvictionPolicy`), and six ways to rank the entries of a tier, by name."""
+"""Eviction policies: six ways to rank the entries of a tier, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ccjax.policy.eviction.base import EntryInfo, EvictionPolicy
+from ccjax.policy.eviction.base import EntryInfo
 from ccjax.policy.eviction.policies import HALF_LIFE, NUM_REMEMBERED, CacheCraftFr, Gdsf, Lfu, Lru, Pgdsf, SavedSeconds
 from ccjax.policy.eviction.ranked import Entry, RankedPolicy
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+POLICIES: dict[str, Callable[[], RankedPolicy]] = {
     "cachecraft_fr": CacheCraftFr,
     "lru": Lru,
     "lfu": Lfu,
@@ -23,7 +23,7 @@ DEFAULT_POLICY = "saved_seconds"
 matters little, no policy saves a quarter of a point more (`bench.py eviction`)."""
 
 
-def make_policy(name: str) -> EvictionPolicy:
+def make_policy(name: str) -> RankedPolicy:
     """A new policy by its name in `POLICIES`.
 
     Raises:
@@ -42,7 +42,6 @@ __all__ = [
     "CacheCraftFr",
     "Entry",
     "EntryInfo",
-    "EvictionPolicy",
     "Gdsf",
     "Lfu",
     "Lru",

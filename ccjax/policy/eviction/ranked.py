@@ -1,4 +1,9 @@
-"""A policy that evicts the lowest rank: keeps the order, while subclasses define the rank."""
+"""The eviction policy of a tier, which evicts the lowest rank: keeps the order, while subclasses define the rank.
+
+The tier's owner moves all data. To store a new entry it calls `on_insert`, then `victims` for the missing bytes, evicts
+them, and calls `on_remove` for each entry evicted, or for the new one if it is not stored after all. Each tier has a
+policy of its own, which gives RAGCache's "two separate logical clocks" (sec. 5.1).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +47,8 @@ class Entry:
 
 
 class RankedPolicy:
-    """Evicts the least `worth`; among equals the least recently used, then the smallest key.
+    """Evicts the least `worth`; among equals the least recently used, then the smallest key. Not thread-safe. The same
+    calls give the same answers. `now` never decreases; its unit is the caller's: requests served so far, or seconds.
 
     `worth` is computed at each use and constant until the next. The heap keeps outdated ranks until they surface or
     outnumber the others: an insertion, a hit or a removal costs O(log n) amortised, k victims O((k + pins met) log n).
@@ -50,7 +56,8 @@ class RankedPolicy:
 
     A subclass defines what a use adds and what an entry is worth. It may remember the uses of the last `num_remembered`
     evicted keys, set `weighs_new_keys`, and set `is_tree`, so that no key is evicted before its children (RAGCache
-    sec. 5.1): it is considered once its children are among the victims.
+    sec. 5.1): it is considered once its children are among the victims, and should be inserted only if its parent is
+    held or it has none.
     """
 
     weighs_new_keys = False
@@ -78,18 +85,27 @@ class RankedPolicy:
         return key in self._entries
 
     def is_leaf(self, key: str) -> bool:
-        """See `EvictionPolicy`."""
+        """True if no child of `key` is held."""
         return not self._num_children[key]
 
     def on_insert(self, key: str, info: EntryInfo, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Records that the tier is about to hold `key`, computed or loaded for a request at `now`; counts as a use.
+
+        Raises:
+          ValueError: it is held already.
+        """
         self._check_new(key)
         entry = self._entries[key] = Entry(key, info, self._past.pop(key, None) or Uses())
         self._num_children[info.parent] += 1
         self._use(entry, now, is_hit=False)
 
     def on_adopt(self, infos: Mapping[str, EntryInfo]) -> None:
-        """See `EvictionPolicy`."""
+        """Adds keys that the tier holds but no request of this process has used yet; their history is what `restore`
+        brought.
+
+        Raises:
+          ValueError: one is held already; nothing changed.
+        """
         for key in self._entries.keys() & infos.keys():
             self._check_new(key)
         adopted = {
@@ -101,7 +117,11 @@ class RankedPolicy:
         self._order(adopted.values())
 
     def on_hit(self, key: str, info: EntryInfo, now: float) -> None:
-        """See `EvictionPolicy`."""
+        """Records that a request at `now` reuses `key` from this tier; `info` replaces what was known.
+
+        Raises:
+          KeyError: it is not held.
+        """
         entry = self._held(key)
         self._lose_child(entry.info.parent)
         self._num_children[info.parent] += 1
@@ -109,7 +129,12 @@ class RankedPolicy:
         self._use(entry, now, is_hit=True)
 
     def on_remove(self, key: str, *, evicted: bool = True) -> None:
-        """See `EvictionPolicy`."""
+        """Records that the tier no longer holds `key`; `evicted=False` if the reason was not lack of space (damaged,
+        outdated).
+
+        Raises:
+          KeyError: it is not held.
+        """
         entry = self._held(key)
         del self._entries[key]
         self._out_of_heap.discard(key)
@@ -121,7 +146,18 @@ class RankedPolicy:
     def victims(
         self, bytes_wanted: int, *, pinned: Collection[str] = (), new_key: str | None = None
     ) -> tuple[str, ...] | None:
-        """See `EvictionPolicy`."""
+        """Keys to evict, lowest value first: the shortest such sequence that frees `bytes_wanted`; `()` for 0 bytes,
+        None if all together do not. Changes nothing: the caller evicts and calls `on_remove`.
+
+        Args:
+          pinned: never chosen.
+          new_key: the inserted key that needs the space. `(new_key,)` means that it is worth less than what would be
+            evicted for it, and should not be stored; policies that always accept new entries never return it.
+
+        Raises:
+          ValueError: `bytes_wanted` is negative.
+          KeyError: `new_key` is not held.
+        """
         check_count("bytes_wanted", bytes_wanted, least=0)
         protected = {*pinned}
         if new_key is not None:
@@ -158,14 +194,14 @@ class RankedPolicy:
         return tuple(chosen) if freed_bytes >= bytes_wanted else None
 
     def inherit(self, key: str, heir: str) -> None:
-        """See `EvictionPolicy`."""
+        """Transfers the uses of `key` to `heir`, which is not held yet and about to replace it."""
         self._check_new(heir)
         uses = self._entries[key].uses if key in self._entries else self._past.pop(key, None)
         if uses is not None:
             self._remember(heir, dataclasses.replace(uses))
 
     def state(self, now: float) -> dict[str, Any]:
-        """See `EvictionPolicy`."""
+        """Everything the order depends on, as JSON values with times relative to `now`."""
         uses = self._past | {key: entry.uses for key, entry in self._entries.items()}
         state: dict[str, Any] = {
             "uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}
@@ -176,7 +212,8 @@ class RankedPolicy:
         return state
 
     def restore(self, state: Any, held: Collection[str]) -> None:
-        """See `EvictionPolicy`."""
+        """Restores a `state` of the same policy, before any other call; `held` are the keys to be adopted next. Invalid
+        or damaged parts are skipped."""
         uses = state.get("uses") if isinstance(state, dict) else None
         for key, values in uses.items() if isinstance(uses, dict) else ():
             if (self._num_remembered or key in held) and (one := _uses_from_json(values)) is not None:

@@ -14,7 +14,6 @@ from ccjax.policy.reuse import most_contextualised, num_recompute_tokens
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision, best_choices, mean_deviations
 from ccjax.policy.strategies.fixing import recompute_count
-from ccjax.policy.variants import VariantChoice
 from ccjax.types import ReuseMode
 
 
@@ -63,8 +62,7 @@ def decide(
             continue
         budget += count
         num_shared += sizes[index]
-        missing = _missing(choice, settings)
-        scores += [(-value * missing, index, offset) for offset, value in enumerate(values)]
+        scores += [(-value * choice.missing, index, offset) for offset, value in enumerate(values)]
     if num_shared:
         budget = min(budget, num_recompute_tokens(cap, num_shared))
     if mode == "bounded" and settings.recompute_ratio is None and settings.max_deviation is not None:
@@ -74,9 +72,3 @@ def decide(
         chosen.setdefault(index, []).append(offset)
     offsets.update((index, tuple(sorted(own))) for index, own in chosen.items())
     return [Decision(choice, offsets.get(index, ())) for index, choice in enumerate(choices)]
-
-
-def _missing(choice: VariantChoice, settings: PlannerSettings) -> float:
-    """CacheCraft's 1 - beta', which eq. 12 scales to the CFO; 1 if that is undefined."""
-    scale = settings.alpha * choice.meta.cci
-    return min(1.0, choice.cfo / scale) if scale > 0.0 else 1.0
