@@ -25,7 +25,7 @@ from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, open_namespac
 from ccjax.store.objects import Root, for_each, open_root
 from ccjax.store.records import KnownShard, encode_record
 from ccjax.store.spec import (
-    Condemns,
+    IsCovered,
     KVSpec,
     ShardRecord,
     ShardSummary,
@@ -238,24 +238,24 @@ class TensorStoreTier:
         """Evicts variants and returns those removed. A variant that cannot be deleted stays."""
         return self.erase(self.hide(variant_ids))
 
-    def hide(self, variant_ids: Iterable[str], condemns: Condemns | None = None) -> list[KnownShard]:
-        """First, instant half of an eviction: makes variants unknown, with `condemns` only those whose records it
+    def hide(self, variant_ids: Iterable[str], is_covered: IsCovered | None = None) -> list[KnownShard]:
+        """First, instant half of an eviction: makes variants unknown, with `is_covered` only those whose records it
         selects, and returns those that were known. `erase` must follow."""
         hidden = self._commits.hide(variant_ids)
-        if condemns is None:
+        if is_covered is None:
             return hidden
-        spared = [shard for shard in hidden if (found := self._commits.decoded(shard)) and not condemns(found.record)]
+        spared = [shard for shard in hidden if (found := self._commits.decoded(shard)) and not is_covered(found.record)]
         for shard in spared:
             self._commits.restore(shard)
         return [shard for shard in hidden if shard not in spared]
 
-    def erase(self, shards: Iterable[KnownShard], *, condemned: bool = False) -> tuple[str, ...]:
+    def erase(self, shards: Iterable[KnownShard], *, covered: bool = False) -> tuple[str, ...]:
         """Second half of an eviction, milliseconds per variant: deletes the record first, so that no new read starts
         that the deletion of the data would break. Returns the ids removed; a variant that cannot be deleted becomes
-        known again, unless it is `condemned`."""
-        return tuple(filter(None, for_each(self._root, lambda shard: self._erase_one(shard, condemned), shards)))
+        known again, unless it is `covered`."""
+        return tuple(filter(None, for_each(self._root, lambda shard: self._erase_one(shard, covered), shards)))
 
-    def _erase_one(self, shard: KnownShard, condemned: bool) -> str | None:
+    def _erase_one(self, shard: KnownShard, covered: bool) -> str | None:
         """Erases one variant; returns its id if it is gone."""
         variant_id = shard.variant_id
         try:
@@ -264,7 +264,7 @@ class TensorStoreTier:
                 self._commits.record_deletion(variant_id, shard.object_id)
         except OSError as error:
             self._commits.warn("store: cannot delete variant %s in %s: %s", variant_id, self.url, error)
-            if not condemned:
+            if not covered:
                 self._commits.restore(shard)
                 return None
         self._delete_quietly(self._key("data", shard.object_id))

@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
-from ccjax.store.spec import Condemns
+from ccjax.store.spec import IsCovered
 
 
 def erase_from_disk(
-    disk: TensorStoreTier, condemned: Collection[str], *, uncommitted: bool, condemns: Condemns | None = None
+    disk: TensorStoreTier, covered: Collection[str], *, uncommitted: bool, is_covered: IsCovered | None = None
 ) -> tuple[str, ...]:
     """Deletes variants, including remains of an earlier attempt and concurrent writes of other processes, and every
     copy of a record.
@@ -18,7 +18,7 @@ def erase_from_disk(
     Args:
       uncommitted: also delete objects of any age without a sound record, and those of other releases in unknown
         formats.
-      condemns: selects records to delete, because another process may have rewritten a variant; None selects all.
+      is_covered: selects records to delete, because another process may have rewritten a variant; None selects all.
 
     Returns:
       Keys and variant ids that could not be deleted.
@@ -27,12 +27,12 @@ def erase_from_disk(
       OSError: the disk cannot be listed.
     """
     disk.refresh()
-    disk.erase(disk.hide(condemned, condemns), condemned=True)
+    disk.erase(disk.hide(covered, is_covered), covered=True)
     foreign = disk.erase_foreign() if uncommitted else ()
     ages = (0.0, 0.0) if uncommitted else (ORPHAN_AGE_S, QUARANTINE_AGE_S)
     left = disk.sweep(*ages)  # its refresh makes undeleted variants known again
-    stayed = disk.hide(condemned, condemns)
-    disk.erase(stayed, condemned=True)  # once more, also from the budget
+    stayed = disk.hide(covered, is_covered)
+    disk.erase(stayed, covered=True)  # once more, also from the budget
     # Even if nothing was deleted: the catalog may have copies of records that were evicted after it was written.
     copies = disk.drop_catalog()
     return (*foreign, *left, *copies, *(shard.variant_id for shard in stayed))

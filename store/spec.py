@@ -189,7 +189,7 @@ class ShardRecord:
         return ShardSummary(self.variant_id, self.chunk_id, self.num_tokens, self.num_bytes)
 
 
-Condemns = Callable[[ShardRecord], bool]
+IsCovered = Callable[[ShardRecord], bool]
 """Selects records whose variants are to be removed."""
 
 

@@ -23,7 +23,7 @@ from ccjax.store.levels import Levels
 from ccjax.store.memory import MemoryTier
 from ccjax.store.notes import Notes
 from ccjax.store.sharing import SharedReaders
-from ccjax.store.spec import Condemns, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
+from ccjax.store.spec import IsCovered, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from ccjax.store.tickets import LoadTicket, Source, StoreTicket
 from ccjax.store.usage import DISK, HOST
 from ccjax.store.watcher import StoreWatcher
@@ -295,26 +295,26 @@ class TieredStore(Levels):
             self._counts[tier]["evicted"] += len(gone)
         return gone
 
-    def discard(self, variant_id: str, condemns: Condemns | None = None) -> None:
+    def discard(self, variant_id: str, is_covered: IsCovered | None = None) -> None:
         """Removes a corrupt or outdated variant from every tier, pinned or not. Existing views stay valid; later reads
-        from disk miss. With `condemns`, the variant is kept in tiers whose record of it is not selected, for example
+        from disk miss. With `is_covered`, the variant is kept in tiers whose record of it is not selected, for example
         because another process rewrote it."""
         with self._lock:
             for name, tier in self._memory.items():
                 record = tier.get_record(variant_id)
-                if record is not None and (condemns is None or condemns(record)):
+                if record is not None and (is_covered is None or is_covered(record)):
                     self._counts[name]["discarded"] += tier.remove(variant_id)
             if self._writer is not None:
-                self._writer.cancel(variant_id, condemns)
-            hidden = [] if self._disk is None else self._disk.hide([variant_id], condemns)
+                self._writer.cancel(variant_id, is_covered)
+            hidden = [] if self._disk is None else self._disk.hide([variant_id], is_covered)
             if hidden:
                 self._counts[DISK]["discarded"] += len(hidden)
                 self._readers.forget(variant_id)
         if hidden and self._disk is not None:
-            self._disk.erase(hidden, condemned=True)
+            self._disk.erase(hidden, covered=True)
 
     def erase(
-        self, variant_ids: Iterable[str], *, uncommitted: bool, condemns: Condemns | None = None
+        self, variant_ids: Iterable[str], *, uncommitted: bool, is_covered: IsCovered | None = None
     ) -> tuple[str, ...]:
         """Discards variants and verifies, after the queued writes, that they are gone; returns the keys and variant ids
         that could not be deleted.
@@ -326,12 +326,12 @@ class TieredStore(Levels):
         Raises:
           OSError: the disk cannot be listed.
         """
-        condemned = tuple(variant_ids)
-        for variant_id in condemned:
-            self.discard(variant_id, condemns)
+        covered = tuple(variant_ids)
+        for variant_id in covered:
+            self.discard(variant_id, is_covered)
         if self._disk is None or self._writer is None:
             return ()
-        erase = functools.partial(erase_from_disk, self._disk, condemned, uncommitted=uncommitted, condemns=condemns)
+        erase = functools.partial(erase_from_disk, self._disk, covered, uncommitted=uncommitted, is_covered=is_covered)
         try:
             # On the writing thread, so that no write of this process is in progress.
             return self._writer.call(erase).result()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ccjax.store.claims import Claims
 from ccjax.store.disk import TensorStoreTier
-from ccjax.store.spec import Condemns, ShardRecord
+from ccjax.store.spec import IsCovered, ShardRecord
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -85,12 +85,12 @@ class WriteBehind:
         """
         return self._executor.submit(function)
 
-    def cancel(self, variant_id: str, condemns: Condemns | None = None) -> None:
+    def cancel(self, variant_id: str, is_covered: IsCovered | None = None) -> None:
         """Cancels a queued write; if it is in progress, the variant is removed from disk as soon as it ends. Does
-        nothing if the variant is not queued, or if `condemns` does not select its record."""
+        nothing if the variant is not queued, or if `is_covered` does not select its record."""
         with self._changed:
             pending = self._pending.get(variant_id)
-            if pending is None or (condemns is not None and not condemns(pending[0])):
+            if pending is None or (is_covered is not None and not is_covered(pending[0])):
                 return
             if variant_id == self._writing:
                 self._cancelled.add(variant_id)

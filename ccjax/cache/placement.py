@@ -120,8 +120,8 @@ class Placement:
                 return EntryInfo(charge or num_bytes, num_tokens, compute_s, load_s=load_s)
 
             charges = self._store.charges(tier, [key for key in sized if key not in policy])
-            new_entrys = ((key, charge, sized[key]) for key, charge in charges.items())
-            policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in new_entrys})
+            new_entries = ((key, charge, sized[key]) for key, charge in charges.items())
+            policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in new_entries})
 
     def use(self, meta: Sized, share: float) -> None:
         """Notes that this request reused the variant and recomputed `share` of it."""

@@ -38,7 +38,7 @@ class Prefilled:
     ticket: LoadTicket | None
     read_layers: ReadLayers | None
     plan_s: float
-    planned_at: float
+    planned_at_s: float
     failed_loads: int
     preloaded_bytes: int = 0
     load_s: float = 0.0
@@ -88,7 +88,7 @@ class PlannedPrefill:
         self._lossy: set[str] = set()
         self._patience = Patience(planner.rates.seconds_per_token)
         self._given_up: frozenset[VariantId] = frozenset()
-        self._plan_s = self._waited_s = self._planned_at = 0.0
+        self._plan_s = self._waited_s = self._planned_at_s = 0.0
         self._disk_bytes = self._preloaded_bytes = 0
 
     @property
@@ -117,8 +117,8 @@ class PlannedPrefill:
                 lambda without: self._planner.plan(self.prompt, self.mode, self._usable(without), self._settings),
                 adapts_ratio=self.mode == "bounded" and self._settings.adapts_to_loading,
             )
-        self._planned_at = time.perf_counter()
-        self._plan_s += self._planned_at - started
+        self._planned_at_s = time.perf_counter()
+        self._plan_s += self._planned_at_s - started
         return self.plan
 
     def claim(self) -> bool:
@@ -203,7 +203,7 @@ class PlannedPrefill:
             ticket=self._ticket,
             read_layers=None if self._ticket is None else self._ticket.read_layers,
             plan_s=self._plan_s,
-            planned_at=self._planned_at,
+            planned_at_s=self._planned_at_s,
             failed_loads=len(self._failed),
             preloaded_bytes=self._preloaded_bytes,
             load_s=self._planner.loads.load_s(self.plan, self._disk_bytes) or 0.0,

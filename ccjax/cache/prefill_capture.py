@@ -14,7 +14,7 @@ from ccjax.cache.planned_prefill import Prefilled
 from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
-from ccjax.policy.variants import IN_CONTEXT, choose_other_context
+from ccjax.policy.variants import MIN_PASSAGES_BEFORE, choose_other_context
 from ccjax.prompts import Prompt
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.heavy_hitters import received_mass, with_received
@@ -151,7 +151,7 @@ class PrefillCapture:
 
     def _note_unprepared(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Notes the passages that were computed, and those that were reused behind others though fewer than
-        `IN_CONTEXT` passages had stood before them or the deviations of their tokens are unknown."""
+        `MIN_PASSAGES_BEFORE` passages had stood before them or the deviations of their tokens are unknown."""
         first = int(prompt.has_system)
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks[first:]})
         for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
@@ -159,7 +159,7 @@ class PrefillCapture:
             used = [one for one in variants if one.variant_id == segment.variant_id]
             is_known = any(one.token_deviations for one in variants)
             was_reused = segment.fidelity == "approx" and bool(used)
-            was_reused = was_reused and (used[0].passages_before < IN_CONTEXT or not is_known)
+            was_reused = was_reused and (used[0].passages_before < MIN_PASSAGES_BEFORE or not is_known)
             if was_reused or segment.variant_id is None:
                 alone = Prompt((*prompt.chunks[:first], chunk), prompt.has_system, chunk.token_ids[-1:], 1)
                 self.unprepared.note(alone, was_reused=was_reused)

@@ -86,7 +86,7 @@ class VariantIndex:
             self._put_known(store.summaries(), frequencies)
             self._placement.adopt(self._by_id.values(), hints.get("eviction"))
         if self.documents.has_erasures:  # delete what they cover now, not only when a request asks for it
-            self.look_into_all()
+            self.load_all_records()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -108,25 +108,25 @@ class VariantIndex:
 
     def seen(self) -> frozenset[ChunkId]:
         """Every chunk that influenced the KV of some variant; reads all records."""
-        self.look_into_all()
+        self.load_all_records()
         return frozenset().union(*(origin.seen for origin in self._origins.values()))
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """The variants of each chunk; chunks without any are left out. The first call with a chunk reads the records of
         its variants; a variant whose record is unreadable, or that an erasure covers, is dropped."""
-        return self._of_chunks(chunk_ids, self._look_into)
+        return self._of_chunks(chunk_ids, self._load_record)
 
     def peek(self, chunk_ids: Collection[ChunkId]) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """What `of_chunks` would return now. May be called from any thread while another one uses the index: records
         that it reads are not kept, so that only the batch loop changes the index."""
         return self._of_chunks(chunk_ids, self._peek)
 
-    def look_into_all(self) -> None:
+    def load_all_records(self) -> None:
         """Reads and keeps all records that were not read yet, some 50 us each; drops variants that an erasure covers.
         For rare calls that need the origin of every variant."""
         with uncollected():
             for held in tuple(self._by_id.values()):
-                self._look_into(held)
+                self._load_record(held)
 
     def approximate(self, is_cancelled: Callable[[], bool] | None = None) -> list[VariantMeta]:
         """The approximate variants; learns the token ids of their chunks where possible. Work for idle time: reads each
@@ -136,7 +136,7 @@ class VariantIndex:
             del self._maybe_approximate[variant_id]
             record = self._store.get_record(variant_id)
             if record is not None and record.meta.get("fidelity") != "exact":
-                self._look_into(self._by_id[variant_id])
+                self._load_record(self._by_id[variant_id])
         metas = [meta for meta in self._by_id.values() if isinstance(meta, VariantMeta) and meta.fidelity == "approx"]
         self._learn_tokens({key for meta in metas for key in meta.prefix_ids})
         return metas
@@ -155,13 +155,13 @@ class VariantIndex:
         """Which chunks influenced a variant's KV; reads its record. Empty if the variant is not held."""
         held = self._by_id.get(variant_id)
         if held is not None:
-            self._look_into(held)
+            self._load_record(held)
         return self._origins.get(variant_id, Origin(frozenset()))
 
     def discard_erased(self) -> None:
         """Drops variants that an erasure covers from every tier, after the registry applied new erasures; reads all
         records."""
-        self.look_into_all()
+        self.load_all_records()
         for variant_id, origin in tuple(self._origins.items()):
             if self.documents.is_erased(self._by_id[variant_id].chunk_id, origin):
                 self._discard_erased(variant_id)
@@ -280,7 +280,7 @@ class VariantIndex:
         """Removes an approximate variant if an exact one exists behind the same prefix, for example from another
         process; False if there is none."""
         known = self._by_id.get(_twin_id(meta, "exact"))
-        exact = None if known is None else self._look_into(known)
+        exact = None if known is None else self._load_record(known)
         if exact is None:
             return False
         self._update(self._in_place_of_approximate(exact))
@@ -295,7 +295,7 @@ class VariantIndex:
         self._adopt(added)
         for key in added if self.documents.has_erasures else ():
             if key in self._by_id:
-                self._look_into(self._by_id[VariantId(key)])
+                self._load_record(self._by_id[VariantId(key)])
         for variant_id in removed:
             self._placement.apply_changes(variant_id)
             if self._store.tier_of(variant_id) is None:
@@ -354,7 +354,7 @@ class VariantIndex:
         return {chunk: metas for chunk, metas in found.items() if metas}
 
     def _peek(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
-        """The metadata of a held variant, from its record if necessary; None if `_look_into` would drop the variant."""
+        """The metadata of a held variant, from its record if necessary; None if `_load_record` would drop it."""
         if isinstance(held, VariantMeta):
             return held
         record = self._store.get_record(held.variant_id)
@@ -362,7 +362,7 @@ class VariantIndex:
             return None
         return meta_from_record(record, held.frequency_reuse)
 
-    def _look_into(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
+    def _load_record(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
         """The metadata of a held variant, read and kept if necessary; None if the record cannot be read or an erasure
         covers the variant, which is then dropped."""
         if isinstance(held, VariantMeta):

@@ -19,7 +19,7 @@ from ccjax.requests import MOST_PRIORITY, Delta, Request, Response, SamplingPara
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.types import ReuseMode, ReuseReport
 
-PRIORITY = MOST_PRIORITY + 1
+BACKGROUND_PRIORITY = MOST_PRIORITY + 1
 """A lower priority than any that a client can request."""
 
 _QUEUE_LOOK_S = 0.05
@@ -81,7 +81,7 @@ class BackgroundPrefills:
             new_answer=lambda index: Answer(sampling, None, frozenset(), (), index=index),
             report=lambda prefilled: self._report(prefilled, mode),
             keep=kept,
-            priority=None if is_urgent else PRIORITY,
+            priority=None if is_urgent else BACKGROUND_PRIORITY,
         )
         self._submit(TokenSequence(uuid.uuid4().hex, answers, seed=0), asked)
         while True:

@@ -161,7 +161,7 @@ class EngineCache:
         rates, disk = self._rates, self._rates.tiers[DISK].cost
         load_s = None if disk is None else disk.unit_s * self._store.kv_spec.num_bytes(1)
         held = ChunkFilter.of(map(ChunkId, self._store.chunk_ids(self._store.memory_tiers)))
-        return Summary(held, self._loop.counts.unserved_tokens, load_cost(load_s, rates.seconds_per_token))
+        return Summary(held, self._loop.counts.waiting_tokens, load_cost(load_s, rates.seconds_per_token))
 
     def save_snapshot(
         self, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None

@@ -66,7 +66,7 @@ def build_report(
         loaded_bytes=result.loaded_bytes,
         load_wait_s=result.load_wait_s,
         plan_s=prefilled.plan_s,
-        prefill_s=time.perf_counter() - prefilled.planned_at,
+        prefill_s=time.perf_counter() - prefilled.planned_at_s,
         failed_loads=prefilled.failed_loads,
         preloaded_bytes=prefilled.preloaded_bytes,
         load_s=prefilled.load_s,

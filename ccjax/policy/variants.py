@@ -12,7 +12,7 @@ from ccjax.policy._checks import check_count, check_ratio
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
 from ccjax.types import ChunkId, VariantId, VariantMeta
 
-IN_CONTEXT = 2
+MIN_PASSAGES_BEFORE = 2
 """Number of passages before a chunk from which its KV counts as computed in the middle of a prompt."""
 
 
@@ -57,10 +57,10 @@ def choose_variant(
       exact_only: consider exact reuse alone.
       system_id: the instructions of the new prompt, None for none. They are no prefix chunk in eq. 6 and 7; a variant
         behind other instructions shares no context with the new prompt, so its beta' is 0.
-      in_context_first: prefer variants computed behind at least `IN_CONTEXT` passages, then those behind fewer. Eq. 12
-        ranks the other way round, since the CCI of a chunk computed alone is the least; but in measurements the tokens
-        of such a chunk behave like the beginning of a text, and its KV changes answers two to four times as much as KV
-        computed behind unrelated passages. One passage is not enough for that.
+      in_context_first: prefer variants computed behind at least `MIN_PASSAGES_BEFORE` passages, then those behind
+        fewer. Eq. 12 ranks the other way round, since the CCI of a chunk computed alone is the least; but in
+        measurements the tokens of such a chunk behave like the beginning of a text, and its KV changes answers two to
+        four times as much as KV computed behind unrelated passages. One passage is not enough for that.
     """
     prefix = tuple(new_prefix_ids)
     variants = tuple(variants)
@@ -76,7 +76,7 @@ def choose_variant(
         if alpha != 1.0:
             cfo = cache_fix_overhead(meta.cci, overlap, alpha)
         is_preferred = not in_context_first or meta.prefix_ids == prefix
-        lacking = 0 if is_preferred else max(0, IN_CONTEXT - meta.passages_before)
+        lacking = 0 if is_preferred else max(0, MIN_PASSAGES_BEFORE - meta.passages_before)
         return lacking, cfo, meta.fidelity != "exact", unscaled, meta.variant_id
 
     best = min(((rank(meta), meta) for meta in variants), key=lambda pair: pair[0], default=None)

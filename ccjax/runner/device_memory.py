@@ -92,7 +92,7 @@ def _device_bytes(config: EngineConfig) -> tuple[int, str]:
         return own, f"what JAX may take of a {jax.local_devices()[0].device_kind}"
     machine = memory_bytes()
     if machine is None:
-        raise ConfigError("device_memory_bytes: wanted a size, for neither device nor system says one, got None")
+        raise ConfigError("device_memory_bytes: wanted a size, as neither device nor system reports one, got None")
     left = max(0, machine - host_cache_bytes(config)) // config.tensor_parallel_size
     return left, "the machine's memory without host_cache_bytes, for a CPU has none of its own"
 

@@ -262,7 +262,7 @@ def _what_fits(plan: MemoryPlan) -> str:
             if not tried.missing:
                 found.setdefault(size, f"tensor_parallel_size {size}{name}")
                 break
-    return f"what fits: {', '.join(found.values())}" if found else "it fits on no number of such devices"
+    return f"what fits: {', '.join(found.values())}" if found else "it does not fit on any number of such devices"
 
 
 def _count(number: int) -> str:

@@ -96,7 +96,7 @@ def live_json(engine: Engine, model: str, counts: LiveCounts) -> dict[str, Any]:
         "queue": {
             "running": batch.running,
             "waiting": batch.waiting,
-            "unserved_tokens": batch.unserved_tokens,
+            "waiting_tokens": batch.waiting_tokens,
             "preemptions": batch.preemptions,
         },
         "pages": {"used": batch.num_pages - batch.free_pages, "total": batch.num_pages},

@@ -143,6 +143,6 @@ class _Router:
             if name not in self._filters or self._filters[name][0] != count:
                 held = (ChunkId(key) for key in store.chunk_ids(store.memory_tiers))
                 self._filters[name] = (count, ChunkFilter.of(held))
-            waiting = one.scheduler.unserved_tokens()
+            waiting = one.scheduler.waiting_tokens()
             self._summaries[name] = Summary(self._filters[name][1], waiting, self._load_cost)
             self._sent[name] = 0.0

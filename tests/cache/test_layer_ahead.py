@@ -297,11 +297,11 @@ def test_preload_depth_follows_eq_16_with_measured_rates(url, monkeypatch):
 
 def test_chunk_is_computed_if_its_background_read_fails(url, monkeypatch, caplog):
     wait = ShardReader.wait
-    condemned = ShardCorruptError("bit flip")
+    covered = ShardCorruptError("bit flip")
 
     def flip(reader, first, last, timeout_s=None):
         if reader._buffer.shape[2] == 30 and last == NUM_LAYERS:
-            raise condemned
+            raise covered
         return wait(reader, first, last, timeout_s)
 
     request = Request(segments=SEGMENTS, sampling=ANSWER)

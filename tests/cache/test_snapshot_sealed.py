@@ -36,7 +36,7 @@ def test_sealed_snapshot_is_restored_with_its_key_even_after_rotation(saved, ide
 
 def test_sealed_snapshot_is_refused_without_its_key(saved):
     place, _ = saved
-    with open_cache(identity=STRANGER) as cache, pytest.raises(SnapshotError, match="not believed"):
+    with open_cache(identity=STRANGER) as cache, pytest.raises(SnapshotError, match="no valid seal"):
         restore_snapshot(cache, place)
     with open_cache(identity=StoreIdentity("model-a")) as cache, pytest.raises(SnapshotError, match="key"):
         restore_snapshot(cache, place)
@@ -58,7 +58,7 @@ def test_index_forged_without_the_key_is_refused(saved, seal):
         "as a record": SEALED.seal("record", "", forged),
     }[seal]
     (place / KEY).write_bytes(forged)
-    with open_cache(identity=SEALED) as cache, pytest.raises(SnapshotError, match="not believed"):
+    with open_cache(identity=SEALED) as cache, pytest.raises(SnapshotError, match="no valid seal"):
         restore_snapshot(cache, place)
 
 
@@ -70,7 +70,7 @@ def test_cache_with_keys_refuses_an_unsealed_snapshot(tmp_path):
     raw = (tmp_path / "snapshot" / KEY).read_bytes()
     index = dataclasses.replace(decode_index(raw, "here"), namespace=SEALED.namespace)
     (tmp_path / "snapshot" / KEY).write_bytes(index.encode())
-    with open_cache(identity=SEALED) as cache, pytest.raises(SnapshotError, match="not believed"):
+    with open_cache(identity=SEALED) as cache, pytest.raises(SnapshotError, match="no valid seal"):
         restore_snapshot(cache, tmp_path / "snapshot")
 
 

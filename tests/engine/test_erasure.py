@@ -374,8 +374,8 @@ def test_variants_stored_by_another_engine_during_an_erasure_are_erased(start, u
     other.cache.refresh()
     erase, rounds = first._store.erase, []
 
-    def erase_before_other_writes(condemned, **options):
-        remaining = erase(condemned, **options)
+    def erase_before_other_writes(covered, **options):
+        remaining = erase(covered, **options)
         if not rounds:
             ask(other, CARLA, ANNA)  # not aware of it yet
             other.cache.flush()
@@ -389,7 +389,7 @@ def test_variants_stored_by_another_engine_during_an_erasure_are_erased(start, u
                 key_of(first, ANNA)[:6],
                 key_of(first, CARLA)[:6],
             )
-        rounds.append(set(condemned))
+        rounds.append(set(covered))
         return remaining
 
     monkeypatch.setattr(first._store, "erase", erase_before_other_writes)
@@ -449,8 +449,8 @@ def test_second_round_of_an_erasure_spares_variants_computed_after_it(start, url
     ask(late, ANNA)
     erase, rounds = first._store.erase, []
 
-    def erase_before_others_write(condemned, **options):
-        remaining = erase(condemned, **options)
+    def erase_before_others_write(covered, **options):
+        remaining = erase(covered, **options)
         if not rounds:
             other.cache.refresh()
             ask(other, ANNA)  # aware of the erasure
@@ -458,7 +458,7 @@ def test_second_round_of_an_erasure_spares_variants_computed_after_it(start, url
             ask(late, ANNA, CARLA)  # not aware of it yet
             late.cache.flush()
             first._store.refresh()
-        rounds.append(set(condemned))
+        rounds.append(set(covered))
         return remaining
 
     monkeypatch.setattr(first._store, "erase", erase_before_others_write)

@@ -85,7 +85,7 @@ def test_order_matches_a_plain_recomputation(seed, window):
             assert head[0] == pytest.approx(float(plain.last[head[1].work.flow]), rel=1e-12)
         elif op == "serve" and plain.begun:
             number = sorted(plain.begun)[which % len(plain.begun)]
-            served = min(num_tokens, records[number].unserved_tokens)
+            served = min(num_tokens, records[number].uncharged_tokens)
             line.serve(records[number], num_tokens)
             plain.serve(number, served)
         elif op == "leave" and plain.begun:

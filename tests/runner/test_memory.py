@@ -283,7 +283,7 @@ def test_model_that_does_not_fit_is_rejected_before_reading_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B.to_hf()))
     with pytest.raises(ConfigError, match=r"model: wanted 3\d\.\d GB of each device .*what fits"):
         Engine.from_pretrained(tmp_path, device_memory_bytes=16 * GB, gpu_memory_utilization=0.9)
-    with pytest.raises(ConfigError, match="it fits on no number of such devices"):
+    with pytest.raises(ConfigError, match="it does not fit on any number of such devices"):
         Engine.from_pretrained(tmp_path, device_memory_bytes=10**8)
 
 

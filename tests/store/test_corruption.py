@@ -371,7 +371,7 @@ def test_variant_that_cannot_be_deleted_stays_unless_condemned(tmp_path):
     record_file(tmp_path, "v").symlink_to(record_file(tmp_path, "v"))  # ELOOP: cannot even be read
     assert tier.remove(["v"]) == () and "v" in tier and tier.budget.used_bytes > 0
     assert_same_bytes(tier.open("v").wait(0, 3), make_kv("v"))
-    assert tier.erase(tier.hide(["v"]), condemned=True) == ("v",)
+    assert tier.erase(tier.hide(["v"]), covered=True) == ("v",)
     assert "v" not in tier and object_files(tmp_path) == [] and tier.budget.used_bytes == 0
 
 

@@ -100,7 +100,7 @@ class DocumentCache:
           EraseIncompleteError: not everything could be deleted or recorded; nothing of it is used from now on.
         """
         self.apply_all()
-        self._variants.look_into_all()  # once the erasure has begun, covered variants are dropped uncounted
+        self._variants.load_all_records()  # once the erasure has begun, covered variants are dropped uncounted
         tenants = {tenant_of(link.chunk_id) for link in self.registry.select(document_id, version).values()}
         own = [
             dataclasses.replace(chunk, chunk_id=chunk_id(chunk.token_ids, tenant))
@@ -116,7 +116,7 @@ class DocumentCache:
         try:
             self.registry.note(erasure)
         except OSError as error:
-            failure = f"the order itself could not be noted, a crash would forget it: {error}"
+            failure = f"the erasure could not be recorded and would be lost in a crash: {error}"
         variants, num_bytes, remaining = self._carry_out(erasure)
         if failure:
             remaining = (failure, *remaining)
@@ -146,7 +146,7 @@ class DocumentCache:
             seen = self._variants.seen() if passing else frozenset()
             self.registry.forget_links([name for name, chunk in passing.items() if chunk not in seen])
         except OSError as error:
-            logger.warning("documents: notes that have served cannot be deleted: %s", error)
+            logger.warning("documents: notes that are no longer needed cannot be deleted: %s", error)
 
     def tend_erasures(self) -> None:
         """The part of `tend` that an engine must do when it opens; does nothing if nothing was erased."""
@@ -234,16 +234,16 @@ class DocumentCache:
         that could not be deleted. Variants whose records were not read before the erasure began are not counted."""
         self._drop_unprepared()
         held = [
-            meta for meta in self._variants if erasure.takes(meta.chunk_id, self._variants.origin_of(meta.variant_id))
+            meta for meta in self._variants if erasure.covers(meta.chunk_id, self._variants.origin_of(meta.variant_id))
         ]
         num_bytes = dict.fromkeys(self._store.usage(), 0)
         for meta in held:
             for tier in self._store.tiers_of(meta.variant_id):
                 num_bytes[tier] += meta.num_bytes
-        condemned = {str(meta.variant_id) for meta in held}
-        condemned |= self._taken_by(erasure)  # left by an earlier attempt, no longer in the index
+        covered = {str(meta.variant_id) for meta in held}
+        covered |= self._covered_by(erasure)  # left by an earlier attempt, no longer in the index
         try:
-            remaining = self._erase(erasure, condemned)
+            remaining = self._erase(erasure, covered)
         except OSError as error:
             remaining = (f"the disk cannot be listed: {error}",)
         for meta in held:
@@ -256,28 +256,29 @@ class DocumentCache:
         """Drops erased passages from those that idle time would compute."""
         self._unprepared.drop(lambda one: self.registry.is_erased(one, Origin(frozenset({one}))))
 
-    def _erase(self, erasure: Erasure, condemned: set[str]) -> tuple[str, ...]:
+    def _erase(self, erasure: Erasure, covered: set[str]) -> tuple[str, ...]:
         """Deletes these variants and any others on disk that the erasure covers: other processes write until they learn
         of it, and an earlier attempt may have failed. Returns the names that could not be deleted. Raises OSError if
         the disk cannot be listed."""
 
-        def condemns(record: ShardRecord) -> bool:  # processes that know of the erasure compute the same variants again
-            return _takes(erasure, record)
+        # Processes that know of the erasure compute the same variants again.
+        def is_covered(record: ShardRecord) -> bool:
+            return _covers(erasure, record)
 
         for pause_s in (*_ERASE_PAUSES_S, 0.0):
             self._store.request_relisting()
             uncommitted = erasure.whole and not erasure.is_done
-            remaining = self._store.erase(sorted(condemned), uncommitted=uncommitted, condemns=condemns)
-            found = self._taken_by(erasure)
+            remaining = self._store.erase(sorted(covered), uncommitted=uncommitted, is_covered=is_covered)
+            found = self._covered_by(erasure)
             if remaining or not found:
                 break
-            condemned = condemned | found
+            covered = covered | found
             time.sleep(pause_s)
         return (*remaining, *sorted(found))
 
-    def _taken_by(self, erasure: Erasure) -> set[str]:
+    def _covered_by(self, erasure: Erasure) -> set[str]:
         """Ids of stored variants that an erasure covers; reads all records."""
-        return {record.variant_id for record in self._store.records() if _takes(erasure, record)}
+        return {record.variant_id for record in self._store.records() if _covers(erasure, record)}
 
     def _forget(self, erasure: Erasure) -> None:
         try:
@@ -295,5 +296,5 @@ class DocumentCache:
         return ()
 
 
-def _takes(erasure: Erasure, record: ShardRecord) -> bool:
-    return erasure.takes(ChunkId(record.chunk_id), origin_of_record(record))
+def _covers(erasure: Erasure, record: ShardRecord) -> bool:
+    return erasure.covers(ChunkId(record.chunk_id), origin_of_record(record))

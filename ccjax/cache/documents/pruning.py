@@ -40,13 +40,13 @@ def prune(variants: VariantIndex, registry: DocumentRegistry, store: TieredStore
         for chunk_id, found in links.items()
         if chunk_id not in stays and all(link.passage_id is not None for _, link in found)
     }
-    variants.look_into_all()
-    condemned = [one for one in variants.ids() if not variants.origin_of(one).seen.isdisjoint(gone.keys())]
-    num_bytes = sum(store.charge_bytes(DISK, variant_id) or 0 for variant_id in condemned)
-    for variant_id in condemned:
+    variants.load_all_records()
+    covered = [one for one in variants.ids() if not variants.origin_of(one).seen.isdisjoint(gone.keys())]
+    num_bytes = sum(store.charge_bytes(DISK, variant_id) or 0 for variant_id in covered)
+    for variant_id in covered:
         variants.discard(variant_id)
     for names in gone.values():
         registry.forget_links(names)
-    if condemned:
+    if covered:
         store.renew_catalog()
-    return Pruned(len(gone), len(condemned), num_bytes)
+    return Pruned(len(gone), len(covered), num_bytes)

@@ -75,7 +75,7 @@ class Erasure:
     at: float
     is_done: bool = False
 
-    def takes(self, chunk_id: ChunkId, origin: Origin) -> bool:
+    def covers(self, chunk_id: ChunkId, origin: Origin) -> bool:
         """True if it covers a variant of that chunk and origin, which must then be deleted."""
         if self.id in origin.after:
             return False
@@ -266,12 +266,12 @@ class DocumentRegistry:
     def after(self, chunk_id: ChunkId, seen: frozenset[ChunkId]) -> frozenset[str]:
         """The known erasures that cover earlier variants of this chunk and origin, but not one computed now."""
         erasures = tuple(self._erasures.items())
-        return frozenset(key for key, erasure in erasures if erasure.takes(chunk_id, Origin(seen)))
+        return frozenset(key for key, erasure in erasures if erasure.covers(chunk_id, Origin(seen)))
 
     def is_erased(self, chunk_id: ChunkId, origin: Origin) -> bool:
         """True if an erasure covers the variant."""
         erasures = tuple(self._erasures.values())  # a copy: preloads call this from another thread
-        return any(erasure.takes(chunk_id, origin) for erasure in erasures)
+        return any(erasure.covers(chunk_id, origin) for erasure in erasures)
 
     @property
     def has_erasures(self) -> bool:

@@ -58,7 +58,7 @@ class VariantIndexUpdater:
         try:
             self._apply_changes(*self._change_feed.take())
         except Exception:
-            logger.exception("changes of other processes could not be applied; the next listing of the store tells all")
+            logger.exception("changes of other processes could not be applied; the next listing will find them")
 
     def close(self) -> None:
         """Ends the thread."""
@@ -82,5 +82,5 @@ class VariantIndexUpdater:
             except RuntimeError:  # closed meanwhile
                 logger.debug("watching the store ends", exc_info=True)
             except Exception:
-                logger.exception("the store could not be listed; the next time tells all")
+                logger.exception("the store could not be listed; the next listing will find what changed")
             self._closing.wait(pause_s)

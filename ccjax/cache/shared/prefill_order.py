@@ -70,7 +70,7 @@ class PrefillOrder:
             chunks = tuple(_chunk(one, value["tenant"]) for one in value["chunks"])
             return PrefillOrder(chunks, value["has_system"] is True)
         except (KeyError, TypeError, RecursionError, UnicodeDecodeError) as error:
-            raise ValueError(f"order: cannot make sense of it: {error!r}") from error
+            raise ValueError(f"order: malformed: {error!r}") from error
 
     def warming(self, *, max_model_len: int, vocab_size: int) -> Warming:
         """A warming that computes the order's passages, each behind those before it.

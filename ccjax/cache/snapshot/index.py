@@ -147,7 +147,7 @@ def check_seal(raw: bytes, identity: StoreIdentity, url: str) -> None:
     try:
         identity.unseal(_KIND, "", raw)
     except SealError as error:
-        raise SnapshotError(f"snapshot: the {KEY} in {url} is not believed: {error}") from None
+        raise SnapshotError(f"snapshot: the {KEY} in {url} has no valid seal: {error}") from None
 
 
 def inspect_snapshot(where: str | Path) -> SnapshotIndex:

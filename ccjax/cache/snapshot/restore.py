@@ -131,9 +131,7 @@ class _Restorer:
         """A ticket to store the variant; None if there is no room, or nothing to store."""
         store = self._cache.store
         if not _is_whole(variant.record):
-            logger.warning(
-                "snapshot: variant %s: its metadata is of no use, or not of this id", variant.record.variant_id
-            )
+            logger.warning("snapshot: variant %s: its metadata is invalid, or of another id", variant.record.variant_id)
             self._report.num_damaged += 1
             return None
         if self._num_free is not None and num_announced >= self._num_free:

@@ -48,9 +48,9 @@ class LockedScheduler:
         with self._lock:
             return self._scheduler.decoding_alone
 
-    def unserved_tokens(self) -> int:
+    def waiting_tokens(self) -> int:
         with self._lock:
-            return self._scheduler.unserved_tokens()
+            return self._scheduler.waiting_tokens()
 
     def check_queue_limit(self, flow: str) -> None:
         with self._lock:

@@ -50,7 +50,7 @@ class BatchCounts:
 
     running: int
     waiting: int
-    unserved_tokens: int
+    waiting_tokens: int
     preemptions: int
     retries: int
     free_pages: int
@@ -97,7 +97,7 @@ class BatchLoop:
         self._new: collections.deque[TokenSequence] = collections.deque()
         self._num_pausing = 0
         self._is_paused = False
-        self._is_standing = True
+        self._is_between_passes = True
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -110,7 +110,7 @@ class BatchLoop:
         return BatchCounts(
             scheduler.num_running,
             scheduler.num_waiting,
-            scheduler.unserved_tokens(),
+            scheduler.waiting_tokens(),
             sequences.num_preemptions,
             sequences.num_retries,
             pool.num_free,
@@ -175,7 +175,7 @@ class BatchLoop:
             may_enter = wait or not (len(self._sequences) or self._new or self._num_pausing)
             if may_enter:
                 self._num_pausing += 1
-                self._changed.wait_for(lambda: self._is_standing and not self._is_paused)
+                self._changed.wait_for(lambda: self._is_between_passes and not self._is_paused)
                 self._is_paused = True
         try:
             if may_enter and self._closed:
@@ -217,13 +217,13 @@ class BatchLoop:
         is_prefilling = sequences.is_prefilling
         with self._changed:
             while not is_prefilling and (self._num_pausing or not (self._new or len(sequences) or self._closed)):
-                self._is_standing = True
+                self._is_between_passes = True
                 self._changed.notify_all()
                 self._changed.wait(_PAUSED_LOOK_S if self._new or len(sequences) else None)
                 self._accept_new()
                 sequences.refresh_unstarted()
-            self._is_standing = not (self._new or len(sequences))
-            return not self._is_standing
+            self._is_between_passes = not (self._new or len(sequences))
+            return not self._is_between_passes
 
     def _accept_new(self) -> None:
         """Adds new sequences to `_sequences`; under the lock, so that the scheduler cannot name an unknown one."""

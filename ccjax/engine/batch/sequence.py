@@ -159,7 +159,7 @@ class TokenSequence:
       job: its prefill, set at admission; None while it waits.
       is_decoding: True once its prompt is computed.
       reads_prompt: True while it is admitted and reads `group.shared_prompt`.
-      planned_at: the last argument of `plan`; None before.
+      planned_at_change: the last argument of `plan`; None before.
       num_retries: number of retries after failed steps that it was part of.
     """
 
@@ -176,7 +176,7 @@ class TokenSequence:
         self.job: PrefillJob | None = None
         self.is_decoding = False
         self.reads_prompt = False
-        self.planned_at: int | None = None
+        self.planned_at_change: int | None = None
         self.num_retries = 0
         self._name, self._request_seed, self._index = request_id, seed, index
         self._seed = seed_of(seed, index)
@@ -268,7 +268,7 @@ class TokenSequence:
         """Plans its prefill, or plans it again, unless its prompt is shared; `at` is the count of variant changes."""
         if self.group.shared_prompt is None:
             self.prefill.make_plan()
-        self.planned_at = at
+        self.planned_at_change = at
 
     @property
     def chunk_ids(self) -> tuple[ChunkId, ...]:

@@ -137,7 +137,7 @@ class Sequences:
             num_planned = max(num_planned, self._scheduler.settings.reorder_window)
         for sequence in planning_order(waiting)[:num_planned]:
             changed_at = self._variants.changes.last(sequence.chunk_ids)
-            if sequence.planned_at is None or sequence.planned_at < changed_at:
+            if sequence.planned_at_change is None or sequence.planned_at_change < changed_at:
                 self._plan(sequence)
 
     def admit(self, sequence_ids: Sequence[str]) -> None:
@@ -151,7 +151,7 @@ class Sequences:
 
     def _admit(self, sequence: TokenSequence) -> None:
         try:
-            if sequence.planned_at is None:
+            if sequence.planned_at_change is None:
                 sequence.plan(self._variants.changes.count)
             sequence.mark_started()
             if not sequence.claim():
@@ -236,7 +236,7 @@ class Sequences:
         """Makes the waiting sequences of a group compute their dropped prompt again."""
         self._closing.append(prompt.prefill)
         for sequence in self._waiting(group):
-            sequence.planned_at = None
+            sequence.planned_at_change = None
             self._replan(sequence)
 
     def _waiting(self, group: SequenceGroup) -> list[TokenSequence]:
@@ -244,7 +244,7 @@ class Sequences:
 
     def _take_pages(self, sequence: TokenSequence) -> None:
         self._release_pages(sequence)
-        sequence.planned_at = None
+        sequence.planned_at_change = None
         self._closing.append(sequence.prefill)
 
     def _release_pages(self, sequence: TokenSequence) -> None:
@@ -283,7 +283,7 @@ class Sequences:
             try:
                 sequence.finish()
             except Exception:
-                logger.exception("an answer is complete, and who asked could not be told")
+                logger.exception("an answer is complete, but its caller could not be told")
 
     def fail(self, sequence: TokenSequence, error: Exception) -> None:
         """Ends all sequences of the group of `sequence` with an error."""
@@ -294,7 +294,7 @@ class Sequences:
         try:
             group.emit(as_request_error(error))
         except Exception:
-            logger.exception("a request failed, and who asked could not be told")
+            logger.exception("a request failed, but its caller could not be told")
 
     def fail_all(self, error: Exception) -> None:
         """Ends all sequences with an error."""
@@ -367,7 +367,7 @@ class Sequences:
         for sequence in self.all():
             if sequence.job is not None:
                 self._requeue(sequence)
-            sequence.planned_at = None
+            sequence.planned_at_change = None
         for group in tuple(self.pages.shared):
             self._dropped(group, self.pages.drop(group))
         closing, self._closing = self._closing, []

@@ -124,8 +124,8 @@ class FairQueue:
 
     def serve(self, sequence: ScheduledSequence, num_tokens: int) -> None:
         """Records computed tokens of a started sequence and advances virtual time."""
-        num_tokens = min(num_tokens, sequence.unserved_tokens)
-        sequence.unserved_tokens -= num_tokens
+        num_tokens = min(num_tokens, sequence.uncharged_tokens)
+        sequence.uncharged_tokens -= num_tokens
         self._virtual += num_tokens / self._num_backlogged
         while (idle := self._idle.least()) is not None and idle[0] <= self._virtual:  # its tag has no effect any more
             self._idle.discard(idle[1])

@@ -64,7 +64,7 @@ class Scheduler:
         """Ids of the sequences that need decode steps of their own, most important first."""
         return tuple(one.sequence_id for one in sorted(self._decoding(), key=lambda one: one.rank) if one.is_alone)
 
-    def unserved_tokens(self) -> int:
+    def waiting_tokens(self) -> int:
         """Tokens still to be prefilled, over all sequences without a first token."""
         return sum(sequence.tokens_left for sequence in self._sequences.values() if sequence.is_unserved)
 

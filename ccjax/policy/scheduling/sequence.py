@@ -19,7 +19,7 @@ class ScheduledSequence:
       place: its arrival number within its flow.
       tag: its finish tag in the fair order, fixed when it is first admitted.
       tokens_left: tokens still to prefill.
-      unserved_tokens: tokens not yet counted as service in the fair order; recomputation after a preemption does not
+      uncharged_tokens: tokens not yet counted as service in the fair order; recomputation after a preemption does not
         count.
       num_answered: tokens generated so far.
       last_token_s: when the last of them was sampled, or when a decode step had no page for it.
@@ -33,7 +33,7 @@ class ScheduledSequence:
     tag: float | None = None
     state: State = "waiting"
     tokens_left: int = 0
-    unserved_tokens: int = 0
+    uncharged_tokens: int = 0
     num_answered: int = 0
     last_token_s: float = 0.0
     is_alone: bool = False
@@ -91,7 +91,7 @@ class ScheduledSequence:
         self.state = "waiting"
         self.tokens_left = self.total_tokens
         if self.tag is None:
-            self.unserved_tokens = work.prefill_tokens
+            self.uncharged_tokens = work.prefill_tokens
 
     def steps_left(self, costs: StepCosts) -> float:
         """Estimated decode steps until it reaches the usual answer length; at least one."""
