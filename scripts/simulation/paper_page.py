@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,6 @@ def page(found: Found, plot: Path | None, took_s: float, size: str) -> str:
         *_craft_23(found["craft_23a"], found["craft_23bcd"]),
         *_craft_24(found["craft_24_25"]),
         *_ragcache_15(found["ragcache_15"]),
-        *_ragcache_18(found["ragcache_18"]),
-        *_ragcache_19(found["ragcache_19"]),
-        *_ragcache_20(found["ragcache_20"]),
-        *_ragcache_21(found["ragcache_21"]),
     ]
     if plot is not None:
         parts.append(f"![the figures as curves and bars]({plot.name})")
@@ -151,39 +146,28 @@ def _craft_24(found: Found) -> list[str]:
     ]
 
 
-def _gains(rows: Sequence[Row], *keys: str) -> tuple[list[list[str]], dict[str, list[float]]]:
-    """Table rows of TTFT with the gains of RAGCache, and those gains for which neither system is saturated; the last
-    key is the rate."""
-    lines: list[list[str]] = []
-    gains: dict[str, list[float]] = {VLLM.name: [], SGLANG.name: []}
-    for place, group in by(rows, *keys).items():
-        own = _mean(group[RAGCACHE.name])
-        cells = [str(part) for part in place]
-        cells += [f"{_mean(group[name]):.2f} s" for name in (VLLM.name, SGLANG.name, RAGCACHE.name)]
-        cells.append(f"{group[RAGCACHE.name]['hit_ratio']:.0%}")
-        for name, found in gains.items():
-            cells.append(_ratio(_mean(group[name]), own))
-            if not any(_is_saturated(group[one], rows, *keys[:-1]) for one in (name, RAGCACHE.name)):
-                found.append(_mean(group[name]) / own)
-        lines.append(cells)
-    return lines, gains
-
-
-_GAINS = ("vLLM", "SGLang", "RAGCache", "hits", "over vLLM", "over SGLang")
-
-
 def _ragcache_15(rows: Sequence[Row]) -> list[str]:
-    lines, gains = _gains(rows, "model", "dataset", "rate")
+    lines = []
+    gains: dict[str, list[float]] = {VLLM.name: [], SGLANG.name: []}
     most: dict[tuple, dict[str, float]] = {}
     for (model, dataset, rate), group in by(rows, "model", "dataset", "rate").items():
-        for name, row in group.items():
-            if not _is_saturated(row, rows, "model", "dataset"):
-                own = most.setdefault((model, dataset), {})
-                own[name] = max(own.get(name, 0.0), rate)
+        own = _mean(group[RAGCACHE.name])
+        cells = [model, dataset, str(rate)]
+        cells += [f"{_mean(group[name]):.2f} s" for name in (VLLM.name, SGLANG.name, RAGCACHE.name)]
+        cells.append(f"{group[RAGCACHE.name]['hit_ratio']:.0%}")
+        is_free = {name: not _is_saturated(row, rows, "model", "dataset") for name, row in group.items()}
+        for name, found in gains.items():
+            cells.append(_ratio(_mean(group[name]), own))
+            if is_free[name] and is_free[RAGCACHE.name]:
+                found.append(_mean(group[name]) / own)
+        lines.append(cells)
+        highest = most.setdefault((model, dataset), {})
+        highest |= {name: max(highest.get(name, 0.0), rate) for name, free in is_free.items() if free}
     throughput = [one[RAGCACHE.name] / one[VLLM.name] for one in most.values()]
+    head = ("model", "dataset", "rate", "vLLM", "SGLang", "RAGCache", "hits", "over vLLM", "over SGLang")
     return [
         "### RAGCache fig. 15: mean TTFT by rate",
-        markdown_table(("model", "dataset", "rate", *_GAINS), lines),
+        markdown_table(head, lines),
         f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.2 to 4) and "
         f"{_span(gains[SGLANG.name])} than SGLang (paper 1.1 to 3.5). The highest tested rate with a TTFT below "
         f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1). "
@@ -191,81 +175,14 @@ def _ragcache_15(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _ragcache_18(rows: Sequence[Row]) -> list[str]:
-    lines, gains = _gains(rows, "top_k", "rate")
-    return [
-        "### RAGCache fig. 18: top-k",
-        markdown_table(("top-k", "rate", *_GAINS), lines),
-        f"At these rates RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.7 to 3.1), "
-        f"{_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.5): more than in the paper, since the others are "
-        "close to saturation here.",
-    ]
-
-
-def _ragcache_19(rows: Sequence[Row]) -> list[str]:
-    lines, gains = _gains(rows, "model", "rate")
-    return [
-        "### RAGCache fig. 19: large models on two H800",
-        markdown_table(("model", "rate", *_GAINS), lines),
-        f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.4 to 2.1 at "
-        f"low rates), {_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.6).",
-    ]
-
-
-def _ragcache_20(rows: Sequence[Row]) -> list[str]:
-    groups = by(rows, "dataset", "host_gib")
-    policies = list(next(iter(groups.values())))
-    lines = [
-        [dataset, f"{host} GiB", *(f"{group[p]['hit_ratio']:.1%} / {_mean(group[p]):.2f} s" for p in policies)]
-        for (dataset, host), group in groups.items()
-    ]
-
-    def over(name: str, value: Callable[[Row], float]) -> str:
-        return _span(value(group["pgdsf"]) / value(group[name]) for group in groups.values() if value(group[name]))
-
-    hits = {name: over(name, lambda row: row["hit_ratio"]) for name in ("gdsf", "lru", "lfu")}
-    return [
-        "### RAGCache fig. 20, table 2: policies by host memory",
-        "Hit rate / mean TTFT at 0.8 requests a second.",
-        markdown_table(("dataset", "host memory", *policies), lines),
-        f"PGDSF's hits are {hits['gdsf']} times GDSF's (paper 1.02 to 1.32), {hits['lru']} LRU's (1.06 to 1.62) and "
-        f"{hits['lfu']} LFU's (1.06 to 1.75). Once all requested passages fit, all policies are alike. Popularity by "
-        "Zipf's law does not drift, which favours LFU over its results on real requests.",
-    ]
-
-
-def _ragcache_21(rows: Sequence[Row]) -> list[str]:
-    lines, gains = [], []
-    for (dataset, host), group in by(rows, "dataset", "host_gib").items():
-        off, on = group["window 1"], group["window 32"]
-        gains.append(_mean(off) / _mean(on))
-        lines.append(
-            [
-                dataset,
-                f"{host} GiB",
-                f"{off['rate']:.2f}",
-                f"{_mean(off):.2f} s",
-                f"{_mean(on):.2f} s",
-                f"{gains[-1]:.2f}",
-            ]
-        )
-    return [
-        "### RAGCache fig. 21: cache-aware order",
-        markdown_table(("dataset", "host memory", "rate", "off", "on", "gain"), lines),
-        f"Mean TTFT is {_span(gains)} times lower with the order on, {statistics.median(gains):.2f} in the median "
-        "(paper 1.2 "
-        "to 2.1). The effect of a window of 32 depends on how full it is, so on how far the rate exceeds saturation.",
-    ]
-
-
 def draw(found: Found, path: Path) -> None:
-    """Nine panels; the format follows the file's ending."""
-    with plot_file(path, 3, 3, (14, 11)) as panels:
+    """Six panels; the format follows the file's ending."""
+    with plot_file(path, 2, 3, (14, 7.5)) as panels:
         _draw(found, panels)
 
 
 def _draw(found: Found, panels: Any) -> None:
-    first, second, third, fourth, fifth, sixth, seventh, eighth, ninth = panels.flat
+    first, second, third, fourth, fifth, sixth = panels.flat
     for panel, model in ((first, "Llama-3-8B on an A100"), (second, "Llama-3-70B on four A100")):
         own = [row for row in found["craft_22"] if row["model"] == model]
         _curves(panel, own, "load", lambda row: _mean(row, "latency_s"))
@@ -285,14 +202,6 @@ def _draw(found: Found, panels: Any) -> None:
     own = [row for row in found["ragcache_15"] if (row["model"], row["dataset"]) == ("Mistral-7B", "MMLU")]
     _curves(sixth, own, "rate", _mean)
     sixth.set(title="RAGCache 15: Mistral-7B, MMLU", xlabel="requests a second", ylabel="mean TTFT, s", yscale="log")
-    _curves(seventh, found["ragcache_18"], "top_k", _mean)
-    seventh.set(title="RAGCache 18", xlabel="top-k", ylabel="mean TTFT, s", ylim=(0, None))
-    own = [row for row in found["ragcache_20"] if row["dataset"] == "MMLU"]
-    _curves(eighth, own, "host_gib", lambda row: 100 * row["hit_ratio"])
-    eighth.set(title="RAGCache 20: MMLU", xlabel="host memory, GiB", ylabel="hit rate, %", xscale="log")
-    own = [row for row in found["ragcache_21"] if row["dataset"] == "MMLU"]
-    _curves(ninth, own, "host_gib", _mean)
-    ninth.set(title="RAGCache 21: MMLU", xlabel="host memory, GiB", ylabel="mean TTFT, s", ylim=(0, None))
     for panel in panels.flat:
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize="xx-small")
