@@ -132,7 +132,7 @@ def _questions(options: argparse.Namespace) -> Sequence[WorkloadQuestion]:
     """The requests of the trace; none if no part needs them. Raises BenchmarkError if data is missing."""
     if set(options.only) == {"scheduling"}:
         return ()
-    questions = load_trace(options.data, "musique", options.passages)[: options.requests]
+    questions = load_trace(options.data, options.passages)[: options.requests]
     if "order" in options.only:
         num_measured = len(questions) - len(questions) // 2
         recorded_gaps(options.data, "azure", min(options.order_requests, num_measured), options.arrival_start)

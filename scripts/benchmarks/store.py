@@ -1,4 +1,4 @@
-"""The chunk store by itself, without a model. Part "index": how fast a store of many variants opens and plans.
+"""The chunk store by itself, without a model: how fast a store of many variants opens and plans.
 
 The variants are records only, with empty folders in place of KV, which no timed operation reads.
 """
@@ -153,7 +153,6 @@ def _digest(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--part", choices=("index",), default="index", help="what to measure (default index)")
     parser.add_argument("--variants", type=int, metavar="N", help="variants in the store (default 100,000)")
     parser.add_argument("--folder", type=Path, help="where to put the store (default: a temporary directory)")
 
@@ -175,7 +174,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _print(cases, record_bytes)
     shapes = {"tokens": NUM_TOKENS, "prefix_chunks": PREFIX_CHUNKS, "planned_chunks": PLANNED_CHUNKS}
     shapes |= {"variants_per_chunk": VARIANTS_PER_CHUNK, "record_bytes": record_bytes, "model": "Llama-3-8B"}
-    return {"benchmark": "store", "part": "index", **environment(), "shapes": shapes, "cases": cases}
+    return {"benchmark": "store", **environment(), "shapes": shapes, "cases": cases}
 
 
 def _remove_records(root: Path, seed: int, num_variants: int) -> None:

@@ -83,7 +83,7 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     if count < 8:
         raise ValueError(f"--requests: wanted at least 8, got {count}")
     try:
-        questions = load_trace(data, "musique", _NUM_PASSAGES)[:count]
+        questions = load_trace(data, _NUM_PASSAGES)[:count]
         with bars(is_quiet=args.quiet) as progress:
             found = _measure(args, data, questions, progress)
     except BenchmarkError as error:
