@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median as median
 from typing import TYPE_CHECKING, Any
@@ -14,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from ccjax.evaluation.environment import environment as environment
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ccjax.models.llama3 import LlamaConfig
+    from ccjax.retrieval import Embedder
+
+NUM_SYSTEM, NUM_QUESTION = 32, 16
+"""Tokens of the system prompt and of the question of a random prompt."""
+_EMBEDDED_AT_ONCE = 64
 
 
 class BenchmarkError(Exception):
@@ -70,6 +80,53 @@ def shapes_of(config: LlamaConfig) -> dict[str, Any]:
     """These shapes under the keys of the JSON output."""
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     return {"layers": config.num_layers, "d_model": config.d_model, **heads, "d_ff": config.d_ff, "dtype": "float32"}
+
+
+def random_prompt(length: int, num_passages: int, vocab_size: int) -> list[list[int]]:
+    """Segments of random tokens, the same for a length: a system prompt, nearly equal passages, a question."""
+    draw = random.Random(length)
+    left = length - NUM_SYSTEM - NUM_QUESTION
+    sizes = [left // num_passages + (number < left % num_passages) for number in range(num_passages)]
+    return [[draw.randrange(vocab_size) for _ in range(size)] for size in (NUM_SYSTEM, *sizes, NUM_QUESTION)]
+
+
+def embed(embedder: Embedder, texts: Sequence[str], advance: Callable[[int], None]) -> np.ndarray:
+    """[len(texts), dim] unit vectors."""
+    import numpy as np
+
+    parts = []
+    for start in range(0, len(texts), _EMBEDDED_AT_ONCE):
+        parts.append(embedder.embed(texts[start : start + _EMBEDDED_AT_ONCE]))
+        advance(len(parts[-1]))
+    return np.concatenate(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallCost:
+    """Wall-clock seconds and processor seconds of this process; the difference was taken by other programs."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
+    """The cost of a call, and its result."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = function()
+    return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Asks the system to drop the files from its cache; where that is not possible, reads are warm."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

@@ -14,8 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 from ccjax.store.formats import AS_IT_IS, expected_layout
 from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
-from scripts.benchmarks.common import environment, resident_bytes
+from scripts.benchmarks.common import CallCost, environment, resident_bytes, timed
 
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 IDENTITY = StoreIdentity("benchmark")
@@ -39,21 +38,6 @@ NUM_TOKENS = 200
 PREFIX_CHUNKS = 5
 VARIANTS_PER_CHUNK = 2
 PLANNED_CHUNKS = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class CallCost:
-    """Wall-clock seconds and processor seconds of this process; the difference was taken by other programs."""
-
-    wall_s: float
-    cpu_s: float
-
-
-def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
-    """The cost of a call, and its result."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = function()
-    return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 def records(num_variants: int, seed: int) -> Iterator[ShardRecord]:

@@ -21,10 +21,9 @@ from scripts.benchmarks import ragcache_replay as replay
 from scripts.benchmarks import ragcache_report as report
 from scripts.benchmarks import ragcache_scheduling as scheduling
 from scripts.benchmarks import ragcache_speculation as speculation
-from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.common import BenchmarkError, CallCost
 from scripts.benchmarks.ragcache_corpus import ReplayCorpus, build, differences_to_nearest, draw_topics, draw_vectors
 from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
-from scripts.benchmarks.store import CallCost
 from tests.scripts import in_process
 from tests.scripts.test_serve_benchmark import tiny_data
 from tests.server.tiny_model import write_tiny_model
