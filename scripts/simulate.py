@@ -106,7 +106,6 @@ def _paper(args: argparse.Namespace) -> dict:
     from scripts.simulation import paper, paper_page
 
     check_writable("paper", args.paper)
-    check_writable("plot", args.plot)
     size = paper.RunSize(30, 20) if args.quick else paper.RunSize(200, 400)
     started_s = time.perf_counter()
     found = {}
@@ -116,10 +115,8 @@ def _paper(args: argparse.Namespace) -> dict:
             progress.update(task, description=name)
             found[name] = make(size)
             progress.advance(task)
-    if args.plot is not None:
-        paper_page.draw(found, args.plot)
     about = f"{size.measured} requests of each case after {size.warmup} that fill the caches"
-    paper_page.write(found, args.paper, args.plot, time.perf_counter() - started_s, about)
+    paper_page.write(found, args.paper, time.perf_counter() - started_s, about)
     Console(stderr=True).print(f"written to {args.paper}")
     return found
 

@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-overhead", action="store_true", help="do not measure the overhead of front and Ray")
     add("--seed", type=int, default=0, help="of order and arrivals (default 0)")
     add("--markdown", type=Path, metavar="FILE", help="write the tables there")
-    add("--plot", type=Path, metavar="FILE", help="draw the passes there, as SVG")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,9 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     cluster_report.show(figures)
     if options.markdown is not None:
-        cluster_report.write(figures, options.markdown, options.plot)
-    elif options.plot is not None:
-        cluster_report.plot(figures, options.plot)
+        cluster_report.write(figures, options.markdown)
     return figures
 
 

@@ -75,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decisions", type=int, help="requests planned over it (default 1000)")
     add("--seed", type=int, default=0, help="of the random vectors (default 0)")
     add("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
-    add("--plot", type=Path, metavar="FILE", help="draw the four tables (.svg or .png; needs matplotlib)")
 
 
 def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -103,14 +102,13 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     check("clusters", options.clusters <= options.vectors, "at most as many as --vectors", options.clusters)
     try:
         check_writable("markdown", options.markdown)
-        check_writable("plot", options.plot)
     except ValueError as error:
         raise BenchmarkError(str(error)) from None
     return options
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures the parts, prints a table of each, writes page and plot.
+    """Measures the parts, prints a table of each, writes the page.
 
     Raises:
       BenchmarkError: an option or the data is invalid.
@@ -121,10 +119,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found = _measure(options, questions, progress)
     result = {"benchmark": "ragcache", **environment(), **found}
     ragcache_report.show(result)
-    if options.plot is not None:
-        ragcache_report.plot(result, options.plot)
     if options.markdown is not None:
-        options.markdown.write_text(ragcache_report.markdown(result, options.plot), encoding="utf-8")
+        options.markdown.write_text(ragcache_report.markdown(result), encoding="utf-8")
     return result
 
 

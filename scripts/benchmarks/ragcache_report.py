@@ -1,14 +1,12 @@
-"""Report of the RAGCache benchmark: tables for the terminal and for a page, summaries compared with the paper, and the
-plot."""
+"""Report of the RAGCache benchmark: tables for the terminal and for a page, and summaries compared with the paper."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ccjax.evaluation import pages
-from ccjax.evaluation.pages import Rows, interval, markdown_table, plot_file
+from ccjax.evaluation.pages import Rows, interval, markdown_table
 from scripts.benchmarks.ragcache_policies import POLICIES, REFERENCE
 
 Figures = Mapping[str, Any]
@@ -25,7 +23,6 @@ _PARTS = {
     "total": "all of these",
     "window": "replanning the queue",
 }
-_COLOURS = {"pgdsf": "tab:blue", "gdsf": "tab:orange", "lru": "tab:red", "lfu": "tab:green", "saved_seconds": "black"}
 
 
 def show(result: Figures) -> None:
@@ -35,8 +32,8 @@ def show(result: Figures) -> None:
             pages.show(head, rows, f"{title}: {name}", lines if name == tables[-1][0] else ())
 
 
-def markdown(result: Figures, picture: Path | None) -> str:
-    """The same as a page, with the method and the picture."""
+def markdown(result: Figures) -> str:
+    """The same as a page, with the method."""
     versions = result["versions"]
     lines = ["# RAGCache's parts, measured", ""]
     lines += [
@@ -51,8 +48,6 @@ def markdown(result: Figures, picture: Path | None) -> str:
         for name, head, rows in tables:
             lines += [f"{name}:", "", markdown_table(head, rows), ""]
         lines += [*(f"- {line}" for line in says), ""]
-    if picture is not None:
-        lines += [f"![the four tables as curves and bars]({picture.name})", ""]
     return "\n".join(lines)
 
 
@@ -250,68 +245,3 @@ def scheduling_line(cases: Sequence[Figures]) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.3g} %"
-
-
-def plot(result: Figures, path: Path) -> None:
-    """Four panels, one for each table; the format follows the file's ending."""
-    drawers = {"policies": _draw_policies, "order": _draw_order, "speculation": _draw_search, "scheduling": _draw_parts}
-    with plot_file(path, 2, 2, (11, 7.5)) as panels:
-        for panel, (name, draw) in zip(panels.flat, drawers.items(), strict=True):
-            if name in result:
-                draw(panel, result[name])
-            else:
-                panel.set_axis_off()
-
-
-def _draw_policies(panel: Any, found: Figures) -> None:
-    for strategy, style in (("prefix", "o-"), ("cachecraft", "s--")):
-        for policy in POLICIES:
-            own = [one for one in found["cases"] if (one["strategy"], one["policy"]) == (strategy, policy)]
-            if own:
-                panel.plot(
-                    [100 * one["budget_share"] for one in own],
-                    [100 * one["hit_ratio"] for one in own],
-                    style,
-                    color=_COLOURS[policy],
-                    markersize=3,
-                    linewidth=1,
-                    label=f"{policy}, {strategy}",
-                )
-    panel.set(title="eviction policies", xlabel="budget, % of all passages' KV", ylabel="hit rate, %", xscale="log")
-    panel.legend(fontsize="xx-small")
-
-
-def _draw_order(panel: Any, found: Figures) -> None:
-    names = [f"{one['workload']}\n{one['strategy']}\n{_share(one['budget_share'])}" for one in found["cases"]]
-    for offset, way, colour in ((-0.2, "off", "tab:grey"), (0.2, "on", "tab:blue")):
-        places = [place + offset for place in range(len(names))]
-        for name, alpha in (("p99", 0.35), ("mean", 1.0)):
-            heights = [one[way]["ttft_ms"][name] / 1e3 for one in found["cases"]]
-            panel.bar(places, heights, 0.4, color=colour, alpha=alpha, label=f"{way}, {name}")
-    panel.set_xticks(range(len(names)), names, fontsize="xx-small")
-    panel.set(title=f"cache-aware order at {found['load']:g} times saturation", ylabel="TTFT, s")
-    panel.legend(fontsize="x-small")
-
-
-def _draw_search(panel: Any, found: Figures) -> None:
-    ratios = [100 * one["search_ratio"] for one in found["cases"]]
-    for key, name, colour in (("search_ms", "whole search", "tab:grey"), ("exposed_ms", "not overlapped", "tab:blue")):
-        means = [one[key]["mean"] for one in found["cases"]]
-        below = [one[key]["mean"] - one[key]["low"] for one in found["cases"]]
-        above = [one[key]["high"] - one[key]["mean"] for one in found["cases"]]
-        panel.errorbar(ratios, means, yerr=(below, above), fmt="o-", color=colour, markersize=3, label=name)
-    panel.plot(ratios, [one["known_ms"] for one in found["cases"]], "k:", label="until the final list was first found")
-    panel.set(title="answers during the search", xlabel="searched clusters, %", ylabel="ms", ylim=(0, None))
-    panel.legend(fontsize="x-small")
-
-
-def _draw_parts(panel: Any, found: Figures) -> None:
-    own = [one for one in found["cases"] if one["part"] != "window"]
-    for name, alpha in (("p99_ms", 0.35), ("mean_ms", 1.0)):
-        heights = [one[name] for one in own]
-        panel.barh(range(len(own)), heights, color="tab:blue", alpha=alpha, label=name.removesuffix("_ms"))
-    panel.axvline(DECISION_TARGET_MS, color="black", linewidth=1, linestyle=":")
-    panel.set_yticks(range(len(own)), [_PARTS[one["part"]] for one in own], fontsize="x-small")
-    panel.invert_yaxis()
-    panel.set(title=f"deciding over {found['nodes']:,} nodes", xlabel="ms a request")
-    panel.legend(fontsize="x-small")

@@ -38,14 +38,6 @@ NUM_WARM = 8
 """Least number of requests before the measured ones."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ServeCase:
-    """One run: its figures as printed, and the records they are computed from."""
-
-    row: dict[str, Any]
-    records: list[RequestRecord]
-
-
 @dataclasses.dataclass
 class ServeBench:
     """Shared by all strategies; `rates` and `slo_s` are set by the first strategy unless the user did."""
@@ -69,7 +61,7 @@ class StrategyRun:
     """One strategy on one server: each run takes the next requests of the trace and continues with the same store."""
 
     def __init__(self, bench: ServeBench, strategy: str, url: str) -> None:
-        self.cases: list[ServeCase] = []
+        self.cases: list[dict[str, Any]] = []
         self._bench, self.strategy, self._url = bench, strategy, url
 
     def warm_up(self) -> float:
@@ -93,14 +85,14 @@ class StrategyRun:
             )
         return statistics.median(map(ttft_s, records))
 
-    def closed(self, window: range, concurrency: int) -> ServeCase:
+    def closed(self, window: range, concurrency: int) -> dict[str, Any]:
         """Keeps a constant number of requests in progress."""
         bodies = self._bodies(window)
         before = scrape(self._url)
         records = closed_loop(self._url, bodies, concurrency, self._bench.options.timeout_s)
         return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
 
-    def open(self, window: range, rate: float) -> ServeCase:
+    def open(self, window: range, rate: float) -> dict[str, Any]:
         """Sends requests at a mean rate, however fast the server is."""
         times = workload.arrival_times(self._bench.gaps, rate)
         before = scrape(self._url)
@@ -110,16 +102,16 @@ class StrategyRun:
     def _bodies(self, window: range) -> list[dict[str, Any]]:
         return self._bench.bodies(self._bench.questions[window.start : window.stop])
 
-    def _keep(self, load: dict[str, Any], records: list[RequestRecord], before: dict[str, float]) -> ServeCase:
+    def _keep(self, load: dict[str, Any], records: list[RequestRecord], before: dict[str, float]) -> dict[str, Any]:
         row = {"strategy": self.strategy, **load}
         row |= figures(records, self._bench.slo_s, before, scrape(self._url))
         row["bounded"] = is_bounded(row, self._bench.slo_s)
-        self.cases.append(ServeCase(row, records))
-        return self.cases[-1]
+        self.cases.append(row)
+        return row
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures every strategy at every rate, prints the tables, draws the plots.
+    """Measures every strategy at every rate and prints the tables.
 
     Raises:
       BenchmarkError: a trace is too short, or a server does not start or answer without any load.
@@ -142,20 +134,18 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
         )
         task = progress.add_task("", total=len(options.strategies) * (1 + num_rates))
         cases = _measure(bench, model, task)
-    comparison = serve_report.compare([case.row for case in cases])
-    serve_report.show([case.row for case in cases], comparison, bench.slo_s, options)
-    if options.output is not None:
-        serve_report.plot([(case.row, case.records) for case in cases], comparison, options.output)
+    comparison = serve_report.compare(cases)
+    serve_report.show(cases, comparison, bench.slo_s, options)
     return {
         "benchmark": "serve",
         **environment(),
         "shapes": _shapes(options, model) | {"slo_s": bench.slo_s, "rates": list(bench.rates)},
-        "cases": [case.row for case in cases],
+        "cases": cases,
         "comparison": comparison,
     }
 
 
-def _measure(bench: ServeBench, model: BenchModel, task: Any) -> list[ServeCase]:
+def _measure(bench: ServeBench, model: BenchModel, task: Any) -> list[dict[str, Any]]:
     """All runs of all strategies, each with its own server and store. They alternate at every load, so that a busy
     machine slows all of them; the other servers are idle."""
     options = bench.options
@@ -175,7 +165,7 @@ def _measure(bench: ServeBench, model: BenchModel, task: Any) -> list[ServeCase]
             bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
         for one in runs:
             show(f"{one.strategy}: {options.concurrency} at a time", advance=1)
-            throughput = one.closed(bench.windows[0], options.concurrency).row["request_throughput"]
+            throughput = one.closed(bench.windows[0], options.concurrency)["request_throughput"]
             bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
         for rate, window in zip(bench.rates, bench.windows[1:], strict=False):
             for one in runs:

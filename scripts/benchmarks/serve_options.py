@@ -59,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="instead: closed loop of one strategy for this long; inf: --requests",
     )
-    add("--output", type=Path, metavar="DIR", help="draw plots there (needs matplotlib)")
 
 
 def resolve(arguments: argparse.Namespace) -> argparse.Namespace:

@@ -1,20 +1,14 @@
-"""Tables and plots of the serving benchmark, and the line that compares two strategies with the paper."""
+"""Tables of the serving benchmark, and the line that compares two strategies with the paper."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ccjax.evaluation import pages
 from ccjax.evaluation.pages import text
-from scripts.benchmarks.serve_client import RequestRecord
-from scripts.benchmarks.serve_figures import itl_s
 
-_COLOURS = {"full": "tab:red", "prefix": "tab:orange", "cachecraft": "tab:blue"}
 _LATENCIES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
 BASE, OTHER = "prefix", "cachecraft"
 PAPER = {"throughput": 1.6, "latency": 2.1, "p99_ttft": 3.0}
@@ -93,50 +87,3 @@ def _throughput(row: Mapping[str, Any]) -> list[str]:
 def _latencies(row: Mapping[str, Any]) -> list[str]:
     cells = (" / ".join(text(row[key][at]) for at in ("mean", "p50", "p90", "p99")) for key in _LATENCIES)
     return [row["strategy"], load_of(row), *cells]
-
-
-def plot(
-    cases: Sequence[tuple[Mapping[str, Any], Sequence[RequestRecord]]],
-    comparison: Mapping[str, Any] | None,
-    folder: Path,
-) -> None:
-    """Writes rates.svg and itl.svg to `folder`, which is created if needed.
-
-    Args:
-      cases: row and records of every run.
-      comparison: ITLs are drawn at its rate, else at the lowest one.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    opened = sorted((case for case in cases if case[0]["rate"] is not None), key=lambda case: case[0]["rate"])
-    strategies = list(dict.fromkeys(row["strategy"] for row, _ in cases))
-    colours = {name: _COLOURS.get(name, f"C{number}") for number, name in enumerate(strategies)}
-    ends = [opened[0][0]["rate"], opened[-1][0]["rate"]] if opened else [0.0, 1.0]
-    rate = comparison["rate"] if comparison is not None else ends[0]
-    with pages.plot_file(folder / "rates.svg", 1, 2, (11, 4)) as ((left, right),):
-        for name in strategies:
-            rows = [row for row, _ in opened if row["strategy"] == name and row["completed"]]
-            rates = [row["rate"] for row in rows]
-            for key, style in (("p50", "o--"), ("p99", "o-")):
-                times = [row["ttft_ms"][key] / 1e3 for row in rows]
-                left.plot(rates, times, style, color=colours[name], label=f"{name}, {key}")
-            right.plot(rates, [row["request_throughput"] for row in rows], "o-", color=colours[name], label=name)
-        right.plot(ends, ends, ":", color="grey", label="as many as arrive")
-        left.set(xlabel="requests a second", ylabel="TTFT, s", yscale="log")
-        right.set(xlabel="requests a second", ylabel="answers a second")
-        for panel in (left, right):
-            panel.legend(fontsize="small")
-    with pages.plot_file(folder / "itl.svg", 1, 1, (5.5, 4)) as ((panel,),):
-        for row, records in opened:
-            gaps = np.sort([gap * 1e3 for record in records if record.status == "ok" for gap in itl_s(record)])
-            if row["rate"] == rate and row["load"] == "open" and gaps.size:
-                panel.step(
-                    gaps,
-                    np.arange(1, gaps.size + 1) / gaps.size,
-                    color=colours[row["strategy"]],
-                    where="post",
-                    label=row["strategy"],
-                )
-        panel.set(xlabel="time between tokens (ITL), ms", ylabel="share", xscale="log", ylim=(0, 1.02))
-        panel.set_title(f"{rate:.3g} requests a second", fontsize="medium")
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize="small", loc="lower right")

@@ -76,7 +76,6 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     add("--most-replicas", type=int, default=64, help="to try (default 64)")
     add("--validate", action="store_true", help="compare the simulation with the real engine on this CPU")
     add("--paper", type=Path, metavar="FILE", help="simulate the papers' experiments, and put the tables in that page")
-    add("--plot", type=Path, metavar="FILE", help="with --paper: draw them (.svg or .png; needs matplotlib)")
     add("--quick", action="store_true", help="with --paper: few requests, to see that it runs")
     add("--data", type=Path, help="folder with rag_trace/ and tokenizer_llama3/, for --validate")
     add("--json", action="store_true", help="print raw figures as one JSON object on the last line")

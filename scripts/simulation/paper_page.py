@@ -1,13 +1,13 @@
-"""The papers' experiments as tables, next to the papers' own figures, and as plots."""
+"""The papers' experiments as tables, next to the papers' own figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ccjax.evaluation.pages import markdown_table, plot_file
+from ccjax.evaluation.pages import markdown_table
 from scripts.simulation.paper import CRAFT_30, CRAFT_39, DEFAULT, FULL, NAIVE, PREFIX, RAGCACHE, SGLANG, VLLM, Row
 
 _SATURATED = 5.0
@@ -16,13 +16,13 @@ HEADING = "## The papers' experiments"
 Found = Mapping[str, Any]
 
 
-def write(found: Found, path: Path, plot: Path | None, took_s: float, size: str) -> None:
+def write(found: Found, path: Path, took_s: float, size: str) -> None:
     """Replaces the part of the page from `HEADING` on by the tables."""
     before = path.read_text("utf-8").partition(HEADING)[0] if path.exists() else "# The simulator\n\n"
-    path.write_text(before + page(found, plot, took_s, size), encoding="utf-8")
+    path.write_text(before + page(found, took_s, size), encoding="utf-8")
 
 
-def page(found: Found, plot: Path | None, took_s: float, size: str) -> str:
+def page(found: Found, took_s: float, size: str) -> str:
     """The part from `HEADING` on."""
     parts = [
         HEADING,
@@ -35,8 +35,6 @@ def page(found: Found, plot: Path | None, took_s: float, size: str) -> str:
         *_craft_24(found["craft_24_25"]),
         *_ragcache_15(found["ragcache_15"]),
     ]
-    if plot is not None:
-        parts.append(f"![the figures as curves and bars]({plot.name})")
     return "\n\n".join(parts) + "\n"
 
 
@@ -173,41 +171,3 @@ def _ragcache_15(rows: Sequence[Row]) -> list[str]:
         f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1). "
         "Llama2-7B's KV takes four times the bytes, so it has fewer hits and less gain, as in the paper.",
     ]
-
-
-def draw(found: Found, path: Path) -> None:
-    """Six panels; the format follows the file's ending."""
-    with plot_file(path, 2, 3, (14, 7.5)) as panels:
-        _draw(found, panels)
-
-
-def _draw(found: Found, panels: Any) -> None:
-    first, second, third, fourth, fifth, sixth = panels.flat
-    for panel, model in ((first, "Llama-3-8B on an A100"), (second, "Llama-3-70B on four A100")):
-        own = [row for row in found["craft_22"] if row["model"] == model]
-        _curves(panel, own, "load", lambda row: _mean(row, "latency_s"))
-        panel.set(title=f"Cache-Craft 22: {model}", xlabel="queries a minute", ylabel="latency, s", yscale="log")
-    lengths = [one for one in found["craft_23a"] if one["tokens"] != "all"]
-    for offset, system in ((-0.2, PREFIX), (0.2, CRAFT_39)):
-        heights = [one["ttft_s"][system.name] for one in lengths]
-        third.bar([place + offset for place in range(len(lengths))], heights, 0.4, label=system.name)
-    third.set_xticks(range(len(lengths)), [one["tokens"] for one in lengths], fontsize="xx-small")
-    third.set(title="Cache-Craft 23a", ylabel="TTFT, s")
-    for one in found["craft_24_25"]["systems"]:
-        fourth.plot(one["over_time"]["ttft_s"], linewidth=0.6, label=one["system"])
-    fourth.set(title="Cache-Craft 24", xlabel="request", ylabel="TTFT, s")
-    variants = found["craft_24_25"]["variants"]
-    fifth.bar(range(len(variants)), variants, 1.0)
-    fifth.set(title="Cache-Craft 25", xlabel="chunk", ylabel="variants stored")
-    own = [row for row in found["ragcache_15"] if (row["model"], row["dataset"]) == ("Mistral-7B", "MMLU")]
-    _curves(sixth, own, "rate", _mean)
-    sixth.set(title="RAGCache 15: Mistral-7B, MMLU", xlabel="requests a second", ylabel="mean TTFT, s", yscale="log")
-    for panel in panels.flat:
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize="xx-small")
-
-
-def _curves(panel: Any, rows: Sequence[Row], key: str, value: Callable[[Row], float]) -> None:
-    for name in dict.fromkeys(row["system"] for row in rows):
-        own = [row for row in rows if row["system"] == name]
-        panel.plot([row[key] for row in own], [value(row) for row in own], "o-", markersize=3, linewidth=1, label=name)

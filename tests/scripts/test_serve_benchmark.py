@@ -219,11 +219,11 @@ def tiny_options(folder: Path, num_passages: int) -> list[str]:
     return [*tiny_data(folder, num_passages), "--serve-args", serve_args]
 
 
-def test_real_run_compares_two_strategies(tiny_bench, tmp_path, monkeypatch):
+def test_real_run_compares_two_strategies(tiny_bench, monkeypatch):
     """The first server is a process of its own."""
     servers = iter([serve.serving, serving_here])
     monkeypatch.setattr(serve, "serving", lambda *given: next(servers)(*given))
-    options = ["--rates", 4, 200, "--requests", 3, "--slo-s", 0.001, "--output", tmp_path]
+    options = ["--rates", 4, 200, "--requests", 3, "--slo-s", 0.001]
     lines, figures = in_process.figures("serve", *tiny_bench, *options)
     loads = [(case["strategy"], case["load"], case["rate"]) for case in figures["cases"]]
     rates = [("closed", None), ("open", 4.0), ("open", 200.0)]
@@ -240,8 +240,6 @@ def test_real_run_compares_two_strategies(tiny_bench, tmp_path, monkeypatch):
     assert sum(shares["cachecraft"]) < sum(shares["prefix"])
     assert figures["comparison"]["rate"] == 4.0
     assert any("where prefix saturates, cachecraft has" in line for line in lines)
-    for name in ("rates.svg", "itl.svg"):
-        assert (tmp_path / name).read_text().count("</svg>") == 1
 
 
 def test_precompute_lowers_the_ratio_computed_by_cachecraft(tmp_path, servers_here):
