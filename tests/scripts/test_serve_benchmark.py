@@ -30,11 +30,6 @@ from tests.server.tiny_model import write_tiny_model
 # -- arrivals ----------------------------------------------------------------------------------------------------------
 
 
-def test_arrival_times_have_the_rate():
-    times = workload.arrival_times(np.asarray([1.0, 0.5, 1.5]), 4.0)
-    assert times.tolist() == [0.25, 0.375, 0.75]
-
-
 def test_recorded_arrivals_keep_their_shape(tmp_path):
     folder = tmp_path / "arrivals"
     folder.mkdir()
