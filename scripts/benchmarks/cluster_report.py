@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ccjax.evaluation.pages import markdown_table, text
 from ccjax.evaluation.pages import show as show_table
+from scripts.benchmarks.common import source
 
 Figures = Mapping[str, Any]
+PART = "bench.py cluster"
+"""In the page's markers."""
 
 HEAD = ("documents", "system", "pass", "answers/s", "gain", "mean latency, s", "less", "p99, s", "computed", "orders")
 PAPERS = {1: (1.168, 0.368), 2: (1.252, 0.298)}
@@ -95,27 +97,8 @@ def show(figures: Figures) -> None:
     show_table(HEAD, rows(figures), says=says(figures))
 
 
-def write(figures: Figures, path: Path) -> None:
-    """Writes the same as a page, with the method."""
-    options, machine = figures["options"], figures["environment"]
-    rates = {case["documents"]: case["rate"] for case in figures["cases"]}
-    shown = ", ".join(f"k = {number}: {rate:.1f}/s" for number, rate in rates.items())
-    lines = [
-        "# Shared RAG-DCache, measured",
-        "",
-        f"`python scripts/bench.py cluster`, {machine['machine']} ({machine['device']}), jax "
-        f"{machine['versions']['jax']}, {machine['date']}. The paper's figures are of other models and machines (two "
-        "GPUs and a CPU; here replicas and generator share one CPU), so only ratios are comparable.",
-        "",
-        f"Model: random weights, {options['layers']} layers of width {options['width']}, float32, with the Llama-3 "
-        f"tokenizer. {options['requests']} SQuAD questions, the same in every pass in another order, each over k "
-        f"retrieved SQuAD paragraphs. {options['replicas']} replicas; Poisson arrivals at {options['load']} times the "
-        f"rate that they answer without any cache ({shown}). One token is requested, and memory keeps no KV. Answers "
-        "are those of a full prefill: passages are reused only behind their own prefix. The generator computes for "
-        f"requests that have waited for {options['order_after_s']} s.",
-        "",
-        markdown_table(HEAD, rows(figures)),
-        "",
-        *(f"- {line}" for line in says(figures)),
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def page_part(figures: Figures) -> str:
+    """The same for docs/dcache.md."""
+    rates = {f"rate_at_k_{case['documents']}": round(case["rate"], 1) for case in figures["cases"]}
+    about = source(figures["environment"], figures["options"], rates)
+    return "\n\n".join([about, markdown_table(HEAD, rows(figures)), "\n".join(f"- {line}" for line in says(figures))])

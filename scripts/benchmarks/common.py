@@ -9,7 +9,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median as median
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,41 @@ def check(name: str, is_right: bool, wanted: str, got: object) -> None:
     """Raises BenchmarkError unless the option of that name is valid."""
     if not is_right:
         raise BenchmarkError(f"--{name.replace('_', '-')}: wanted {wanted}, got {got}")
+
+
+def check_markers(page: Path, names: Iterable[str]) -> None:
+    """Checks a page before what takes long: raises BenchmarkError unless `fill_in` finds the markers of these parts."""
+    text = page.read_text("utf-8") if page.is_file() else ""
+    for begin, end in map(_markers, names):
+        if text.count(begin) != 1 or text.count(end) != 1 or text.find(end) < text.find(begin):
+            raise BenchmarkError(f"wanted a page with one line {begin!r} and after it one line {end!r}, got {page}")
+
+
+def fill_in(page: Path, parts: Mapping[str, str]) -> bool:
+    """Replaces what is between the markers of each part by the part; True if that changed the page.
+
+    Raises:
+      BenchmarkError: as `check_markers`; the page is unchanged then.
+    """
+    check_markers(page, parts)
+    text = old = page.read_text("utf-8")
+    for name, part in parts.items():
+        begin, end = _markers(name)
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, "utf-8")
+    return text != old
+
+
+def _markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def source(run: Mapping[str, Any], *settings: Mapping[str, Any]) -> str:
+    """Where the figures of a page are from: `environment()` of the run, and whatever in its settings is no list."""
+    pairs = [pair for some in settings for pair in some.items()]
+    shown = [f"`{name}` {value}" for name, value in pairs if isinstance(value, str | int | float)]
+    return f"{run['machine']} ({run['device']}), jax {run['versions']['jax']}, {run['date']}: {', '.join(shown)}."
 
 
 def random_config(*, is_quick: bool) -> LlamaConfig:

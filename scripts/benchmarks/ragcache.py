@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ccjax.cli.progress import bars
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
-from scripts.benchmarks.common import BenchmarkError, check, data_folder, environment, filled_in
+from scripts.benchmarks.common import check, check_markers, data_folder, environment, fill_in, filled_in
 from scripts.benchmarks.ragcache_replay import (
     BATCHED_TOKENS,
     RECOMPUTE_RATIO,
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, help="of the knowledge tree (default 100,000)")
     add("--decisions", type=int, help="requests planned over it (default 1000)")
     add("--seed", type=int, default=0, help="of the random vectors (default 0)")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
+    add("--markdown", type=Path, metavar="FILE", help="put the tables into that page")
 
 
 def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -83,8 +83,6 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     Raises:
       BenchmarkError: one is out of range.
     """
-    from ccjax.cli.values import check_writable
-
     options = filled_in(arguments, _USUAL, _QUICK)
     options.data = data_folder(options.data)
     for name in _COUNTS:
@@ -100,10 +98,8 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     check("width", is_shape, f"at least one layer and a positive multiple of {HEAD_DIM}", shape)
     check("load", options.load > 0.0, "a positive number", options.load)
     check("clusters", options.clusters <= options.vectors, "at most as many as --vectors", options.clusters)
-    try:
-        check_writable("markdown", options.markdown)
-    except ValueError as error:
-        raise BenchmarkError(str(error)) from None
+    if options.markdown is not None:
+        check_markers(options.markdown, map(ragcache_report.part, options.only))
     return options
 
 
@@ -120,7 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     result = {"benchmark": "ragcache", **environment(), **found}
     ragcache_report.show(result)
     if options.markdown is not None:
-        options.markdown.write_text(ragcache_report.markdown(result), encoding="utf-8")
+        fill_in(options.markdown, ragcache_report.page_parts(result))
     return result
 
 

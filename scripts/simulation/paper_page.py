@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ccjax.evaluation.pages import markdown_table
@@ -12,30 +11,19 @@ from scripts.simulation.paper import CRAFT_30, CRAFT_39, DEFAULT, FULL, NAIVE, P
 
 _SATURATED = 5.0
 """A system is saturated if its mean TTFT is this many times that at the lowest rate (RAGCache's throughput)."""
-HEADING = "## The papers' experiments"
 Found = Mapping[str, Any]
 
 
-def write(found: Found, path: Path, took_s: float, size: str) -> None:
-    """Replaces the part of the page from `HEADING` on by the tables."""
-    before = path.read_text("utf-8").partition(HEADING)[0] if path.exists() else "# The simulator\n\n"
-    path.write_text(before + page(found, took_s, size), encoding="utf-8")
+def part(name: str) -> str:
+    """The name of a figure, or of the `run`, in the page's markers."""
+    return f"simulate.py, {name}"
 
 
-def page(found: Found, took_s: float, size: str) -> str:
-    """The part from `HEADING` on."""
-    parts = [
-        HEADING,
-        f"`make simulate-paper`, {size}, {took_s:.0f} s on a CPU. Hardware is from data sheets, loads and budgets from "
-        "the papers. The workloads are random: popularity and lengths are our choice, to fit the papers' descriptions, "
-        "and the A10G's efficiency is read off RAGCache's fig. 3. Beyond saturation TTFT grows with the length of a "
-        "run, so only the order of systems is meaningful there.",
-        *_craft_22(found["craft_22"]),
-        *_craft_23(found["craft_23a"], found["craft_23bcd"]),
-        *_craft_24(found["craft_24_25"]),
-        *_ragcache_15(found["ragcache_15"]),
-    ]
-    return "\n\n".join(parts) + "\n"
+def page_parts(found: Found, about: str) -> dict[str, str]:
+    """The parts of docs/simulation.md by their names."""
+    writers = {"craft_22": _craft_22, "craft_23a": _craft_23a, "craft_23bcd": _craft_23bcd}
+    writers |= {"craft_24_25": _craft_24_25, "ragcache_15": _ragcache_15}
+    return {part("run"): about, **{part(name): write(found[name]) for name, write in writers.items()}}
 
 
 def by(rows: Sequence[Row], *keys: str) -> dict[tuple, dict[str, Row]]:
@@ -65,7 +53,7 @@ def _is_saturated(row: Row, rows: Sequence[Row], *keys: str) -> bool:
     return _mean(row) > _SATURATED * _mean(min(own, key=lambda one: one["rate"]))
 
 
-def _craft_22(rows: Sequence[Row]) -> list[str]:
+def _craft_22(rows: Sequence[Row]) -> str:
     lines = []
     for (model, load), group in by(rows, "model", "load").items():
         full = group[FULL.name]
@@ -81,22 +69,18 @@ def _craft_22(rows: Sequence[Row]) -> list[str]:
         lines.append(cells)
     head = ("model", "queries a minute", "default options", "full prefill", "prefix", "none recomputed", "30 %")
     head += ("gain, default", "gain, none", "gain, 30 %")
-    return [
-        "### Cache-Craft fig. 22: throughput and response latency",
-        "Answers a minute / mean latency; gains over full prefill, throughput / latency. The default options of ccjax "
-        "come first: they recompute at most 15 %.",
-        markdown_table(head, lines),
-        "Paper, 8B at 240 and 70B at 120 a minute: 1.9 / 3.3 and 2.0 / 3.3 with nothing recomputed, 1.6 / 2.1 and 1.6 "
-        "/ 2.0 with 30 %. As in the paper, reuse wins, by more at higher load; the sizes of the gains differ. Latency "
-        "gains at full load grow with the length of the run, and show only that full prefill is overloaded.",
-    ]
+    return markdown_table(head, lines)
 
 
-def _craft_23(lengths: Sequence[Row], batches: Sequence[Row]) -> list[str]:
+def _craft_23a(lengths: Sequence[Row]) -> str:
     rows = []
     for one in lengths:
         prefix, craft = one["ttft_s"][PREFIX.name], one["ttft_s"][CRAFT_39.name]
         rows.append((one["tokens"], str(one["requests"]), f"{prefix:.3f} s", f"{craft:.3f} s", _ratio(prefix, craft)))
+    return markdown_table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows)
+
+
+def _craft_23bcd(batches: Sequence[Row]) -> str:
     cases = [
         (
             f"{one['panel']}: {one['model']}, {one['devices']} A100",
@@ -108,19 +92,10 @@ def _craft_23(lengths: Sequence[Row], batches: Sequence[Row]) -> list[str]:
         )
         for one in batches
     ]
-    return [
-        "### Cache-Craft fig. 23: TTFT by length, model and batch",
-        "a: requests far apart, 39 % of each passage recomputed behind another prefix, against prefix caching.",
-        markdown_table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows),
-        "Paper: about 2.5 on average, at 18 % of tokens behind exact prefixes.",
-        "b to d: a batch at 25 % recomputed (60 % cached for prefix caching, as in the paper); costs alone.",
-        markdown_table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases),
-        "Paper: 1.6 (8B) and 2.3 (70B) in b, 1.7 at 16,000 tokens in c. Ours are well above: a roofline gives close "
-        "to 1 / 0.25, since it has only the products; the paper does not say what its implementation adds.",
-    ]
+    return markdown_table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases)
 
 
-def _craft_24(found: Found) -> list[str]:
+def _craft_24_25(found: Found) -> str:
     prefix, craft = (next(one for one in found["systems"] if one["system"] == s.name) for s in (PREFIX, CRAFT_30))
     rows = [
         (
@@ -134,17 +109,17 @@ def _craft_24(found: Found) -> list[str]:
         for one in (prefix, craft)
     ]
     variants = found["variants"]
-    return [
-        "### Cache-Craft fig. 24 and 25: a trace, and what it leaves in the store",
-        markdown_table(("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused"), rows),
+    head = ("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused")
+    return (
+        f"{markdown_table(head, rows)}\n\n"
         f"p99 is {_ratio(prefix['ttft_s']['p99'], craft['ttft_s']['p99'])} times lower than with prefix caching (paper "
         f"3), {1 - craft['computed_share'] / prefix['computed_share']:.0%} fewer tokens are computed (paper 51 %). At "
         f"the end all {len(variants)} chunks (the paper's number, chosen by us) are stored in {sum(variants)} "
-        f"variants: at most {variants[0]} of a chunk (paper 11), {variants[len(variants) // 2]} in the median.",
-    ]
+        f"variants: at most {variants[0]} of a chunk (paper 11), {variants[len(variants) // 2]} in the median."
+    )
 
 
-def _ragcache_15(rows: Sequence[Row]) -> list[str]:
+def _ragcache_15(rows: Sequence[Row]) -> str:
     lines = []
     gains: dict[str, list[float]] = {VLLM.name: [], SGLANG.name: []}
     most: dict[tuple, dict[str, float]] = {}
@@ -163,11 +138,9 @@ def _ragcache_15(rows: Sequence[Row]) -> list[str]:
         highest |= {name: max(highest.get(name, 0.0), rate) for name, free in is_free.items() if free}
     throughput = [one[RAGCACHE.name] / one[VLLM.name] for one in most.values()]
     head = ("model", "dataset", "rate", "vLLM", "SGLang", "RAGCache", "hits", "over vLLM", "over SGLang")
-    return [
-        "### RAGCache fig. 15: mean TTFT by rate",
-        markdown_table(head, lines),
+    return (
+        f"{markdown_table(head, lines)}\n\n"
         f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.2 to 4) and "
         f"{_span(gains[SGLANG.name])} than SGLang (paper 1.1 to 3.5). The highest tested rate with a TTFT below "
-        f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1). "
-        "Llama2-7B's KV takes four times the bytes, so it has fewer hits and less gain, as in the paper.",
-    ]
+        f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1)."
+    )

@@ -105,7 +105,11 @@ NO_DATA = ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]
         ("ragcache", ["--ratios", "0"], ["--ratios", "above 0", "0.0"]),
         ("ragcache", ["--width", "100"], ["--width", "64", "100"]),
         ("ragcache", ["--clusters", "5000"], ["--clusters", "--vectors", "5000"]),
-        ("ragcache", ["--markdown", "/no/such/folder/page.md"], ["--markdown", "/no/such/folder/page.md"]),
+        (
+            "ragcache",
+            ["--markdown", "/no/such/page.md"],
+            ["ragcache, policies: begin", "/no/such/page.md"],
+        ),
     ],
 )
 def test_bad_options_print_a_one_line_error(name, options, words):

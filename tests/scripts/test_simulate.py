@@ -65,7 +65,7 @@ def test_errors_name_the_argument(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_paper_page_keeps_the_text_before_its_tables(tmp_path, monkeypatch):
+def test_paper_page_keeps_the_text_around_its_tables(tmp_path, monkeypatch):
     """Of every figure a part, over fewer requests and documents."""
     monkeypatch.setattr(paper, "RunSize", lambda measured, warmup: RunSize(8, 4))
     (name, config, devices, loads, device_bytes), *_ = paper._CRAFT_MODELS
@@ -75,10 +75,14 @@ def test_paper_page_keeps_the_text_before_its_tables(tmp_path, monkeypatch):
     lists = paper._lists
     monkeypatch.setattr(paper, "_lists", lambda passages, count, *of: lists(passages, min(count, 100), *of))
     page = tmp_path / "simulation.md"
-    page.write_text("# Own words\n\n## The papers' experiments\n\nold tables\n")
+    names = ("run", *paper.FIGURES)
+    marked = [
+        f"Own words on {n}.\n<!-- simulate.py, {n}: begin -->\nold\n<!-- simulate.py, {n}: end -->" for n in names
+    ]
+    page.write_text("\n".join(marked))
     assert main(["--paper", str(page), "--quick", "--quiet"]) == 0
     text = page.read_text()
-    assert text.startswith("# Own words") and "old tables" not in text
-    for figure in ("fig. 22", "fig. 23", "fig. 24 and 25", "fig. 15"):
-        assert f"{figure}:" in text
-    assert "nan" not in text
+    assert all(f"Own words on {name}.\n" in text for name in names) and "\nold\n" not in text
+    assert text.count("\n|---|") == 5 and "nan" not in text
+    page.write_text("no markers")
+    assert main(["--paper", str(page), "--quick"]) == 2 and page.read_text() == "no markers"
