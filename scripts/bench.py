@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.benchmarks.common import BenchmarkError  # noqa: E402
 
 BENCHMARKS = (
-    *("ttft", "prefill", "eviction", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache"),
+    *("ttft", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache"),
     *("cluster", "gpu"),
 )
 

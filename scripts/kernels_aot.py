@@ -91,8 +91,7 @@ def _compile_all(
     # Here and not above: jax reads the environment when it is first imported.
     from ccjax.kernels.attention import attention
     from ccjax.kernels.decode import decode_attention
-    from scripts.kernels.cases import ALL_CASES, QUICK
-    from scripts.kernels.compiling import compile_case
+    from scripts.kernels.cases import ALL_CASES, QUICK, compile_case
     from scripts.kernels.steps import QUICK_STEPS, STEP_CASES, compile_step, step_controls, step_figures
 
     def is_wanted(name: str) -> bool:

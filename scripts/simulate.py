@@ -14,16 +14,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.simulation.sizing import DeploymentSize
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ccjax.cli.progress import bars
+from scripts.benchmarks.common import BenchmarkError, check_markers, fill_in
 from scripts.simulation.options import deployment_of, make_parser, workload_of
 from scripts.simulation.report import print_figures, print_sizes
+from scripts.simulation.sizing import DeploymentSize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser(__doc__ or "").parse_args(argv)
     try:
         return _run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, BenchmarkError) as error:
         print(f"simulate.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
@@ -102,11 +102,9 @@ def _size(args: argparse.Namespace) -> dict:
 
 
 def _paper(args: argparse.Namespace) -> dict:
-    from ccjax.cli.values import check_writable
     from scripts.simulation import paper, paper_page
 
-    check_writable("paper", args.paper)
-    check_writable("plot", args.plot)
+    check_markers(args.paper, map(paper_page.part, ("run", *paper.FIGURES)))
     size = paper.RunSize(30, 20) if args.quick else paper.RunSize(200, 400)
     started_s = time.perf_counter()
     found = {}
@@ -116,10 +114,9 @@ def _paper(args: argparse.Namespace) -> dict:
             progress.update(task, description=name)
             found[name] = make(size)
             progress.advance(task)
-    if args.plot is not None:
-        paper_page.draw(found, args.plot)
     about = f"{size.measured} requests of each case after {size.warmup} that fill the caches"
-    paper_page.write(found, args.paper, args.plot, time.perf_counter() - started_s, about)
+    took_s = time.perf_counter() - started_s
+    fill_in(args.paper, paper_page.page_parts(found, f"`make simulate-paper`, {about}, {took_s:.0f} s on a CPU."))
     Console(stderr=True).print(f"written to {args.paper}")
     return found
 

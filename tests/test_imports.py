@@ -20,6 +20,7 @@ ALLOWED = {
     "scripts.gpucheck": {
         "ccjax.kernels",
         "scripts",
+        "ccjax.evaluation.pages",
         "ccjax.engine",
         "ccjax.loading",
         "ccjax.config",

@@ -21,7 +21,16 @@ from rich.progress import Progress
 
 from ccjax.cli.progress import bars
 from scripts.benchmarks import cluster_report
-from scripts.benchmarks.common import BenchmarkError, data_folder, environment, filled_in, rows_of, spread
+from scripts.benchmarks.common import (
+    BenchmarkError,
+    check_markers,
+    data_folder,
+    environment,
+    fill_in,
+    filled_in,
+    rows_of,
+    spread,
+)
 from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_server import scrape, serving
@@ -60,8 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(default: all)")
     add("--no-overhead", action="store_true", help="do not measure the overhead of front and Ray")
     add("--seed", type=int, default=0, help="of order and arrivals (default 0)")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables there")
-    add("--plot", type=Path, metavar="FILE", help="draw the passes there, as SVG")
+    add("--markdown", type=Path, metavar="FILE", help="put the tables into that page")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -83,15 +91,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     cluster_report.show(figures)
     if options.markdown is not None:
-        cluster_report.write(figures, options.markdown, options.plot)
-    elif options.plot is not None:
-        cluster_report.plot(figures, options.plot)
+        fill_in(options.markdown, {cluster_report.PART: cluster_report.page_part(figures)})
     return figures
 
 
 def _fill_in(given: argparse.Namespace) -> argparse.Namespace:
     options = filled_in(given, _USUAL, _QUICK)
     options.data = data_folder(options.data)
+    if options.markdown is not None:
+        check_markers(options.markdown, [cluster_report.PART])
     if options.quick:
         options.no_overhead, options.systems = True, ["none", "generator"]
     return options

@@ -1,15 +1,17 @@
-"""Report of the cluster benchmark: tables for the terminal and for a page, and the plot."""
+"""Report of the cluster benchmark: tables for the terminal and for a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ccjax.evaluation.pages import markdown_table, plot_file, text
+from ccjax.evaluation.pages import markdown_table, text
 from ccjax.evaluation.pages import show as show_table
+from scripts.benchmarks.common import source
 
 Figures = Mapping[str, Any]
+PART = "bench.py cluster"
+"""In the page's markers."""
 
 HEAD = ("documents", "system", "pass", "answers/s", "gain", "mean latency, s", "less", "p99, s", "computed", "orders")
 PAPERS = {1: (1.168, 0.368), 2: (1.252, 0.298)}
@@ -17,7 +19,6 @@ PAPERS = {1: (1.168, 0.368), 2: (1.252, 0.298)}
 THROUGHPUT_TARGET, LATENCY_TARGET = 1.28, 0.29
 """For configuration B at k = 2 by the third pass."""
 _LABELS = {"none": "no sharing", "shared": "shared store", "generator": "shared store, generator"}
-_COLOURS = {"none": "black", "shared": "tab:orange", "generator": "tab:blue"}
 
 
 def rows(figures: Figures) -> list[list[str]]:
@@ -96,48 +97,8 @@ def show(figures: Figures) -> None:
     show_table(HEAD, rows(figures), says=says(figures))
 
 
-def write(figures: Figures, path: Path, picture: Path | None) -> None:
-    """Writes the same as a page, with the method and the picture."""
-    options, machine = figures["options"], figures["environment"]
-    rates = {case["documents"]: case["rate"] for case in figures["cases"]}
-    shown = ", ".join(f"k = {number}: {rate:.1f}/s" for number, rate in rates.items())
-    lines = [
-        "# Shared RAG-DCache, measured",
-        "",
-        f"`python scripts/bench.py cluster`, {machine['machine']} ({machine['device']}), jax "
-        f"{machine['versions']['jax']}, {machine['date']}. The paper's figures are of other models and machines (two "
-        "GPUs and a CPU; here replicas and generator share one CPU), so only ratios are comparable.",
-        "",
-        f"Model: random weights, {options['layers']} layers of width {options['width']}, float32, with the Llama-3 "
-        f"tokenizer. {options['requests']} SQuAD questions, the same in every pass in another order, each over k "
-        f"retrieved SQuAD paragraphs. {options['replicas']} replicas; Poisson arrivals at {options['load']} times the "
-        f"rate that they answer without any cache ({shown}). One token is requested, and memory keeps no KV. Answers "
-        "are those of a full prefill: passages are reused only behind their own prefix. The generator computes for "
-        f"requests that have waited for {options['order_after_s']} s.",
-        "",
-        markdown_table(HEAD, rows(figures)),
-        "",
-        *(f"- {line}" for line in says(figures)),
-    ]
-    if picture is not None:
-        plot(figures, picture)
-        lines += ["", f"![throughput and latency by pass]({picture.name})"]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def plot(figures: Figures, path: Path) -> None:
-    """Throughput and mean latency by pass, as the paper's figs. 10 and 11."""
-    numbers = list(dict.fromkeys(case["documents"] for case in figures["cases"]))
-    with plot_file(path, len(numbers), 2, (9, 3.2 * len(numbers))) as panels:
-        for number, (left, right) in zip(numbers, panels, strict=True):
-            for system, label in _LABELS.items():
-                cases = [one for one in figures["cases"] if one["documents"] == number and one["system"] == system]
-                passes = [case["pass"] for case in cases]
-                left.plot(passes, [case["throughput"] for case in cases], "o-", color=_COLOURS[system], label=label)
-                latencies = [case["latency_ms"]["mean"] / 1e3 for case in cases]
-                right.plot(passes, latencies, "o-", color=_COLOURS[system], label=label)
-            left.set(title=f"k = {number}", xlabel="pass", ylabel="answers a second", ylim=(0, None))
-            right.set(title=f"k = {number}", xlabel="pass", ylabel="mean latency, s", ylim=(0, None))
-            for panel in (left, right):
-                panel.xaxis.get_major_locator().set_params(integer=True)
-        panels[0][0].legend(fontsize="small")
+def page_part(figures: Figures) -> str:
+    """The same for docs/dcache.md."""
+    rates = {f"rate_at_k_{case['documents']}": round(case["rate"], 1) for case in figures["cases"]}
+    about = source(figures["environment"], figures["options"], rates)
+    return "\n\n".join([about, markdown_table(HEAD, rows(figures)), "\n".join(f"- {line}" for line in says(figures))])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median as median
 from typing import TYPE_CHECKING, Any
@@ -14,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from ccjax.evaluation.environment import environment as environment
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ccjax.models.llama3 import LlamaConfig
+    from ccjax.retrieval import Embedder
+
+NUM_SYSTEM, NUM_QUESTION = 32, 16
+"""Tokens of the system prompt and of the question of a random prompt."""
+_EMBEDDED_AT_ONCE = 64
 
 
 class BenchmarkError(Exception):
@@ -58,6 +68,41 @@ def check(name: str, is_right: bool, wanted: str, got: object) -> None:
         raise BenchmarkError(f"--{name.replace('_', '-')}: wanted {wanted}, got {got}")
 
 
+def check_markers(page: Path, names: Iterable[str]) -> None:
+    """Checks a page before what takes long: raises BenchmarkError unless `fill_in` finds the markers of these parts."""
+    text = page.read_text("utf-8") if page.is_file() else ""
+    for begin, end in map(_markers, names):
+        if text.count(begin) != 1 or text.count(end) != 1 or text.find(end) < text.find(begin):
+            raise BenchmarkError(f"wanted a page with one line {begin!r} and after it one line {end!r}, got {page}")
+
+
+def fill_in(page: Path, parts: Mapping[str, str]) -> bool:
+    """Replaces what is between the markers of each part by the part; True if that changed the page.
+
+    Raises:
+      BenchmarkError: as `check_markers`; the page is unchanged then.
+    """
+    check_markers(page, parts)
+    text = old = page.read_text("utf-8")
+    for name, part in parts.items():
+        begin, end = _markers(name)
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, "utf-8")
+    return text != old
+
+
+def _markers(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+def source(run: Mapping[str, Any], *settings: Mapping[str, Any]) -> str:
+    """Where the figures of a page are from: `environment()` of the run, and whatever in its settings is no list."""
+    pairs = [pair for some in settings for pair in some.items()]
+    shown = [f"`{name}` {value}" for name, value in pairs if isinstance(value, str | int | float)]
+    return f"{run['machine']} ({run['device']}), jax {run['versions']['jax']}, {run['date']}: {', '.join(shown)}."
+
+
 def random_config(*, is_quick: bool) -> LlamaConfig:
     """The shapes of the model with random weights: 16 layers of width 1024, or few and small ones with --quick."""
     from ccjax.models.llama3 import LlamaConfig
@@ -70,6 +115,53 @@ def shapes_of(config: LlamaConfig) -> dict[str, Any]:
     """These shapes under the keys of the JSON output."""
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     return {"layers": config.num_layers, "d_model": config.d_model, **heads, "d_ff": config.d_ff, "dtype": "float32"}
+
+
+def random_prompt(length: int, num_passages: int, vocab_size: int) -> list[list[int]]:
+    """Segments of random tokens, the same for a length: a system prompt, nearly equal passages, a question."""
+    draw = random.Random(length)
+    left = length - NUM_SYSTEM - NUM_QUESTION
+    sizes = [left // num_passages + (number < left % num_passages) for number in range(num_passages)]
+    return [[draw.randrange(vocab_size) for _ in range(size)] for size in (NUM_SYSTEM, *sizes, NUM_QUESTION)]
+
+
+def embed(embedder: Embedder, texts: Sequence[str], advance: Callable[[int], None]) -> np.ndarray:
+    """[len(texts), dim] unit vectors."""
+    import numpy as np
+
+    parts = []
+    for start in range(0, len(texts), _EMBEDDED_AT_ONCE):
+        parts.append(embedder.embed(texts[start : start + _EMBEDDED_AT_ONCE]))
+        advance(len(parts[-1]))
+    return np.concatenate(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallCost:
+    """Wall-clock seconds and processor seconds of this process; the difference was taken by other programs."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
+    """The cost of a call, and its result."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = function()
+    return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
+
+
+def drop_from_cache(folder: Path) -> None:
+    """Asks the system to drop the files from its cache; where that is not possible, reads are warm."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks.common import fill_in
 from scripts.gpucheck.needs import missing_packages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     # Here and not above: without those packages the modules cannot even be imported.
     report = importlib.import_module("scripts.benchmarks.gpu_report")
     if arguments.readme is not None:
-        changed = report.write_section(arguments.readme, arguments.output or RESULTS)
+        changed = fill_in(arguments.readme, {report.PART: report.section(arguments.output or RESULTS)})
         print(f"{arguments.readme}: {'changed' if changed else 'unchanged'}")
         return {}
     import jax

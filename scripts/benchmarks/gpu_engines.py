@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import queue
 import random
 import shutil
@@ -23,6 +22,7 @@ from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import Params
 from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseMode
+from scripts.benchmarks.common import drop_from_cache
 from scripts.benchmarks.gpu_plan import GpuCase, GpuScale
 
 _NEVER_MS = 1e9
@@ -159,7 +159,7 @@ class Engines:
                     engine._store.evict(name, [variant_id])
                 engine._variants._placement.apply_changes(variant_id)
         if tier == DISK:
-            _drop_from_cache(self._folder)
+            drop_from_cache(self._folder)
 
     @property
     def _url(self) -> str:
@@ -220,16 +220,3 @@ def _steps(times: Sequence[Sequence[float]]) -> list[float]:
     inside = [np.diff([at for at in one if from_s <= at <= to_s])[1:] for one in times]
     count = min(map(len, inside))
     return [float(np.median([gaps[number] for gaps in inside])) for number in range(count)]
-
-
-def _drop_from_cache(folder: Path) -> None:
-    """Asks the system to drop the files from its cache; where that is not possible, reads are warm."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)

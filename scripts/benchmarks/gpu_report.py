@@ -10,8 +10,8 @@ from typing import Any
 
 from scripts.gpucheck.record import table
 
-BEGIN, END = "<!-- bench.py gpu: begin -->", "<!-- bench.py gpu: end -->"
-"""Markers around that section."""
+PART = "bench.py gpu"
+"""The section in the markers of its page."""
 NO_RESULTS = "Nothing has been measured on an accelerator yet: `benchmarks/results/` has no results."
 
 
@@ -121,21 +121,6 @@ def section(folder: Path) -> str:
     if not found:
         return NO_RESULTS
     return "\n\n".join(part for results in found for part in [*tables(results), _source(results)])
-
-
-def write_section(readme: Path, folder: Path) -> bool:
-    """Replaces the text between the markers by the section; True if that changed the file.
-
-    Raises:
-      ValueError: a marker is missing or occurs twice, or they are in the wrong order.
-    """
-    text = readme.read_text("utf-8")
-    first, last = text.find(BEGIN), text.find(END)
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or last < first:
-        raise ValueError(f"{readme}: wanted one line {BEGIN!r} and after it one line {END!r}")
-    new = f"{text[: first + len(BEGIN)]}\n{section(folder)}\n{text[last:]}"
-    readme.write_text(new, "utf-8")
-    return new != text
 
 
 def _figure(

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,9 +35,9 @@ from ccjax.runner.pages import RequestPages
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.store.throttle import ThrottledLink
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
-from scripts.benchmarks.common import environment, median, random_config, shapes_of
+from scripts.benchmarks.common import environment, median, random_config, random_prompt, shapes_of
 
-NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 5
+NUM_PASSAGES = 5
 RATIOS = (0.5, 1.0, 2.0, 4.0)
 QUEUE_SHARE = 0.54
 """Time in the queue as a share of the time to load: 0.32 s of 0.59 s in Cache-Craft fig. 29."""
@@ -201,15 +200,11 @@ def least_exposed_s(mode: str, num_layers: int, prefill_s: float, load_s: float,
 
 def _requests(vocab_size: int, length: int) -> tuple[Request, Request, list[int]]:
     """The request that fills the store, the measured one (passages in another order), and its segments' lengths."""
-    draw = random.Random(length)
-    left = length - NUM_SYSTEM - NUM_QUESTION
-    sizes = [left // NUM_PASSAGES + (number < left % NUM_PASSAGES) for number in range(NUM_PASSAGES)]
-    sizes = [NUM_SYSTEM, *sizes, NUM_QUESTION]
-    system, *passages, question = ([draw.randrange(vocab_size) for _ in range(size)] for size in sizes)
+    system, *passages, question = random_prompt(length, NUM_PASSAGES, vocab_size)
     one_token = SamplingParams(max_new_tokens=1)
     fill = Request(segments=[system, *passages, question], sampling=one_token)
     request = Request(segments=[system, *passages[::-1], question], sampling=one_token)
-    return fill, request, sizes
+    return fill, request, [len(one) for one in (system, *passages, question)]
 
 
 def _plan(lengths: Sequence[int], recompute_ratio: float) -> PrefillPlan:

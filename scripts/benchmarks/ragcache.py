@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from ccjax.cli.progress import bars
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
-from scripts.benchmarks.common import BenchmarkError, check, data_folder, environment, filled_in
+from scripts.benchmarks.common import check, check_markers, data_folder, environment, fill_in, filled_in
 from scripts.benchmarks.ragcache_replay import (
     BATCHED_TOKENS,
     RECOMPUTE_RATIO,
@@ -74,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, help="of the knowledge tree (default 100,000)")
     add("--decisions", type=int, help="requests planned over it (default 1000)")
     add("--seed", type=int, default=0, help="of the random vectors (default 0)")
-    add("--markdown", type=Path, metavar="FILE", help="write the tables as a page")
-    add("--plot", type=Path, metavar="FILE", help="draw the four tables (.svg or .png; needs matplotlib)")
+    add("--markdown", type=Path, metavar="FILE", help="put the tables into that page")
 
 
 def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -84,8 +83,6 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     Raises:
       BenchmarkError: one is out of range.
     """
-    from ccjax.cli.values import check_writable
-
     options = filled_in(arguments, _USUAL, _QUICK)
     options.data = data_folder(options.data)
     for name in _COUNTS:
@@ -101,16 +98,13 @@ def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     check("width", is_shape, f"at least one layer and a positive multiple of {HEAD_DIM}", shape)
     check("load", options.load > 0.0, "a positive number", options.load)
     check("clusters", options.clusters <= options.vectors, "at most as many as --vectors", options.clusters)
-    try:
-        check_writable("markdown", options.markdown)
-        check_writable("plot", options.plot)
-    except ValueError as error:
-        raise BenchmarkError(str(error)) from None
+    if options.markdown is not None:
+        check_markers(options.markdown, map(ragcache_report.part, options.only))
     return options
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures the parts, prints a table of each, writes page and plot.
+    """Measures the parts, prints a table of each, writes the page.
 
     Raises:
       BenchmarkError: an option or the data is invalid.
@@ -121,10 +115,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found = _measure(options, questions, progress)
     result = {"benchmark": "ragcache", **environment(), **found}
     ragcache_report.show(result)
-    if options.plot is not None:
-        ragcache_report.plot(result, options.plot)
     if options.markdown is not None:
-        options.markdown.write_text(ragcache_report.markdown(result, options.plot), encoding="utf-8")
+        fill_in(options.markdown, ragcache_report.page_parts(result))
     return result
 
 
@@ -132,7 +124,7 @@ def _questions(options: argparse.Namespace) -> Sequence[WorkloadQuestion]:
     """The requests of the trace; none if no part needs them. Raises BenchmarkError if data is missing."""
     if set(options.only) == {"scheduling"}:
         return ()
-    questions = load_trace(options.data, "musique", options.passages)[: options.requests]
+    questions = load_trace(options.data, options.passages)[: options.requests]
     if "order" in options.only:
         num_measured = len(questions) - len(questions) // 2
         recorded_gaps(options.data, "azure", min(options.order_requests, num_measured), options.arrival_start)

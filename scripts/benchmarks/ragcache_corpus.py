@@ -16,7 +16,6 @@ from typing import Any
 import faiss
 import numpy as np
 
-from ccjax.retrieval import Embedder
 from ccjax.types import Document
 from scripts.benchmarks.ragcache_replay import documents_of
 from scripts.benchmarks.serve_workload import WorkloadPassage
@@ -25,7 +24,6 @@ VECTORS_PER_TOPIC = 20
 _TRAINED_PER_CLUSTER = 64
 _TRAINING_ROUNDS = 10
 _DRAWN_AT_ONCE = 50_000
-_EMBEDDED_AT_ONCE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +48,6 @@ class ReplayCorpus:
         if row < len(self.passages):
             return parent
         return dataclasses.replace(parent, id=-row, title=f"{parent.title} ({row})")
-
-
-def embed(embedder: Embedder, texts: Sequence[str], advance: Callable[[int], None]) -> np.ndarray:
-    """[len(texts), dim] unit vectors."""
-    parts = []
-    for start in range(0, len(texts), _EMBEDDED_AT_ONCE):
-        parts.append(embedder.embed(texts[start : start + _EMBEDDED_AT_ONCE]))
-        advance(len(parts[-1]))
-    return np.concatenate(parts)
 
 
 def differences_to_nearest(real: np.ndarray) -> np.ndarray:

@@ -1,14 +1,13 @@
-"""Report of the RAGCache benchmark: tables for the terminal and for a page, summaries compared with the paper, and the
-plot."""
+"""Report of the RAGCache benchmark: tables for the terminal and for a page, and summaries compared with the paper."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ccjax.evaluation import pages
-from ccjax.evaluation.pages import Rows, interval, markdown_table, plot_file
+from ccjax.evaluation.pages import Rows, interval, markdown_table
+from scripts.benchmarks.common import source
 from scripts.benchmarks.ragcache_policies import POLICIES, REFERENCE
 
 Figures = Mapping[str, Any]
@@ -25,61 +24,40 @@ _PARTS = {
     "total": "all of these",
     "window": "replanning the queue",
 }
-_COLOURS = {"pgdsf": "tab:blue", "gdsf": "tab:orange", "lru": "tab:red", "lfu": "tab:green", "saved_seconds": "black"}
 
 
 def show(result: Figures) -> None:
     """Prints every table with its summaries."""
-    for title, tables, lines, _ in _sections(result):
+    for _, title, tables, lines in _sections(result):
         for name, head, rows in tables:
             pages.show(head, rows, f"{title}: {name}", lines if name == tables[-1][0] else ())
 
 
-def markdown(result: Figures, picture: Path | None) -> str:
-    """The same as a page, with the method and the picture."""
-    versions = result["versions"]
-    lines = ["# RAGCache's parts, measured", ""]
-    lines += [
-        f"`python scripts/bench.py ragcache`, {result['machine']} ({result['device']}), jax {versions['jax']}, "
-        f"{result['date']}. The paper's figures are of other models, machines and data; only ratios are comparable.",
-        "",
-    ]
-    if result["shapes"]:
-        lines += [_setup(result["shapes"]), ""]
-    for title, tables, says, about in _sections(result):
-        lines += [f"## {title}", "", about, ""]
-        for name, head, rows in tables:
-            lines += [f"{name}:", "", markdown_table(head, rows), ""]
-        lines += [*(f"- {line}" for line in says), ""]
-    if picture is not None:
-        lines += [f"![the four tables as curves and bars]({picture.name})", ""]
-    return "\n".join(lines)
+def part(name: str) -> str:
+    """The name of a part in the page's markers."""
+    return f"bench.py ragcache, {name}"
 
 
-def _setup(shapes: Figures) -> str:
-    return (
-        f"Model: random weights, {shapes['num_layers']} layers of width {shapes['width']}, {shapes['dtype']}, with the "
-        f"Llama-3 tokenizer, so that only time and reuse are measured. Requests: the first {shapes['requests']} of a "
-        f"real retrieval trace (MuSiQue), each with its best {shapes['passages']} passages and answered with one "
-        f"token; the first half of them fills the tier, the other {shapes['measured']} are measured. Budgets are "
-        f"shares of the KV of all their passages, {shapes['distinct_bytes'] / 1e6:.1f} MB; a passage may be cached "
-        "several times, behind different prefixes. `prefix` reuses exact prefixes, as in the paper. `cachecraft`, "
-        f"which the paper does not have, reuses passages at any place and computes "
-        f"{_share(shapes['recompute_ratio'])} of their tokens again. The cost of prefills was profiled on this machine "
-        "just before (T(cached, new), RAGCache "
-        "sec. 5.1)."
-    )
+def page_parts(result: Figures) -> dict[str, str]:
+    """The measured parts of docs/ragcache.md by their names."""
+    found = {}
+    for name, _, tables, says in _sections(result):
+        shown = [source(result, {} if name == "scheduling" else result["shapes"], result[name])]
+        for title, head, rows in tables:
+            shown += [f"{title}:", markdown_table(head, rows)]
+        found[part(name)] = "\n\n".join([*shown, "\n".join(f"- {line}" for line in says)])
+    return found
 
 
-Section = tuple[str, Sequence[Rows], Sequence[str], str]
-"""Title, tables, summaries, method."""
+Section = tuple[str, str, Sequence[Rows], Sequence[str]]
+"""Part, title, tables, summaries."""
 
 
 def _sections(result: Figures) -> Iterator[Section]:
     if "policies" in result:
         yield _policies(result["policies"]["cases"])
     if "order" in result:
-        yield _order(result["order"], result["shapes"])
+        yield _order(result["order"])
     if "speculation" in result:
         yield _speculation(result["speculation"])
     if "scheduling" in result:
@@ -93,14 +71,8 @@ def _policies(cases: Sequence[Figures]) -> Section:
         ("Mean TTFT, ms (95 % interval)", head, _by_policy(cases, lambda one: interval(one["ttft_ms"], ".1f"))),
         ("TTFT over that with PGDSF, same requests", head, _by_policy(cases, _over_reference)),
     ]
-    about = (
-        "RAGCache fig. 20 and table 2. Hit rate is the share of retrieved passages that were reused. Requests run one "
-        "after the other; at each budget the policies alternate at every request, each on its own engine. "
-        "`saved_seconds` is the default of ccjax. Intervals are bootstraps over requests, of ratios over requests in "
-        "pairs."
-    )
     strategies = list(dict.fromkeys(one["strategy"] for one in cases))
-    return "Eviction policies", tables, [line for name in strategies for line in policy_lines(cases, name)], about
+    return "policies", "Eviction policies", tables, [line for name in strategies for line in policy_lines(cases, name)]
 
 
 def _by_policy(cases: Sequence[Figures], cell: Any) -> list[list[str]]:
@@ -136,7 +108,7 @@ def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
     return lines
 
 
-def _order(order: Figures, shapes: Figures) -> Section:
+def _order(order: Figures) -> Section:
     head = ("workload", "strategy", "budget", "hits", "arrivals a second", "mean off", "mean on", "mean gain")
     head += ("of all rounds", "p99 off", "p99 on", "p99 gain")
     rows = []
@@ -148,24 +120,11 @@ def _order(order: Figures, shapes: Figures) -> Section:
             if name == "mean":
                 cells.append(f"{min(one['mean_gains']):.2f}-{max(one['mean_gains']):.2f}")
         rows.append(cells)
-    about = (
-        f"RAGCache fig. 21: a window of {order['windows']['on']} requests, of which the one with the most cached per "
-        f"computed token goes first, against the order of arrival; {order['seats']} requests run at once, eviction is "
-        f"PGDSF. *trace*: passages are the retrieval trace's, arrivals those recorded in `{shapes['arrivals']}` "
-        "(Azure, 2023), rescaled; no public trace has both, so **the combination is ours**. Its questions hardly "
-        "share passages, so the order has little effect. *drawn*: similar to the paper's requests, the trace's "
-        f"questions drawn by Zipf's law (exponent {order['zipf']:g}), arrivals of a Poisson process. They arrive "
-        f"{order['load']:g} times as fast as the same engine answers in closed loop over a similarly filled store. "
-        "With the order on and off the same requests arrive at the same times, at a fresh engine filled by as many "
-        "earlier requests. There are no intervals, since queued requests wait for each other. The table has the round "
-        f"with the median gain of {order['rounds']} rounds, each with its own saturation and, for *drawn*, its own "
-        "requests."
-    )
     lines = [
         f"{workload}: {order_line([one for one in order['cases'] if one['workload'] == workload])}"
         for workload in dict.fromkeys(one["workload"] for one in order["cases"])
     ]
-    return "Cache-aware order", [("TTFT from arrival, ms", head, rows)], lines, about
+    return "order", "Cache-aware order", [("TTFT from arrival, ms", head, rows)], lines
 
 
 def order_line(cases: Sequence[Figures]) -> str:
@@ -193,19 +152,9 @@ def _speculation(found: Figures) -> Section:
         ]
         for one in found["cases"]
     ]
-    about = (
-        "RAGCache table 3 and fig. 22: the part of the vector search that does not overlap with the answer from the "
-        "final passages: from its start until that answer began, or to its end. *Off* waits for the whole search. "
-        f"Searches run over a faiss IVF index of {found['vectors']:,} vectors of {found['dim']} values in "
-        f"{found['clusters']} clusters, on one thread, in {found['stages']} stages, {found['searches']} real questions "
-        f"one after the other. **Of the vectors {found['real_vectors']:,} are real passages' (MiniLM), the others "
-        "synthetic**: topics with the real ones' mean and covariance, and vectors as far from these as real passages "
-        "are from their nearest neighbours. *Known early*: when the final list was first found, and how often before "
-        f"the last stage; *wrong*: answers begun and discarded. At {found['max_pending']} queued prompts "
-        "none begins early."
-    )
     title = "Search time that no answer overlaps with (95 % interval)"
-    return "Answers that begin during the search", [(title, head, rows)], speculation_lines(found["cases"]), about
+    says = speculation_lines(found["cases"])
+    return "speculation", "Answers that begin during the search", [(title, head, rows)], says
 
 
 def speculation_lines(cases: Sequence[Figures]) -> list[str]:
@@ -228,14 +177,7 @@ def _scheduling(found: Figures) -> Section:
         [_PARTS[one["part"]], *(f"{one[name]:.3f}" for name in ("mean_ms", "p99_ms", "mean_cpu_ms"))]
         for one in found["cases"]
     ]
-    about = (
-        f"RAGCache sec. 7.5, over a knowledge tree of {found['nodes']:,} nodes that fills its tier, so that every "
-        f"new one evicts; {found['requests']} random requests, of which a third repeat one, a third begin like one and "
-        "a third are new. Index, store, policy and scheduler are the engine's; a node's KV is small, because its size "
-        f"has no effect here. *{_PARTS['window']}*: planning {found['window']} requests again before a pack, if more "
-        "wait than can be admitted and the cache has changed; not part of the sum."
-    )
-    return "Time for decisions", [("Per request", head, rows)], [scheduling_line(found["cases"])], about
+    return "scheduling", "Time for decisions", [("Per request", head, rows)], [scheduling_line(found["cases"])]
 
 
 def scheduling_line(cases: Sequence[Figures]) -> str:
@@ -250,68 +192,3 @@ def scheduling_line(cases: Sequence[Figures]) -> str:
 
 def _share(value: float) -> str:
     return f"{100 * value:.3g} %"
-
-
-def plot(result: Figures, path: Path) -> None:
-    """Four panels, one for each table; the format follows the file's ending."""
-    drawers = {"policies": _draw_policies, "order": _draw_order, "speculation": _draw_search, "scheduling": _draw_parts}
-    with plot_file(path, 2, 2, (11, 7.5)) as panels:
-        for panel, (name, draw) in zip(panels.flat, drawers.items(), strict=True):
-            if name in result:
-                draw(panel, result[name])
-            else:
-                panel.set_axis_off()
-
-
-def _draw_policies(panel: Any, found: Figures) -> None:
-    for strategy, style in (("prefix", "o-"), ("cachecraft", "s--")):
-        for policy in POLICIES:
-            own = [one for one in found["cases"] if (one["strategy"], one["policy"]) == (strategy, policy)]
-            if own:
-                panel.plot(
-                    [100 * one["budget_share"] for one in own],
-                    [100 * one["hit_ratio"] for one in own],
-                    style,
-                    color=_COLOURS[policy],
-                    markersize=3,
-                    linewidth=1,
-                    label=f"{policy}, {strategy}",
-                )
-    panel.set(title="eviction policies", xlabel="budget, % of all passages' KV", ylabel="hit rate, %", xscale="log")
-    panel.legend(fontsize="xx-small")
-
-
-def _draw_order(panel: Any, found: Figures) -> None:
-    names = [f"{one['workload']}\n{one['strategy']}\n{_share(one['budget_share'])}" for one in found["cases"]]
-    for offset, way, colour in ((-0.2, "off", "tab:grey"), (0.2, "on", "tab:blue")):
-        places = [place + offset for place in range(len(names))]
-        for name, alpha in (("p99", 0.35), ("mean", 1.0)):
-            heights = [one[way]["ttft_ms"][name] / 1e3 for one in found["cases"]]
-            panel.bar(places, heights, 0.4, color=colour, alpha=alpha, label=f"{way}, {name}")
-    panel.set_xticks(range(len(names)), names, fontsize="xx-small")
-    panel.set(title=f"cache-aware order at {found['load']:g} times saturation", ylabel="TTFT, s")
-    panel.legend(fontsize="x-small")
-
-
-def _draw_search(panel: Any, found: Figures) -> None:
-    ratios = [100 * one["search_ratio"] for one in found["cases"]]
-    for key, name, colour in (("search_ms", "whole search", "tab:grey"), ("exposed_ms", "not overlapped", "tab:blue")):
-        means = [one[key]["mean"] for one in found["cases"]]
-        below = [one[key]["mean"] - one[key]["low"] for one in found["cases"]]
-        above = [one[key]["high"] - one[key]["mean"] for one in found["cases"]]
-        panel.errorbar(ratios, means, yerr=(below, above), fmt="o-", color=colour, markersize=3, label=name)
-    panel.plot(ratios, [one["known_ms"] for one in found["cases"]], "k:", label="until the final list was first found")
-    panel.set(title="answers during the search", xlabel="searched clusters, %", ylabel="ms", ylim=(0, None))
-    panel.legend(fontsize="x-small")
-
-
-def _draw_parts(panel: Any, found: Figures) -> None:
-    own = [one for one in found["cases"] if one["part"] != "window"]
-    for name, alpha in (("p99_ms", 0.35), ("mean_ms", 1.0)):
-        heights = [one[name] for one in own]
-        panel.barh(range(len(own)), heights, color="tab:blue", alpha=alpha, label=name.removesuffix("_ms"))
-    panel.axvline(DECISION_TARGET_MS, color="black", linewidth=1, linestyle=":")
-    panel.set_yticks(range(len(own)), [_PARTS[one["part"]] for one in own], fontsize="x-small")
-    panel.invert_yaxis()
-    panel.set(title=f"deciding over {found['nodes']:,} nodes", xlabel="ms a request")
-    panel.legend(fontsize="x-small")

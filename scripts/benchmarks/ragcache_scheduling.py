@@ -27,8 +27,8 @@ from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt, chunk_id
 from ccjax.store import KVSpec, StoreIdentity, TieredStore
 from ccjax.types import Chunk, ChunkId, PrefillPlan, VariantMeta
+from scripts.benchmarks.common import CallCost, timed
 from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS
-from scripts.benchmarks.store import CallCost, timed
 
 POLICY = "pgdsf"
 WINDOW = 32

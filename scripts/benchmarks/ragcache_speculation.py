@@ -25,8 +25,8 @@ from ccjax.requests import Delta, Request
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.staged import staged_search
 from ccjax.types import Document
-from scripts.benchmarks.common import BenchmarkError
-from scripts.benchmarks.ragcache_corpus import ReplayCorpus, build, embed
+from scripts.benchmarks.common import BenchmarkError, embed
+from scripts.benchmarks.ragcache_corpus import ReplayCorpus, build
 from scripts.benchmarks.ragcache_replay import ReplayBench, request_of
 from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
 

@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
-from scripts.benchmarks.common import data_folder, environment, resident_bytes, rows_of
+from scripts.benchmarks.common import data_folder, embed, environment, resident_bytes, rows_of, timed
 
 PASSAGES_PER_DOCUMENT = 10
 DOCUMENTS_PER_WRITE = 400
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with bars() as progress, tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         texts, questions = _texts(data, 200 if arguments.quick else 3000, 30 if arguments.quick else 200)
         embedder = default_embedder()
-        real = _embedded(embedder, texts, progress, "embed passages")
-        queries = _embedded(embedder, questions, progress, "embed questions")
+        task = progress.add_task("embed", total=len(texts) + len(questions))
+        real, queries = (embed(embedder, some, lambda n: progress.advance(task, n)) for some in (texts, questions))
         bench = _Bench(Path(name), arguments.kind, arguments.recall, arguments.top_k, queries, progress)
         figures = bench.run(texts, real, num_passages)
     figures |= {"embedder": embedder.name, "passages": num_passages, "real_passages": len(texts)}
@@ -75,14 +75,16 @@ class _Bench:
         index = self._open()
         figures: dict[str, Any] = {"write_s": self._fill(index, texts, _vectors(real, num_passages))}
         figures["flat"] = self._searches(index)
-        figures["improve_s"], trained = _timed(lambda: index.improve(self._tell))
+        improved, trained = timed(lambda: index.improve(self._tell))
         assert trained is not None
+        figures["improve_s"] = improved.wall_s
         figures["trained"] = {"kind": trained.kind, "width": trained.width, "recall_of_own_rows": trained.recall}
         figures["recall_of_questions"] = index.recall(self._queries, self._top_k)
         index.close()
         figures["bytes"] = {path.suffix[1:]: path.stat().st_size for path in self._directory.iterdir()}
         before = resident_bytes("RssAnon")
-        figures["open_s"], index = _timed(self._open)
+        opened, index = timed(self._open)
+        figures["open_s"] = opened.wall_s
         figures["open_resident_bytes"] = resident_bytes("RssAnon") - before
         figures["searched"] = self._searches(index)
         figures["staged"] = self._stages(index)
@@ -114,14 +116,14 @@ class _Bench:
                 metadata = {"number": number, "per_mille": number % 1000}
                 documents.append(IndexedDocument(f"{number:07}", f"Document {number}", "v", passages, "", metadata))
                 number += 1
-            seconds += _timed(lambda d=documents, v=vectors: index.write(d, v))[0]
+            seconds += timed(lambda d=documents, v=vectors: index.write(d, v))[0].wall_s
             self._progress.advance(task, len(vectors))
         return seconds
 
     def _searches(self, index: PassageIndex, where: Filter | None = None) -> dict[str, float]:
         """Milliseconds of a search, with the passages' texts but without embedding the question."""
         index.search(self._queries[0], self._top_k, where=where)
-        times = [_timed(lambda v=vector: index.search(v, self._top_k, where=where))[0] for vector in self._queries]
+        times = [timed(lambda v=v: index.search(v, self._top_k, where=where))[0].wall_s for v in self._queries]
         return {"p50_ms": 1e3 * statistics.median(times), "p99_ms": 1e3 * float(np.quantile(times, 0.99))}
 
     def _stages(self, index: PassageIndex) -> dict[str, float]:
@@ -141,7 +143,7 @@ class _Bench:
 
     def _filtered(self, index: PassageIndex, per_mille: int) -> dict[str, float]:
         where = parse_filter({"type": "lt", "key": "per_mille", "value": per_mille})
-        first = _timed(lambda: index.search(self._queries[0], self._top_k, where=where))[0]
+        first = timed(lambda: index.search(self._queries[0], self._top_k, where=where))[0].wall_s
         return {"per_mille": per_mille, "first_ms": 1e3 * first, **self._searches(index, where)}
 
     def _changes(self, index: PassageIndex, real: np.ndarray) -> dict[str, Any]:
@@ -154,8 +156,8 @@ class _Bench:
         seconds = 0.0
         for start in range(0, len(documents), DOCUMENTS_PER_WRITE):
             part = slice(start, start + DOCUMENTS_PER_WRITE)
-            seconds += _timed(lambda p=part: index.write(documents[p], vectors[p], removed=removed[p]))[0]
-        one = _timed(lambda: index.write(documents[:1], vectors[:1]))[0]
+            seconds += timed(lambda p=part: index.write(documents[p], vectors[p], removed=removed[p]))[0].wall_s
+        one = timed(lambda: index.write(documents[:1], vectors[:1]))[0].wall_s
         found = {"documents": len(replaced) + len(removed), "seconds": seconds, "one_document_ms": 1e3 * one}
         return {"changed": {**found, **self._searches(index), "trains_again": index.improve() is not None}}
 
@@ -164,15 +166,6 @@ def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str]
     passages, rows = rows_of(data / "rag_trace/musique_docs.jsonl"), rows_of(data / "qa/rag_top5_musique.jsonl")
     texts = [f"{one['title']}\n{one['text']}" for one in passages[:num_passages]]
     return texts, [row["question"] for row in rows[:num_questions]]
-
-
-def _embedded(embedder: Any, texts: Sequence[str], progress: Progress, what: str) -> np.ndarray:
-    task = progress.add_task(what, total=len(texts))
-    parts = []
-    for start in range(0, len(texts), 64):
-        parts.append(embedder.embed(texts[start : start + 64]))
-        progress.advance(task, len(parts[-1]))
-    return np.concatenate(parts)
 
 
 def _vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
@@ -189,12 +182,6 @@ def _vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
         made += rng.normal(size=made.shape) * spread * rng.uniform(0.2, 0.6, (count, 1))
         yield (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
         left -= count
-
-
-def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
 
 
 def _print(figures: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from scripts.benchmarks import serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
 from scripts.benchmarks.common import BenchmarkError, data_folder, environment
 from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
-from scripts.benchmarks.serve_figures import Saturation, figures, is_bounded, saturation, ttft_s
+from scripts.benchmarks.serve_figures import figures, is_bounded, ttft_s
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
 from scripts.benchmarks.serve_options import add_arguments, resolve
 from scripts.benchmarks.serve_server import scrape, serving
@@ -36,14 +36,6 @@ SLO_MULTIPLE = 5.0
 """Default bound on TTFT, as a multiple of the first strategy's TTFT without load."""
 NUM_WARM = 8
 """Least number of requests before the measured ones."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ServeCase:
-    """One run: its figures as printed, and the records they are computed from."""
-
-    row: dict[str, Any]
-    records: list[RequestRecord]
 
 
 @dataclasses.dataclass
@@ -69,7 +61,7 @@ class StrategyRun:
     """One strategy on one server: each run takes the next requests of the trace and continues with the same store."""
 
     def __init__(self, bench: ServeBench, strategy: str, url: str) -> None:
-        self.cases: list[ServeCase] = []
+        self.cases: list[dict[str, Any]] = []
         self._bench, self.strategy, self._url = bench, strategy, url
 
     def warm_up(self) -> float:
@@ -93,44 +85,33 @@ class StrategyRun:
             )
         return statistics.median(map(ttft_s, records))
 
-    def closed(self, window: range, concurrency: int) -> ServeCase:
+    def closed(self, window: range, concurrency: int) -> dict[str, Any]:
         """Keeps a constant number of requests in progress."""
         bodies = self._bodies(window)
         before = scrape(self._url)
         records = closed_loop(self._url, bodies, concurrency, self._bench.options.timeout_s)
         return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
 
-    def open(self, window: range, rate: float, *, is_probe: bool = False) -> ServeCase:
+    def open(self, window: range, rate: float) -> dict[str, Any]:
         """Sends requests at a mean rate, however fast the server is."""
         times = workload.arrival_times(self._bench.gaps, rate)
         before = scrape(self._url)
         records = open_loop(self._url, self._bodies(window), list(times), self._bench.options.timeout_s)
-        load = "probe" if is_probe else "open"
-        return self._keep({"load": load, "concurrency": None, "rate": rate}, records, before)
-
-    def search(self) -> Saturation:
-        """The strategy's saturation rate: bounds from the runs at fixed rates, tightened by a few more."""
-        known = {case.row["rate"]: case.row["bounded"] for case in self.cases if case.row["load"] == "open"}
-        unused = iter(self._bench.windows[1 + len(self._bench.rates) :])
-
-        def probe(rate: float) -> bool:
-            return self.open(next(unused), rate, is_probe=True).row["bounded"]
-
-        return saturation(probe, known, self._bench.options.probes)
+        return self._keep({"load": "open", "concurrency": None, "rate": rate}, records, before)
 
     def _bodies(self, window: range) -> list[dict[str, Any]]:
         return self._bench.bodies(self._bench.questions[window.start : window.stop])
 
-    def _keep(self, load: dict[str, Any], records: list[RequestRecord], before: dict[str, float]) -> ServeCase:
+    def _keep(self, load: dict[str, Any], records: list[RequestRecord], before: dict[str, float]) -> dict[str, Any]:
         row = {"strategy": self.strategy, **load}
         row |= figures(records, self._bench.slo_s, before, scrape(self._url))
         row["bounded"] = is_bounded(row, self._bench.slo_s)
-        self.cases.append(ServeCase(row, records))
-        return self.cases[-1]
+        self.cases.append(row)
+        return row
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures every strategy at every rate, prints the tables, draws the plots.
+    """Measures every strategy at every rate and prints the tables.
 
     Raises:
       BenchmarkError: a trace is too short, or a server does not start or answer without any load.
@@ -140,43 +121,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
-    questions = workload.load_trace(data, options.trace, options.passages)
+    questions = workload.load_trace(data, options.passages)
     model = bench_model(options.model, data, options.layers, options.width)
     with bars() as progress:
         if options.soak is not None:
             found = serve_soak.soak(questions, lambda s: _flags(options, s, model), options, progress)
             return {"benchmark": "serve", **environment(), "shapes": _shapes(options, model), **found}
         num_rates = len(options.rates or RATE_MULTIPLES)
-        windows = workload.windows(len(questions), 1 + num_rates + options.probes, options.requests)
+        windows = workload.windows(len(questions), 1 + num_rates, options.requests)
         bench = ServeBench(
             options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, progress
         )
-        task = progress.add_task("", total=len(options.strategies) * (2 + num_rates + options.probes))
-        cases: list[ServeCase] = []
-        saturated: dict[str, Saturation] = {}
-        groups = [[name] for name in options.strategies] if options.sequential else [options.strategies]
-        for group in groups:
-            for one, found in _measure(bench, group, model, task):
-                cases += one.cases
-                saturated[one.strategy] = found
-    comparison = serve_report.compare([case.row for case in cases], saturated)
-    serve_report.show([case.row for case in cases], saturated, comparison, bench.slo_s, options)
-    if options.output is not None:
-        serve_report.plot([(case.row, case.records) for case in cases], comparison, options.output)
+        task = progress.add_task("", total=len(options.strategies) * (1 + num_rates))
+        cases = _measure(bench, model, task)
+    comparison = serve_report.compare(cases)
+    serve_report.show(cases, comparison, bench.slo_s, options)
     return {
         "benchmark": "serve",
         **environment(),
         "shapes": _shapes(options, model) | {"slo_s": bench.slo_s, "rates": list(bench.rates)},
-        "cases": [case.row for case in cases],
-        "saturation": {strategy: dataclasses.asdict(found) for strategy, found in saturated.items()},
+        "cases": cases,
         "comparison": comparison,
     }
 
 
-def _measure(
-    bench: ServeBench, strategies: Sequence[str], model: BenchModel, task: Any
-) -> list[tuple[StrategyRun, Saturation]]:
-    """All runs of some strategies, each with its own server and store. They alternate at every load, so that a busy
+def _measure(bench: ServeBench, model: BenchModel, task: Any) -> list[dict[str, Any]]:
+    """All runs of all strategies, each with its own server and store. They alternate at every load, so that a busy
     machine slows all of them; the other servers are idle."""
     options = bench.options
 
@@ -185,7 +155,7 @@ def _measure(
 
     with contextlib.ExitStack() as stack:
         runs: list[StrategyRun] = []
-        for strategy in strategies:
+        for strategy in options.strategies:
             show(f"{strategy}: start the server")
             url = stack.enter_context(serving(_flags(options, strategy, model), show))
             runs.append(StrategyRun(bench, strategy, url))
@@ -195,17 +165,13 @@ def _measure(
             bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
         for one in runs:
             show(f"{one.strategy}: {options.concurrency} at a time", advance=1)
-            throughput = one.closed(bench.windows[0], options.concurrency).row["request_throughput"]
+            throughput = one.closed(bench.windows[0], options.concurrency)["request_throughput"]
             bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
         for rate, window in zip(bench.rates, bench.windows[1:], strict=False):
             for one in runs:
                 show(f"{one.strategy}: {rate:.3g} a second", advance=1)
                 one.open(window, rate)
-        found = []
-        for one in runs:
-            show(f"{one.strategy}: look for saturation", advance=1 + options.probes)
-            found.append((one, one.search()))
-    return found
+    return [case for one in runs for case in one.cases]
 
 
 def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> list[str]:
@@ -229,6 +195,6 @@ def _gaps(options: argparse.Namespace, data: Path) -> np.ndarray:
 
 
 def _shapes(options: argparse.Namespace, model: BenchModel) -> dict[str, Any]:
-    names = ("trace", "passages", "arrivals", "requests", "max_tokens", "max_model_len", "history", "recompute_ratio")
+    names = ("passages", "arrivals", "requests", "max_tokens", "max_model_len", "history", "recompute_ratio")
     names += ("precompute",)
     return {"model": model.name, **{name: getattr(options, name) for name in (*names, "serve_args", "seed")}}

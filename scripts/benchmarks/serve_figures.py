@@ -1,13 +1,11 @@
-"""Figures of one run under load, in the field's terms (TTFT, TPOT, ITL, E2E latency), and the search for saturation.
+"""Figures of one run under load, in the field's terms (TTFT, TPOT, ITL, E2E latency).
 
 Names and definitions are those of vLLM's `benchmark_serving`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.benchmarks.common import spread
@@ -88,49 +86,3 @@ def is_bounded(row: Mapping[str, Any], slo_s: float) -> bool:
     """
     p99 = row["ttft_ms"]["p99"]
     return not row["refused"] and not row["failed"] and p99 is not None and p99 <= slo_s * 1e3
-
-
-@dataclasses.dataclass(frozen=True)
-class Saturation:
-    """The largest rate that stayed bounded and the smallest one above it that did not, in requests per second, or None
-    for each."""
-
-    bounded: float | None
-    unbounded: float | None
-
-
-def bracket(known: Mapping[float, bool]) -> Saturation:
-    """Bracket of the measured rates: the first that was not bounded, and the best one below it."""
-    failed = [rate for rate, good in known.items() if not good]
-    unbounded = min(failed, default=None)
-    bounded = max((r for r, good in known.items() if good and (unbounded is None or r < unbounded)), default=None)
-    return Saturation(bounded, unbounded)
-
-
-def saturation(
-    is_good: Callable[[float], bool], known: Mapping[float, bool], most_probes: int, precision: float = 0.05
-) -> Saturation:
-    """Searches a server's saturation rate until the bracket is as tight as `precision`, or `most_probes` times.
-
-    Args:
-      is_good: runs at a rate; a higher rate is assumed to be no better.
-      known: measured rates, at least one.
-
-    Raises:
-      ValueError: no rate is known.
-    """
-    if not known:
-        raise ValueError("known: wanted at least one measured rate, got none")
-    tried = dict(known)
-    for _ in range(most_probes):
-        found = bracket(tried)
-        if found.unbounded is None:
-            rate = 1.5 * (found.bounded or 0.0)
-        elif found.bounded is None:
-            rate = found.unbounded / 1.5
-        elif found.unbounded / found.bounded <= 1.0 + precision:
-            break
-        else:
-            rate = math.sqrt(found.bounded * found.unbounded)
-        tried[rate] = is_good(rate)
-    return bracket(tried)

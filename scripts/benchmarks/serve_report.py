@@ -1,65 +1,50 @@
-"""Tables and plots of the serving benchmark, and the line that compares two strategies with the paper."""
+"""Tables of the serving benchmark, and the line that compares two strategies with the paper."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ccjax.evaluation import pages
 from ccjax.evaluation.pages import text
-from scripts.benchmarks.serve_client import RequestRecord
-from scripts.benchmarks.serve_figures import Saturation, itl_s
 
-_COLOURS = {"full": "tab:red", "prefix": "tab:orange", "cachecraft": "tab:blue"}
 _LATENCIES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2el_ms": "E2E"}
 BASE, OTHER = "prefix", "cachecraft"
 PAPER = {"throughput": 1.6, "latency": 2.1, "p99_ttft": 3.0}
 """CacheCraft sec. 5.3, 30 % recomputed, continuous batching, LLaMA-3-8B, against prefix caching."""
 
 
-def compare(rows: Sequence[Mapping[str, Any]], saturated: Mapping[str, Saturation]) -> dict[str, Any] | None:
+def compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """`OTHER` against `BASE` at the lowest common rate that `BASE` does not sustain; None if there is none, or one of
     the two was not measured.
 
-    `throughput`, `latency`, `p99_ttft` and `saturation` (of the largest bounded rates) are ratios, above 1 if `OTHER`
-    is better.
+    `throughput`, `latency` and `p99_ttft` are ratios, above 1 if `OTHER` is better.
     """
     at = {(row["strategy"], row["rate"]): row for row in rows if row["load"] == "open"}
     rates = sorted(r for (name, r), row in at.items() if name == BASE and not row["bounded"] and (OTHER, r) in at)
     for rate in rates:
         base, other = at[BASE, rate], at[OTHER, rate]
         if base["completed"] and other["completed"]:
-            limits = [saturated[name].bounded for name in (BASE, OTHER)]
             return {
                 "rate": rate,
                 "throughput": other["request_throughput"] / base["request_throughput"],
                 "latency": base["e2el_ms"]["mean"] / other["e2el_ms"]["mean"],
                 "p99_ttft": base["ttft_ms"]["p99"] / other["ttft_ms"]["p99"],
-                "saturation": limits[1] / limits[0] if limits[0] and limits[1] else None,
             }
     return None
 
 
 def show(
     rows: Sequence[Mapping[str, Any]],
-    saturated: Mapping[str, Saturation],
     comparison: Mapping[str, Any] | None,
     slo_s: float,
     options: argparse.Namespace,
 ) -> None:
     """Prints the tables and the line."""
-    says = []
-    for strategy, found in saturated.items():
-        bounded = "no rate tried" if found.bounded is None else f"{found.bounded:.3g} requests a second"
-        above = "" if found.unbounded is None else f", no longer at {found.unbounded:.3g}"
-        says.append(f"{strategy}: p99 TTFT stays within {slo_s:.3g} s at {bounded}{above}")
-    says.append(line(comparison))
+    says = [line(comparison)]
     if options.arrivals != "poisson":
-        trace = f"{options.arrivals} arrivals, rescaled, with {options.trace} passages"
+        trace = f"{options.arrivals} arrivals, rescaled, with MuSiQue's passages"
         says.append(f"{trace}: no public trace has both; the combination is this benchmark's own")
     head = ("strategy", "load", "whole", "429", "failed", "requests/s", f"within {slo_s:.3g} s", "tokens/s", "computed")
     pages.show((*head, "queue ms", "keeps up", "compiled", "memory GB"), map(_throughput, rows), "throughput")
@@ -71,12 +56,10 @@ def line(found: Mapping[str, Any] | None) -> str:
     """The comparison in one line, with the paper's figures."""
     if found is None:
         return f"{BASE} kept up at every common rate, or {OTHER} was not measured: nothing to compare; raise --rates"
-    limits = "" if found["saturation"] is None else f"; saturates at {found['saturation']:.2f}x the rate"
     return (
         f"at {found['rate']:.3g} requests a second, where {BASE} saturates, {OTHER} has "
         f"{found['throughput']:.2f}x the throughput (paper {PAPER['throughput']}x), {found['latency']:.2f}x lower mean "
         f"latency (paper {PAPER['latency']}x), {found['p99_ttft']:.2f}x lower p99 TTFT (paper {PAPER['p99_ttft']:g}x)"
-        f"{limits}"
     )
 
 
@@ -84,7 +67,7 @@ def load_of(row: Mapping[str, Any]) -> str:
     """The load of a run in words."""
     if row["rate"] is None:
         return f"{row['concurrency']} at a time"
-    return f"{row['rate']:.3g}/s{' (probe)' if row['load'] == 'probe' else ''}"
+    return f"{row['rate']:.3g}/s"
 
 
 def _throughput(row: Mapping[str, Any]) -> list[str]:
@@ -104,50 +87,3 @@ def _throughput(row: Mapping[str, Any]) -> list[str]:
 def _latencies(row: Mapping[str, Any]) -> list[str]:
     cells = (" / ".join(text(row[key][at]) for at in ("mean", "p50", "p90", "p99")) for key in _LATENCIES)
     return [row["strategy"], load_of(row), *cells]
-
-
-def plot(
-    cases: Sequence[tuple[Mapping[str, Any], Sequence[RequestRecord]]],
-    comparison: Mapping[str, Any] | None,
-    folder: Path,
-) -> None:
-    """Writes rates.svg and itl.svg to `folder`, which is created if needed.
-
-    Args:
-      cases: row and records of every run.
-      comparison: ITLs are drawn at its rate, else at the lowest one.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    opened = sorted((case for case in cases if case[0]["rate"] is not None), key=lambda case: case[0]["rate"])
-    strategies = list(dict.fromkeys(row["strategy"] for row, _ in cases))
-    colours = {name: _COLOURS.get(name, f"C{number}") for number, name in enumerate(strategies)}
-    ends = [opened[0][0]["rate"], opened[-1][0]["rate"]] if opened else [0.0, 1.0]
-    rate = comparison["rate"] if comparison is not None else ends[0]
-    with pages.plot_file(folder / "rates.svg", 1, 2, (11, 4)) as ((left, right),):
-        for name in strategies:
-            rows = [row for row, _ in opened if row["strategy"] == name and row["completed"]]
-            rates = [row["rate"] for row in rows]
-            for key, style in (("p50", "o--"), ("p99", "o-")):
-                times = [row["ttft_ms"][key] / 1e3 for row in rows]
-                left.plot(rates, times, style, color=colours[name], label=f"{name}, {key}")
-            right.plot(rates, [row["request_throughput"] for row in rows], "o-", color=colours[name], label=name)
-        right.plot(ends, ends, ":", color="grey", label="as many as arrive")
-        left.set(xlabel="requests a second", ylabel="TTFT, s", yscale="log")
-        right.set(xlabel="requests a second", ylabel="answers a second")
-        for panel in (left, right):
-            panel.legend(fontsize="small")
-    with pages.plot_file(folder / "itl.svg", 1, 1, (5.5, 4)) as ((panel,),):
-        for row, records in opened:
-            gaps = np.sort([gap * 1e3 for record in records if record.status == "ok" for gap in itl_s(record)])
-            if row["rate"] == rate and row["load"] == "open" and gaps.size:
-                panel.step(
-                    gaps,
-                    np.arange(1, gaps.size + 1) / gaps.size,
-                    color=colours[row["strategy"]],
-                    where="post",
-                    label=row["strategy"],
-                )
-        panel.set(xlabel="time between tokens (ITL), ms", ylabel="share", xscale="log", ylim=(0, 1.02))
-        panel.set_title(f"{rate:.3g} requests a second", fontsize="medium")
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize="small", loc="lower right")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from scripts.benchmarks.common import BenchmarkError, existing, rows_of
 from scripts.simulation.workload import recorded
 
-TRACES = ("musique", "nq")
 RECORDINGS = {"azure": "azure_2023_conv.csv", "mooncake": "mooncake_conversation.jsonl"}
 
 
@@ -52,43 +51,24 @@ class WorkloadQuestion:
         }
 
 
-def load_trace(data: Path, name: str, num_passages: int) -> list[WorkloadQuestion]:
-    """All requests of a trace in its order, each with its first `num_passages` passages.
-
-    MuSiQue: the real question if it is known, else one that names the first passage's title (638 of 1,000).
-    NQ: the trace has ids but no texts; each id gets a MuSiQue passage with its own number in the title, so that the
-    pattern of reuse is NQ's but the lengths are not.
+def load_trace(data: Path, num_passages: int) -> list[WorkloadQuestion]:
+    """All requests of MuSiQue's retrieval trace in its order, each with its first `num_passages` passages: the real
+    question if it is known, else one that names the first passage's title (638 of 1,000).
 
     Raises:
       BenchmarkError: the trace is missing from `data`.
     """
     folder = data / "rag_trace"
     texts = rows_of(folder / "musique_docs.jsonl")
-    if name == "musique":
-        passages = {row["id"]: WorkloadPassage(row["id"], row["title"], row["text"]) for row in texts}
-        known = _known_questions(data / "qa" / "rag_top5_musique.jsonl")
-    else:
-        passages, known = _Borrowed(texts), {}
+    passages = {row["id"]: WorkloadPassage(row["id"], row["title"], row["text"]) for row in texts}
+    known = _known_questions(data / "qa" / "rag_top5_musique.jsonl")
     questions = []
-    for row in rows_of(folder / f"{name}_trace.jsonl"):
+    for row in rows_of(folder / "musique_trace.jsonl"):
         found = tuple(passages[number] for number in row["docs"])
         text = known.get(tuple(row["docs"]))
         own = text or f"What do the passages say about {found[0].title}?"
         questions.append(WorkloadQuestion(own, found[:num_passages], is_real=text is not None))
     return questions
-
-
-class _Borrowed(dict[int, WorkloadPassage]):
-    """Passages for ids that have no text of their own."""
-
-    def __init__(self, texts: Sequence[Mapping[str, Any]]) -> None:
-        super().__init__()
-        self._texts = texts
-
-    def __missing__(self, number: int) -> WorkloadPassage:
-        row = self._texts[number % len(self._texts)]
-        self[number] = WorkloadPassage(number, f"{row['title']} ({number})", row["text"])
-        return self[number]
 
 
 def _known_questions(path: Path) -> dict[tuple[int, ...], str]:

@@ -1,4 +1,4 @@
-"""The chunk store by itself, without a model. Part "index": how fast a store of many variants opens and plans.
+"""The chunk store by itself, without a model: how fast a store of many variants opens and plans.
 
 The variants are records only, with empty folders in place of KV, which no timed operation reads.
 """
@@ -14,8 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 from ccjax.store.formats import AS_IT_IS, expected_layout
 from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
-from scripts.benchmarks.common import environment, resident_bytes
+from scripts.benchmarks.common import CallCost, environment, resident_bytes, timed
 
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 IDENTITY = StoreIdentity("benchmark")
@@ -39,21 +38,6 @@ NUM_TOKENS = 200
 PREFIX_CHUNKS = 5
 VARIANTS_PER_CHUNK = 2
 PLANNED_CHUNKS = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class CallCost:
-    """Wall-clock seconds and processor seconds of this process; the difference was taken by other programs."""
-
-    wall_s: float
-    cpu_s: float
-
-
-def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
-    """The cost of a call, and its result."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = function()
-    return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 def records(num_variants: int, seed: int) -> Iterator[ShardRecord]:
@@ -153,7 +137,6 @@ def _digest(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--part", choices=("index",), default="index", help="what to measure (default index)")
     parser.add_argument("--variants", type=int, metavar="N", help="variants in the store (default 100,000)")
     parser.add_argument("--folder", type=Path, help="where to put the store (default: a temporary directory)")
 
@@ -175,7 +158,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _print(cases, record_bytes)
     shapes = {"tokens": NUM_TOKENS, "prefix_chunks": PREFIX_CHUNKS, "planned_chunks": PLANNED_CHUNKS}
     shapes |= {"variants_per_chunk": VARIANTS_PER_CHUNK, "record_bytes": record_bytes, "model": "Llama-3-8B"}
-    return {"benchmark": "store", "part": "index", **environment(), "shapes": shapes, "cases": cases}
+    return {"benchmark": "store", **environment(), "shapes": shapes, "cases": cases}
 
 
 def _remove_records(root: Path, seed: int, num_variants: int) -> None:

@@ -22,7 +22,7 @@ from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.evaluation.pages import show
 from ccjax.store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
-from scripts.benchmarks.common import environment, median
+from scripts.benchmarks.common import drop_from_cache, environment, median
 
 SHAPES = {"8 MB": (KVSpec(16, 8, 128, "bfloat16"), 128), "64 MB": (KVSpec(32, 8, 128, "bfloat16"), 512)}
 """Variant -> KV shape and tokens: 16 layers of half a megabyte; Llama-3-8B's 32 layers of two."""
@@ -94,7 +94,7 @@ class _Cases:
             reads = [("tier", lambda: self._read_tier(name)), ("plain", lambda: _read(plain, self._buffer))]
             for who, call in reads[:: 1 if self._number % 2 else -1]:
                 if temperature == "cold":
-                    _drop_from_cache(self._folder)
+                    drop_from_cache(self._folder)
                 got = self._time(f"{temperature} read", who, call)
                 assert got.view(np.uint16).sum() == self._kv.view(np.uint16).sum()
 
@@ -149,16 +149,6 @@ def _read(path: Path, buffer: np.ndarray) -> np.ndarray:
     finally:
         os.close(descriptor)
     return buffer
-
-
-def _drop_from_cache(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

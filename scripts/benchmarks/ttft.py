@@ -26,9 +26,17 @@ from ccjax.runner.buckets import slot_bucket
 from ccjax.runner.warmup import compile_pack
 from ccjax.types import ReuseMode
 from scripts.benchmarks import transformers_peer, ttft_default
-from scripts.benchmarks.common import environment, median, random_config, shapes_of
+from scripts.benchmarks.common import (
+    NUM_QUESTION,
+    NUM_SYSTEM,
+    environment,
+    median,
+    random_config,
+    random_prompt,
+    shapes_of,
+)
 
-NUM_SYSTEM, NUM_QUESTION, NUM_PASSAGES = 32, 16, 8
+NUM_PASSAGES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,11 +115,7 @@ class _Prompts:
 
     def __init__(self, vocab_size: int, length: int) -> None:
         self._random = random.Random(length)
-        draw = lambda count: [self._random.randrange(vocab_size) for _ in range(count)]  # noqa: E731
-        left = length - NUM_SYSTEM - NUM_QUESTION
-        sizes = [left // NUM_PASSAGES + (number < left % NUM_PASSAGES) for number in range(NUM_PASSAGES)]
-        self.system, self.question = draw(NUM_SYSTEM), draw(NUM_QUESTION)
-        self.passages = [draw(size) for size in sizes]
+        self.system, *self.passages, self.question = random_prompt(length, NUM_PASSAGES, vocab_size)
 
     def shuffled(self) -> list[list[int]]:
         """Segments with the first passage never in front, so that no passage is reused exactly."""

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ccjax.evaluation.pages import markdown_table
+
 
 class CheckRecord:
     """The rows of every suite, kept in `path` even if the run is killed.
@@ -88,19 +90,8 @@ def _finite(error: float) -> float | None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table that is also readable as text: first column left, the others right; None is an empty cell."""
-    cells = [[_text(value) for value in row] for row in (columns, *rows)]
-    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(columns))]
-
-    def line(row: Sequence[str]) -> str:
-        first, *others = (
-            text.rjust(width) if column else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return f"| {' | '.join([first, *others])} |"
-
-    ruler = [("-" * (width - 1) + ":") if column else "-" * width for column, width in enumerate(widths)]
-    return "\n".join([f"**{title}**", "", line(cells[0]), line(ruler), *map(line, cells[1:])])
+    """A Markdown table under its title; None is an empty cell."""
+    return f"**{title}**\n\n{markdown_table(columns, [[_text(value) for value in row] for row in rows])}"
 
 
 def _text(value: Any) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,22 @@ class DecodeCase:
     def statics(self) -> dict[str, Any]:
         """The other arguments."""
         return {"scale": self.head_dim**-0.5}
+
+
+def compile_case(
+    attend: Callable[..., Any],
+    case: KernelCase | DecodeCase,
+    device: Any,
+    platform: str,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """The executable of one attention call for `device`."""
+
+    def call(arrays: dict[str, jax.Array]) -> Any:
+        return attend(**arrays, **case.statics())
+
+    traced = jax.jit(call).trace(case.arrays(SingleDeviceSharding(device)))
+    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 
 # Query heads and kv heads of one chip.

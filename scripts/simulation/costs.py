@@ -29,6 +29,8 @@ class SimulatedPiece(NamedTuple):
     is_last: bool = True
 
 
+_VALUE_BYTES = 2
+"""Of a weight, activation or KV value, in bfloat16."""
 _MEMO = 1 << 18
 """Number of memoised prefill times: eviction asks for the same ones over and over."""
 
@@ -120,7 +122,7 @@ class RooflineCosts(_Derived):
     def kv_bytes_per_token(self) -> int:
         """Keys and values of all layers, on all devices."""
         c = self.config
-        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.hardware.value_bytes
+        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * _VALUE_BYTES
 
     @functools.cached_property
     def weight_bytes(self) -> int:
@@ -128,7 +130,7 @@ class RooflineCosts(_Derived):
         c = self.config
         per_layer = self._attention_weights + max(1, c.num_experts) * self._mlp_weights
         vocab = (1 if c.tie_embeddings else 2) * c.vocab_size * c.d_model
-        return (c.num_layers * per_layer + vocab) * self.hardware.value_bytes
+        return (c.num_layers * per_layer + vocab) * _VALUE_BYTES
 
     @functools.cached_property
     def _attention_weights(self) -> int:
@@ -167,10 +169,10 @@ class RooflineCosts(_Derived):
         experts = min(c.num_experts, num_tokens * c.num_experts_per_token) if c.num_experts else 1
         head_weights = self._head_weights if num_heads else 0
         weights = c.num_layers * (self._attention_weights + experts * self._mlp_weights) + head_weights
-        moved = weights * hardware.value_bytes + context_tokens * self.kv_bytes_per_token
+        moved = weights * _VALUE_BYTES + context_tokens * self.kv_bytes_per_token
         seconds = max(flops / self._flops_per_s, moved / self._bytes_per_s) + c.num_layers * hardware.layer_s
         if size > 1:
-            ring = 2 * (size - 1) / size * num_tokens * c.d_model * hardware.value_bytes
+            ring = 2 * (size - 1) / size * num_tokens * c.d_model * _VALUE_BYTES
             seconds += 2 * c.num_layers * ring / hardware.link_bytes_per_s
         return seconds
 

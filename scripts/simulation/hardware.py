@@ -1,18 +1,11 @@
-"""Peak rates of devices by their makers' public figures, with the shares of these that serving reaches, or measured."""
+"""Peak rates of devices by their makers' public figures, with the shares of these that serving reaches."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Mapping
-
-import numpy as np
+from collections.abc import Mapping
 
 from ccjax.policy._checks import check_count, check_mass, check_ratio
-
-_WIDTH = 1536
-_COPY_BYTES = 1 << 28
-_REPETITIONS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +14,7 @@ class Hardware:
 
     Attributes:
       name: as in `HARDWARE`.
-      flops_per_s: peak of dense products in the dtype that is served, bfloat16 unless the preset says otherwise.
+      flops_per_s: peak of dense products in bfloat16.
       memory_bytes: of the device.
       memory_bytes_per_s: peak of the device's memory.
       host_bytes_per_s: from host memory to the device, one way, as applications measure it.
@@ -30,7 +23,6 @@ class Hardware:
       compute_ratio: share of `flops_per_s` that large products reach.
       memory_ratio: share of `memory_bytes_per_s` reached by streaming weights and KV.
       layer_s: fixed time of a layer's step: launches and the host's work between two.
-      value_bytes: of a weight, activation or KV value.
     """
 
     name: str
@@ -43,7 +35,6 @@ class Hardware:
     compute_ratio: float = 0.5
     memory_ratio: float = 0.8
     layer_s: float = 20e-6
-    value_bytes: int = 2
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "memory_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s"):
@@ -57,7 +48,6 @@ class Hardware:
         check_mass("link_bytes_per_s", self.link_bytes_per_s)
         check_mass("layer_s", self.layer_s)
         check_count("memory_bytes", self.memory_bytes)
-        check_count("value_bytes", self.value_bytes)
 
 
 _GB = 10**9
@@ -84,53 +74,15 @@ HARDWARE: Mapping[str, Hardware] = {
     )
 }
 """By name. A `compute_ratio` of one half and a `memory_ratio` of four fifths, typical of served models, are assumed for
-all of them. This machine is measured instead: `measure_cpu`."""
+all of them."""
 
 
 def hardware(name: str) -> Hardware:
-    """The preset of that name, or this machine's CPU, measured now, for "cpu".
+    """The preset of that name.
 
     Raises:
       ValueError: no such preset; the message names the known ones.
     """
-    if name == "cpu":
-        return measure_cpu()
     if name not in HARDWARE:
-        raise ValueError(f"hardware: wanted one of {', '.join((*HARDWARE, 'cpu'))}, got {name!r}")
+        raise ValueError(f"hardware: wanted one of {', '.join(HARDWARE)}, got {name!r}")
     return HARDWARE[name]
-
-
-def measure_cpu(clock: Callable[[], float] = time.perf_counter) -> Hardware:
-    """The rates of this machine's CPU now in float32, with the effect of other work: products and copies of memory.
-    Takes a second. Ratios are 1, since the rates are measured.
-
-    The disk is not measured (`bench.py store_io` does that) but assumed to read 1 GB/s.
-    """
-    left = np.full((_WIDTH, _WIDTH), 0.5, np.float32)
-    source = np.ones(_COPY_BYTES, np.uint8)
-    target = np.empty_like(source)
-    product_s = _best_s(lambda: left @ left, clock)
-    copy_s = _best_s(lambda: np.copyto(target, source), clock)
-    rate = _COPY_BYTES / copy_s
-    return Hardware(
-        name="cpu",
-        flops_per_s=2 * _WIDTH**3 / product_s,
-        memory_bytes=1 << 40,  # the machine's own memory: budgets bound it
-        memory_bytes_per_s=2 * rate,  # read and written
-        host_bytes_per_s=rate,
-        disk_bytes_per_s=1e9,
-        compute_ratio=1.0,
-        memory_ratio=1.0,
-        layer_s=2e-4,
-        value_bytes=4,
-    )
-
-
-def _best_s(run: Callable[[], object], clock: Callable[[], float]) -> float:
-    run()  # the first run touches the memory
-    seconds = []
-    for _ in range(_REPETITIONS):
-        started = clock()
-        run()
-        seconds.append(clock() - started)
-    return min(seconds)

@@ -51,7 +51,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("what answers").add_argument
     add("--model", default="llama3-8b", help="a preset such as llama3-70b, or LAYERSxWIDTH[xHEADS] (default llama3-8b)")
-    add("--hardware", default="h100", help="a100, h100, h200, h800, a10g, v5e, v6e, or cpu (this one; default h100)")
+    add("--hardware", default="h100", help="a100, h100, h200, h800, a10g, v5e or v6e (default h100)")
     add("--tensor-parallel-size", type=int, default=1, help="devices of a replica (default 1)")
     add("--profile", type=Path, metavar="FILE", help="T(cached, new) of scripts/profile_prefill.py in place of FLOPs")
     add("--replicas", type=int, default=1, help="each with tiers of its own (default 1)")
@@ -76,7 +76,6 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     add("--most-replicas", type=int, default=64, help="to try (default 64)")
     add("--validate", action="store_true", help="compare the simulation with the real engine on this CPU")
     add("--paper", type=Path, metavar="FILE", help="simulate the papers' experiments, and put the tables in that page")
-    add("--plot", type=Path, metavar="FILE", help="with --paper: draw them (.svg or .png; needs matplotlib)")
     add("--quick", action="store_true", help="with --paper: few requests, to see that it runs")
     add("--data", type=Path, help="folder with rag_trace/ and tokenizer_llama3/, for --validate")
     add("--json", action="store_true", help="print raw figures as one JSON object on the last line")
@@ -139,8 +138,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     device = hardware(args.hardware)
     config = preset(args.model, vocab_size=128_256)
     roofline = RooflineCosts(config, device, args.tensor_parallel_size)
-    dtype = "float32" if device.value_bytes == 4 else "bfloat16"
-    kv_spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    kv_spec = KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, "bfloat16")
     usable = _USED_SHARE * device.memory_bytes * args.tensor_parallel_size
     left = int(usable - _WEIGHTS_IN_WORKSPACE * roofline.weight_bytes - args.device_cache_bytes)
     page_bytes = kv_spec.num_bytes(PAGE_TOKENS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, MIXTRAL_8X7B, LlamaConfig
+from ccjax.models.llama3.config import LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, MISTRAL_7B, LlamaConfig
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.store.spec import KVSpec
@@ -22,7 +22,6 @@ from scripts.simulation.run import Deployment, Simulation
 from scripts.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists
 
 A100 = HARDWARE["a100"]
-H800 = HARDWARE["h800"]
 A10G = dataclasses.replace(HARDWARE["a10g"], compute_ratio=0.77)
 """RAGCache fig. 3: an A10G prefills 4,000 tokens of Llama2-7B in a second, 54 of its 70 TFLOPS."""
 GIB = 2**30
@@ -79,21 +78,12 @@ def sys_x(size: RunSize, rate: float, seed: int = 0) -> Workload:
     return Workload(poisson(size.requests, rate, seed + 2), which, lists, 40, np.full(size.requests, 100), 120)
 
 
-def wikipedia(
-    size: RunSize,
-    rate: float,
-    *,
-    exponent: float,
-    answer_tokens: int,
-    top_k: int = 2,
-    mean_tokens: int = 1200,
-    seed: int = 0,
-) -> Workload:
+def wikipedia(size: RunSize, rate: float, *, exponent: float, answer_tokens: int, seed: int = 0) -> Workload:
     """A stand-in for MMLU or Natural Questions over Wikipedia (RAGCache sec. 3.2, fig. 5): documents drawn by Zipf's
     law, so that 3 % of those requested are in 60 % (MMLU) or less (Natural Questions) of the requests."""
     rng = np.random.default_rng(seed)
-    tokens = np.clip(rng.lognormal(np.log(mean_tokens), 0.6, 4000), 64, 6000).astype(int).tolist()
-    lists = _lists(4000, 3000, top_k, tuple(tokens), exponent, seed)
+    tokens = np.clip(rng.lognormal(np.log(1200), 0.6, 4000), 64, 6000).astype(int).tolist()
+    lists = _lists(4000, 3000, 2, tuple(tokens), exponent, seed)
     which = draw_which(size.requests, len(lists), exponent=exponent, seed=seed + 1)
     answers = np.full(size.requests, answer_tokens)
     return Workload(poisson(size.requests, rate, seed + 2), which, lists, 32, answers, 32)
@@ -226,20 +216,14 @@ def fig_23bcd(size: RunSize) -> list[Row]:
 
 
 def fig_24_25(size: RunSize) -> Row:
-    """CacheCraft fig. 24 and 25: a trace from an empty cache, TTFT, tokens and hits over time; and the variants of each
+    """CacheCraft fig. 24 and 25: a trace from an empty cache, TTFT, tokens and hits; and the variants of each
     chunk stored at its end."""
     workload = sys_x(size, 1.0)
     found: Row = {"systems": []}
     for system in (PREFIX, CRAFT_30):
         run, figures = simulate(_ONE_A100, workload, system, size, is_hurried=True)
         hits = run.outcome.hits
-        found["systems"].append(
-            _row(system, figures)
-            | {
-                "over_time": {"ttft_s": run.outcome.ttft_s.tolist(), "computed": run.outcome.computed.tolist()},
-                "all_hit_share": float((hits[size.warmup :] == 5).mean()),
-            }
-        )
+        found["systems"].append(_row(system, figures, all_hit_share=float((hits[size.warmup :] == 5).mean())))
         if system is CRAFT_30:
             counts = Counter(meta.chunk_id for meta in run.replicas[0].cache.index)
             found["variants"] = sorted(counts.values(), reverse=True)
@@ -247,75 +231,19 @@ def fig_24_25(size: RunSize) -> Row:
 
 
 _CACHE_MODELS = (("Mistral-7B", MISTRAL_7B, 4 * GIB), ("Llama2-7B", LLAMA2_7B, 4 * GIB))
-_LARGE_MODELS = (
-    ("Mixtral-8x7B", MIXTRAL_8X7B, 8, (1.0, 4.0, 8.0)),
-    ("Llama2-70B", LLAMA3_70B, 4, (0.5, 1.0, 2.0)),
-)
-_HOST_GIB = (8, 16, 32, 64, 128)
 _PEERS = (VLLM, SGLANG, RAGCACHE)
 _DATASETS = (("MMLU", MMLU, (0.5, 1.0, 1.5, 2.0, 2.5)), ("Natural Questions", NQ, (0.4, 0.8, 1.2, 1.6)))
-
-
-def _on_an_a10g(config: LlamaConfig, host_gib: int, device_bytes: int = 4 * GIB) -> Setup:
-    """Four requests at once on an A10G."""
-    return Setup(config, A10G, device_bytes, host_gib * GIB, max_num_seqs=4)
 
 
 def fig_15(size: RunSize) -> list[Row]:
     """RAGCache fig. 15: mean TTFT by rate, 7B models on an A10G with 192 GiB of host memory, four at once."""
     rows = []
     for model, config, device_bytes in _CACHE_MODELS:
+        setup = Setup(config, A10G, device_bytes, 192 * GIB, max_num_seqs=4)
         for dataset, about, rates in _DATASETS:
             for rate in rates:
-                workload, setup = wikipedia(size, rate, **about), _on_an_a10g(config, 192, device_bytes)
+                workload = wikipedia(size, rate, **about)
                 rows += _rows(setup, workload, _PEERS, size, model=model, dataset=dataset, rate=rate)
-    return rows
-
-
-def fig_18(size: RunSize) -> list[Row]:
-    """RAGCache fig. 18: mean TTFT by top-k, Mistral-7B, MMLU; documents of top-5 are cut as in the paper."""
-    rows = []
-    for top_k, tokens, rate in ((1, 1200, 1.5), (3, 1200, 0.7), (5, 800, 0.6)):
-        workload = wikipedia(size, rate, top_k=top_k, mean_tokens=tokens, **MMLU)
-        rows += _rows(_on_an_a10g(MISTRAL_7B, 192), workload, _PEERS, size, top_k=top_k, rate=rate)
-    return rows
-
-
-def fig_19(size: RunSize) -> list[Row]:
-    """RAGCache fig. 19: large models on two H800, MMLU. Llama-3-70B's shapes stand for Llama2-70B's, which differ only
-    in vocabulary."""
-    rows = []
-    for model, config, max_num_seqs, rates in _LARGE_MODELS:
-        setup = Setup(config, H800, 20 * GIB, 384 * GIB, 2, max_num_seqs)
-        for rate in rates:
-            rows += _rows(setup, wikipedia(size, rate, **MMLU), _PEERS, size, model=model, rate=rate)
-    return rows
-
-
-def fig_20(size: RunSize) -> list[Row]:
-    """RAGCache fig. 20, table 2: hit rate and TTFT by policy and host memory, at 0.8 requests a second."""
-    policies = ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds")
-    systems = [dataclasses.replace(RAGCACHE, name=policy, eviction_policy=policy) for policy in policies]
-    rows = []
-    for dataset, about, _ in _DATASETS:
-        for host_gib in _HOST_GIB:
-            setup, workload = _on_an_a10g(MISTRAL_7B, host_gib), wikipedia(size, 0.8, **about)
-            rows += _rows(setup, workload, systems, size, dataset=dataset, host_gib=host_gib)
-    return rows
-
-
-def fig_21(size: RunSize) -> list[Row]:
-    """RAGCache fig. 21: cache-aware order on and off at 1.1 times the rate that the same replica serves if all requests
-    arrive at once."""
-    off, on = (dataclasses.replace(RAGCACHE, name=f"window {window}", reorder_window=window) for window in (1, 32))
-    rows = []
-    for dataset, about, _ in _DATASETS:
-        for host_gib in _HOST_GIB[1:]:
-            setup = _on_an_a10g(MISTRAL_7B, host_gib)
-            run, _ = simulate(setup, wikipedia(size, 1e3, **about), off, size)
-            rate = 1.1 * size.measured / run.outcome.latency_s[size.warmup :].max()
-            workload = wikipedia(size, rate, **about)
-            rows += _rows(setup, workload, (off, on), size, dataset=dataset, host_gib=host_gib, rate=rate)
     return rows
 
 
@@ -325,9 +253,5 @@ FIGURES: dict[str, Callable[[RunSize], Any]] = {
     "craft_23bcd": fig_23bcd,
     "craft_24_25": fig_24_25,
     "ragcache_15": fig_15,
-    "ragcache_18": fig_18,
-    "ragcache_19": fig_19,
-    "ragcache_20": fig_20,
-    "ragcache_21": fig_21,
 }
 """Name -> function that simulates it."""

@@ -1,48 +1,29 @@
-"""The papers' experiments as tables, next to the papers' own figures, and as plots."""
+"""The papers' experiments as tables, next to the papers' own figures."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ccjax.evaluation.pages import markdown_table, plot_file
+from ccjax.evaluation.pages import markdown_table
 from scripts.simulation.paper import CRAFT_30, CRAFT_39, DEFAULT, FULL, NAIVE, PREFIX, RAGCACHE, SGLANG, VLLM, Row
 
 _SATURATED = 5.0
 """A system is saturated if its mean TTFT is this many times that at the lowest rate (RAGCache's throughput)."""
-HEADING = "## The papers' experiments"
 Found = Mapping[str, Any]
 
 
-def write(found: Found, path: Path, plot: Path | None, took_s: float, size: str) -> None:
-    """Replaces the part of the page from `HEADING` on by the tables."""
-    before = path.read_text("utf-8").partition(HEADING)[0] if path.exists() else "# The simulator\n\n"
-    path.write_text(before + page(found, plot, took_s, size), encoding="utf-8")
+def part(name: str) -> str:
+    """The name of a figure, or of the `run`, in the page's markers."""
+    return f"simulate.py, {name}"
 
 
-def page(found: Found, plot: Path | None, took_s: float, size: str) -> str:
-    """The part from `HEADING` on."""
-    parts = [
-        HEADING,
-        f"`make simulate-paper`, {size}, {took_s:.0f} s on a CPU. Hardware is from data sheets, loads and budgets from "
-        "the papers. The workloads are random: popularity and lengths are our choice, to fit the papers' descriptions, "
-        "and the A10G's efficiency is read off RAGCache's fig. 3. Beyond saturation TTFT grows with the length of a "
-        "run, so only the order of systems is meaningful there.",
-        *_craft_22(found["craft_22"]),
-        *_craft_23(found["craft_23a"], found["craft_23bcd"]),
-        *_craft_24(found["craft_24_25"]),
-        *_ragcache_15(found["ragcache_15"]),
-        *_ragcache_18(found["ragcache_18"]),
-        *_ragcache_19(found["ragcache_19"]),
-        *_ragcache_20(found["ragcache_20"]),
-        *_ragcache_21(found["ragcache_21"]),
-    ]
-    if plot is not None:
-        parts.append(f"![the figures as curves and bars]({plot.name})")
-    return "\n\n".join(parts) + "\n"
+def page_parts(found: Found, about: str) -> dict[str, str]:
+    """The parts of docs/simulation.md by their names."""
+    writers = {"craft_22": _craft_22, "craft_23a": _craft_23a, "craft_23bcd": _craft_23bcd}
+    writers |= {"craft_24_25": _craft_24_25, "ragcache_15": _ragcache_15}
+    return {part("run"): about, **{part(name): write(found[name]) for name, write in writers.items()}}
 
 
 def by(rows: Sequence[Row], *keys: str) -> dict[tuple, dict[str, Row]]:
@@ -72,7 +53,7 @@ def _is_saturated(row: Row, rows: Sequence[Row], *keys: str) -> bool:
     return _mean(row) > _SATURATED * _mean(min(own, key=lambda one: one["rate"]))
 
 
-def _craft_22(rows: Sequence[Row]) -> list[str]:
+def _craft_22(rows: Sequence[Row]) -> str:
     lines = []
     for (model, load), group in by(rows, "model", "load").items():
         full = group[FULL.name]
@@ -88,22 +69,18 @@ def _craft_22(rows: Sequence[Row]) -> list[str]:
         lines.append(cells)
     head = ("model", "queries a minute", "default options", "full prefill", "prefix", "none recomputed", "30 %")
     head += ("gain, default", "gain, none", "gain, 30 %")
-    return [
-        "### Cache-Craft fig. 22: throughput and response latency",
-        "Answers a minute / mean latency; gains over full prefill, throughput / latency. The default options of ccjax "
-        "come first: they recompute at most 15 %.",
-        markdown_table(head, lines),
-        "Paper, 8B at 240 and 70B at 120 a minute: 1.9 / 3.3 and 2.0 / 3.3 with nothing recomputed, 1.6 / 2.1 and 1.6 "
-        "/ 2.0 with 30 %. As in the paper, reuse wins, by more at higher load; the sizes of the gains differ. Latency "
-        "gains at full load grow with the length of the run, and show only that full prefill is overloaded.",
-    ]
+    return markdown_table(head, lines)
 
 
-def _craft_23(lengths: Sequence[Row], batches: Sequence[Row]) -> list[str]:
+def _craft_23a(lengths: Sequence[Row]) -> str:
     rows = []
     for one in lengths:
         prefix, craft = one["ttft_s"][PREFIX.name], one["ttft_s"][CRAFT_39.name]
         rows.append((one["tokens"], str(one["requests"]), f"{prefix:.3f} s", f"{craft:.3f} s", _ratio(prefix, craft)))
+    return markdown_table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows)
+
+
+def _craft_23bcd(batches: Sequence[Row]) -> str:
     cases = [
         (
             f"{one['panel']}: {one['model']}, {one['devices']} A100",
@@ -115,19 +92,10 @@ def _craft_23(lengths: Sequence[Row], batches: Sequence[Row]) -> list[str]:
         )
         for one in batches
     ]
-    return [
-        "### Cache-Craft fig. 23: TTFT by length, model and batch",
-        "a: requests far apart, 39 % of each passage recomputed behind another prefix, against prefix caching.",
-        markdown_table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows),
-        "Paper: about 2.5 on average, at 18 % of tokens behind exact prefixes.",
-        "b to d: a batch at 25 % recomputed (60 % cached for prefix caching, as in the paper); costs alone.",
-        markdown_table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases),
-        "Paper: 1.6 (8B) and 2.3 (70B) in b, 1.7 at 16,000 tokens in c. Ours are well above: a roofline gives close "
-        "to 1 / 0.25, since it has only the products; the paper does not say what its implementation adds.",
-    ]
+    return markdown_table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases)
 
 
-def _craft_24(found: Found) -> list[str]:
+def _craft_24_25(found: Found) -> str:
     prefix, craft = (next(one for one in found["systems"] if one["system"] == s.name) for s in (PREFIX, CRAFT_30))
     rows = [
         (
@@ -141,164 +109,38 @@ def _craft_24(found: Found) -> list[str]:
         for one in (prefix, craft)
     ]
     variants = found["variants"]
-    return [
-        "### Cache-Craft fig. 24 and 25: a trace, and what it leaves in the store",
-        markdown_table(("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused"), rows),
+    head = ("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused")
+    return (
+        f"{markdown_table(head, rows)}\n\n"
         f"p99 is {_ratio(prefix['ttft_s']['p99'], craft['ttft_s']['p99'])} times lower than with prefix caching (paper "
         f"3), {1 - craft['computed_share'] / prefix['computed_share']:.0%} fewer tokens are computed (paper 51 %). At "
         f"the end all {len(variants)} chunks (the paper's number, chosen by us) are stored in {sum(variants)} "
-        f"variants: at most {variants[0]} of a chunk (paper 11), {variants[len(variants) // 2]} in the median.",
-    ]
+        f"variants: at most {variants[0]} of a chunk (paper 11), {variants[len(variants) // 2]} in the median."
+    )
 
 
-def _gains(rows: Sequence[Row], *keys: str) -> tuple[list[list[str]], dict[str, list[float]]]:
-    """Table rows of TTFT with the gains of RAGCache, and those gains for which neither system is saturated; the last
-    key is the rate."""
-    lines: list[list[str]] = []
+def _ragcache_15(rows: Sequence[Row]) -> str:
+    lines = []
     gains: dict[str, list[float]] = {VLLM.name: [], SGLANG.name: []}
-    for place, group in by(rows, *keys).items():
-        own = _mean(group[RAGCACHE.name])
-        cells = [str(part) for part in place]
-        cells += [f"{_mean(group[name]):.2f} s" for name in (VLLM.name, SGLANG.name, RAGCACHE.name)]
-        cells.append(f"{group[RAGCACHE.name]['hit_ratio']:.0%}")
-        for name, found in gains.items():
-            cells.append(_ratio(_mean(group[name]), own))
-            if not any(_is_saturated(group[one], rows, *keys[:-1]) for one in (name, RAGCACHE.name)):
-                found.append(_mean(group[name]) / own)
-        lines.append(cells)
-    return lines, gains
-
-
-_GAINS = ("vLLM", "SGLang", "RAGCache", "hits", "over vLLM", "over SGLang")
-
-
-def _ragcache_15(rows: Sequence[Row]) -> list[str]:
-    lines, gains = _gains(rows, "model", "dataset", "rate")
     most: dict[tuple, dict[str, float]] = {}
     for (model, dataset, rate), group in by(rows, "model", "dataset", "rate").items():
-        for name, row in group.items():
-            if not _is_saturated(row, rows, "model", "dataset"):
-                own = most.setdefault((model, dataset), {})
-                own[name] = max(own.get(name, 0.0), rate)
+        own = _mean(group[RAGCACHE.name])
+        cells = [model, dataset, str(rate)]
+        cells += [f"{_mean(group[name]):.2f} s" for name in (VLLM.name, SGLANG.name, RAGCACHE.name)]
+        cells.append(f"{group[RAGCACHE.name]['hit_ratio']:.0%}")
+        is_free = {name: not _is_saturated(row, rows, "model", "dataset") for name, row in group.items()}
+        for name, found in gains.items():
+            cells.append(_ratio(_mean(group[name]), own))
+            if is_free[name] and is_free[RAGCACHE.name]:
+                found.append(_mean(group[name]) / own)
+        lines.append(cells)
+        highest = most.setdefault((model, dataset), {})
+        highest |= {name: max(highest.get(name, 0.0), rate) for name, free in is_free.items() if free}
     throughput = [one[RAGCACHE.name] / one[VLLM.name] for one in most.values()]
-    return [
-        "### RAGCache fig. 15: mean TTFT by rate",
-        markdown_table(("model", "dataset", "rate", *_GAINS), lines),
+    head = ("model", "dataset", "rate", "vLLM", "SGLang", "RAGCache", "hits", "over vLLM", "over SGLang")
+    return (
+        f"{markdown_table(head, lines)}\n\n"
         f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.2 to 4) and "
         f"{_span(gains[SGLANG.name])} than SGLang (paper 1.1 to 3.5). The highest tested rate with a TTFT below "
-        f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1). "
-        "Llama2-7B's KV takes four times the bytes, so it has fewer hits and less gain, as in the paper.",
-    ]
-
-
-def _ragcache_18(rows: Sequence[Row]) -> list[str]:
-    lines, gains = _gains(rows, "top_k", "rate")
-    return [
-        "### RAGCache fig. 18: top-k",
-        markdown_table(("top-k", "rate", *_GAINS), lines),
-        f"At these rates RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.7 to 3.1), "
-        f"{_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.5): more than in the paper, since the others are "
-        "close to saturation here.",
-    ]
-
-
-def _ragcache_19(rows: Sequence[Row]) -> list[str]:
-    lines, gains = _gains(rows, "model", "rate")
-    return [
-        "### RAGCache fig. 19: large models on two H800",
-        markdown_table(("model", "rate", *_GAINS), lines),
-        f"Where neither is saturated RAGCache is {_span(gains[VLLM.name])} times faster than vLLM (paper 1.4 to 2.1 at "
-        f"low rates), {_span(gains[SGLANG.name])} than SGLang (paper 1.2 to 2.6).",
-    ]
-
-
-def _ragcache_20(rows: Sequence[Row]) -> list[str]:
-    groups = by(rows, "dataset", "host_gib")
-    policies = list(next(iter(groups.values())))
-    lines = [
-        [dataset, f"{host} GiB", *(f"{group[p]['hit_ratio']:.1%} / {_mean(group[p]):.2f} s" for p in policies)]
-        for (dataset, host), group in groups.items()
-    ]
-
-    def over(name: str, value: Callable[[Row], float]) -> str:
-        return _span(value(group["pgdsf"]) / value(group[name]) for group in groups.values() if value(group[name]))
-
-    hits = {name: over(name, lambda row: row["hit_ratio"]) for name in ("gdsf", "lru", "lfu")}
-    return [
-        "### RAGCache fig. 20, table 2: policies by host memory",
-        "Hit rate / mean TTFT at 0.8 requests a second.",
-        markdown_table(("dataset", "host memory", *policies), lines),
-        f"PGDSF's hits are {hits['gdsf']} times GDSF's (paper 1.02 to 1.32), {hits['lru']} LRU's (1.06 to 1.62) and "
-        f"{hits['lfu']} LFU's (1.06 to 1.75). Once all requested passages fit, all policies are alike. Popularity by "
-        "Zipf's law does not drift, which favours LFU over its results on real requests.",
-    ]
-
-
-def _ragcache_21(rows: Sequence[Row]) -> list[str]:
-    lines, gains = [], []
-    for (dataset, host), group in by(rows, "dataset", "host_gib").items():
-        off, on = group["window 1"], group["window 32"]
-        gains.append(_mean(off) / _mean(on))
-        lines.append(
-            [
-                dataset,
-                f"{host} GiB",
-                f"{off['rate']:.2f}",
-                f"{_mean(off):.2f} s",
-                f"{_mean(on):.2f} s",
-                f"{gains[-1]:.2f}",
-            ]
-        )
-    return [
-        "### RAGCache fig. 21: cache-aware order",
-        markdown_table(("dataset", "host memory", "rate", "off", "on", "gain"), lines),
-        f"Mean TTFT is {_span(gains)} times lower with the order on, {statistics.median(gains):.2f} in the median "
-        "(paper 1.2 "
-        "to 2.1). The effect of a window of 32 depends on how full it is, so on how far the rate exceeds saturation.",
-    ]
-
-
-def draw(found: Found, path: Path) -> None:
-    """Nine panels; the format follows the file's ending."""
-    with plot_file(path, 3, 3, (14, 11)) as panels:
-        _draw(found, panels)
-
-
-def _draw(found: Found, panels: Any) -> None:
-    first, second, third, fourth, fifth, sixth, seventh, eighth, ninth = panels.flat
-    for panel, model in ((first, "Llama-3-8B on an A100"), (second, "Llama-3-70B on four A100")):
-        own = [row for row in found["craft_22"] if row["model"] == model]
-        _curves(panel, own, "load", lambda row: _mean(row, "latency_s"))
-        panel.set(title=f"Cache-Craft 22: {model}", xlabel="queries a minute", ylabel="latency, s", yscale="log")
-    lengths = [one for one in found["craft_23a"] if one["tokens"] != "all"]
-    for offset, system in ((-0.2, PREFIX), (0.2, CRAFT_39)):
-        heights = [one["ttft_s"][system.name] for one in lengths]
-        third.bar([place + offset for place in range(len(lengths))], heights, 0.4, label=system.name)
-    third.set_xticks(range(len(lengths)), [one["tokens"] for one in lengths], fontsize="xx-small")
-    third.set(title="Cache-Craft 23a", ylabel="TTFT, s")
-    for one in found["craft_24_25"]["systems"]:
-        fourth.plot(one["over_time"]["ttft_s"], linewidth=0.6, label=one["system"])
-    fourth.set(title="Cache-Craft 24", xlabel="request", ylabel="TTFT, s")
-    variants = found["craft_24_25"]["variants"]
-    fifth.bar(range(len(variants)), variants, 1.0)
-    fifth.set(title="Cache-Craft 25", xlabel="chunk", ylabel="variants stored")
-    own = [row for row in found["ragcache_15"] if (row["model"], row["dataset"]) == ("Mistral-7B", "MMLU")]
-    _curves(sixth, own, "rate", _mean)
-    sixth.set(title="RAGCache 15: Mistral-7B, MMLU", xlabel="requests a second", ylabel="mean TTFT, s", yscale="log")
-    _curves(seventh, found["ragcache_18"], "top_k", _mean)
-    seventh.set(title="RAGCache 18", xlabel="top-k", ylabel="mean TTFT, s", ylim=(0, None))
-    own = [row for row in found["ragcache_20"] if row["dataset"] == "MMLU"]
-    _curves(eighth, own, "host_gib", lambda row: 100 * row["hit_ratio"])
-    eighth.set(title="RAGCache 20: MMLU", xlabel="host memory, GiB", ylabel="hit rate, %", xscale="log")
-    own = [row for row in found["ragcache_21"] if row["dataset"] == "MMLU"]
-    _curves(ninth, own, "host_gib", _mean)
-    ninth.set(title="RAGCache 21: MMLU", xlabel="host memory, GiB", ylabel="mean TTFT, s", ylim=(0, None))
-    for panel in panels.flat:
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize="xx-small")
-
-
-def _curves(panel: Any, rows: Sequence[Row], key: str, value: Callable[[Row], float]) -> None:
-    for name in dict.fromkeys(row["system"] for row in rows):
-        own = [row for row in rows if row["system"] == name]
-        panel.plot([row[key] for row in own], [value(row) for row in own], "o-", markersize=3, linewidth=1, label=name)
+        f"{_SATURATED:.0f} times that at the lowest rate is {_span(throughput)} times vLLM's (paper 1.3 to 2.1)."
+    )

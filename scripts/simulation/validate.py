@@ -32,7 +32,7 @@ from ccjax.prompts import Prompt, assemble
 from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.server.loading import use_compile_cache
 from ccjax.text import PromptBuilder
-from scripts.benchmarks.common import BenchmarkError, data_folder, environment, spread
+from scripts.benchmarks.common import data_folder, environment, spread
 from scripts.benchmarks.ragcache_replay import (
     BATCHED_TOKENS,
     RECOMPUTE_RATIO,
@@ -76,18 +76,15 @@ def validate(args: argparse.Namespace) -> dict[str, Any]:
     """Measures and simulates every strategy at every load, and prints both.
 
     Raises:
-      ValueError: the trace is missing.
+      BenchmarkError: the trace is missing.
     """
     data = data_folder(args.data)
     count = min(args.requests, _MOST_REQUESTS)
     if count < 8:
         raise ValueError(f"--requests: wanted at least 8, got {count}")
-    try:
-        questions = load_trace(data, "musique", _NUM_PASSAGES)[:count]
-        with bars(is_quiet=args.quiet) as progress:
-            found = _measure(args, data, questions, progress)
-    except BenchmarkError as error:
-        raise ValueError(str(error)) from error
+    questions = load_trace(data, _NUM_PASSAGES)[:count]
+    with bars(is_quiet=args.quiet) as progress:
+        found = _measure(args, data, questions, progress)
     _print(found["cases"])
     return found
 

@@ -90,6 +90,12 @@ def chunk_of(number: int) -> Chunk:
     return Chunk(ChunkId(hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()), ids)
 
 
+def zipf_odds(count: int, exponent: float) -> np.ndarray:
+    """[count] probabilities of ranks, proportional to `rank ** -exponent`."""
+    odds = np.arange(1, count + 1, dtype=np.float64) ** -exponent
+    return odds / odds.sum()
+
+
 def zipf_lists(
     num_passages: int, num_lists: int, top_k: int, tokens: Sequence[int], *, exponent: float, seed: int
 ) -> list[Passages]:
@@ -108,8 +114,7 @@ def zipf_lists(
     if top_k > num_passages:
         raise ValueError(f"top_k: wanted at most {num_passages}, the number of passages, got {top_k}")
     rng = np.random.default_rng(seed)
-    odds = np.arange(1, num_passages + 1, dtype=np.float64) ** -exponent
-    edges = np.cumsum(odds / odds.sum())
+    edges = np.cumsum(zipf_odds(num_passages, exponent))
     lengths = rng.choice(np.asarray(tokens), num_passages)
     found = []
     for _ in range(num_lists):
@@ -205,5 +210,4 @@ def draw_which(count: int, num_lists: int, *, exponent: float | None, seed: int)
     if exponent is None:
         return np.arange(count) % num_lists
     rng = np.random.default_rng(seed)
-    odds = np.arange(1, num_lists + 1, dtype=np.float64) ** -exponent
-    return np.searchsorted(np.cumsum(odds / odds.sum()), rng.random(count)).clip(max=num_lists - 1)
+    return np.searchsorted(np.cumsum(zipf_odds(num_lists, exponent)), rng.random(count)).clip(max=num_lists - 1)

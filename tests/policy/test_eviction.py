@@ -1,5 +1,5 @@
 """Eviction policies: orders by hand, a plain recomputation of every score over random traces, and the number of
-comparisons at 20,000 entries. Hit counts on a real trace: tests/scripts/test_eviction_benchmark.py."""
+comparisons at 20,000 entries."""
 
 from __future__ import annotations
 

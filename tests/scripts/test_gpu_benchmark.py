@@ -20,6 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from ccjax.models.llama3 import LLAMA3_8B, abstract_params, init_params
 from scripts.benchmarks import gpu_cases, gpu_plan, gpu_report, gpu_torch
+from scripts.benchmarks.common import BenchmarkError, fill_in
 from scripts.benchmarks.gpu_engines import Prompts, _steps
 from scripts.benchmarks.gpu_plan import LLAMA3_8B_SCALE, QUICK_SCALE, GpuCase, cases
 from scripts.gpucheck.needs import NEEDED
@@ -193,32 +194,33 @@ def test_tables_show_every_result_and_notes_list_every_gap():
     ]
 
 
+BEGIN, END = "<!-- bench.py gpu: begin -->", "<!-- bench.py gpu: end -->"
+
+
 def test_readme_section_between_the_markers_is_replaced(tmp_path):
     readme, folder = tmp_path / "README.md", tmp_path / "results"
     folder.mkdir()
     (folder / "check.json").write_text('{"benchmark": "gpu_check"}')
     (folder / "quick.json").write_text(json.dumps(results(is_quick=True)))
-    readme.write_text(f"before\n\n{gpu_report.BEGIN}\nold table\n{gpu_report.END}\n\nafter\n")
-    assert gpu_report.write_section(readme, folder)
-    assert readme.read_text().splitlines() == [
-        *("before", "", gpu_report.BEGIN, gpu_report.NO_RESULTS, gpu_report.END, "", "after")
-    ]
-    assert not gpu_report.write_section(readme, folder), "the second time nothing changes"
+    readme.write_text(f"before\n\n{BEGIN}\nold table\n{END}\n\nafter\n")
+    assert fill_in(readme, {gpu_report.PART: gpu_report.section(folder)})
+    assert readme.read_text().splitlines() == [*("before", "", BEGIN, gpu_report.NO_RESULTS, END, "", "after")]
+    assert not fill_in(readme, {gpu_report.PART: gpu_report.section(folder)}), "the second time nothing changes"
     (folder / "rule.json").write_text(json.dumps(results(row(FULL, ttft_s=0.3, share_of_matmul=0.6))))
     done = in_process.bench("gpu", "--readme", readme, "--output", folder)
     assert done.returncode == 0 and "changed" in done.stdout, done.stderr
     text = readme.read_text()
-    assert text.startswith("before\n\n" + gpu_report.BEGIN) and text.endswith(gpu_report.END + "\n\nafter\n")
+    assert text.startswith("before\n\n" + BEGIN) and text.endswith(END + "\n\nafter\n")
     assert "Slide Rule" in text and "commit abc" in text and "old table" not in text
     assert "cut off" not in text and gpu_report.NO_RESULTS not in text
 
 
-@pytest.mark.parametrize("text", ["", gpu_report.BEGIN, f"{gpu_report.END}\n{gpu_report.BEGIN}"])
+@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}"])
 def test_readme_without_markers_is_left_unchanged(tmp_path, text):
     readme = tmp_path / "README.md"
     readme.write_text(text)
-    with pytest.raises(ValueError, match="wanted one line '<!-- bench.py gpu: begin -->'"):
-        gpu_report.write_section(readme, tmp_path)
+    with pytest.raises(BenchmarkError, match="wanted a page with one line '<!-- bench.py gpu: begin -->'"):
+        fill_in(readme, {"bench.py gpu": "text"})
     assert readme.read_text() == text
 
 
@@ -385,16 +387,6 @@ def test_gpu_benchmark_runs_with_only_the_listed_packages(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     (path,) = tmp_path.glob("*.json")
     assert len(json.loads(path.read_text())["suites"]["cases"]) == 2
-
-
-def test_missing_packages_are_listed(monkeypatch, tmp_path):
-    code = (
-        "import importlib.util as u; was = u.find_spec\nu.find_spec = lambda n, *a: n not in ('tensorstore', 'xxhash')"
-    )
-    code += " and was(n, *a)  or None\n" + _BLOCK.format(blocked={"tensorstore", "xxhash"}, more="")
-    command, how = process_of(code, "--quick", "--output", str(tmp_path))
-    done = subprocess.run(command, **how, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "bench.py gpu: not installed: tensorstore, xxhash\n"
 
 
 def test_listed_packages_are_project_dependencies():

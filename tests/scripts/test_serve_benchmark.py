@@ -1,10 +1,9 @@
-"""The serving benchmark: its workload and arrivals, its figures by hand, its search for saturation, and a real run."""
+"""The serving benchmark: its workload and arrivals, its figures by hand, and a real run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,9 +18,9 @@ from ccjax.server import ServerSettings, Service
 from ccjax.server.loading import load_engine
 from scripts.benchmarks import serve, serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
-from scripts.benchmarks.common import BenchmarkError, spread
+from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.serve_client import RequestRecord
-from scripts.benchmarks.serve_figures import Saturation, bracket, figures, is_bounded, saturation
+from scripts.benchmarks.serve_figures import figures, is_bounded
 from scripts.benchmarks.serve_soak import changed_answers, lost_pages, trend
 from tests.data import data_path
 from tests.scripts import in_process
@@ -29,35 +28,6 @@ from tests.server.conftest import running
 from tests.server.tiny_model import write_tiny_model
 
 # -- arrivals ----------------------------------------------------------------------------------------------------------
-
-
-def test_poisson_gaps_are_exponential():
-    """Massart's bound on the distance of distribution functions and Chernoff's on the mean, each broken once in a
-    million runs. The first one holds the spread, too, which tells Poisson arrivals from others of the same rate."""
-    count, chance = 20_000, 1e-6
-    gaps = workload.poisson_gaps(count, seed=0)
-    distance = math.sqrt(math.log(2 / chance) / (2 * count))
-    assert distance < 0.02
-    assert _distance_to_exponential(gaps) < distance
-    # P(mean >= 1 + e) <= exp(-n (e - ln(1 + e))), and likewise below.
-    error = 0.04
-    assert 2 * math.exp(-count * (error - math.log1p(error))) < chance
-    assert abs(gaps.mean() - 1.0) < error
-    assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.05)
-    assert not np.array_equal(gaps, workload.poisson_gaps(count, seed=1))
-    for wrong in (np.ones(count), np.random.default_rng(0).uniform(0, 2, count), 1.1 * gaps):
-        assert _distance_to_exponential(wrong) > distance
-
-
-def _distance_to_exponential(gaps: np.ndarray) -> float:
-    wanted = -np.expm1(-np.sort(gaps))
-    steps = np.arange(len(gaps) + 1) / len(gaps)
-    return float(max(np.abs(wanted - steps[1:]).max(), np.abs(wanted - steps[:-1]).max()))
-
-
-def test_arrival_times_have_the_rate():
-    times = workload.arrival_times(np.asarray([1.0, 0.5, 1.5]), 4.0)
-    assert times.tolist() == [0.25, 0.375, 0.75]
 
 
 def test_recorded_arrivals_keep_their_shape(tmp_path):
@@ -78,17 +48,6 @@ def test_recorded_arrivals_keep_their_shape(tmp_path):
         workload.recorded_gaps(tmp_path, "mooncake", 1, 1)
 
 
-@pytest.mark.parametrize("name", workload.RECORDINGS)
-def test_real_recorded_arrivals_are_rescaled_to_the_rate(name):
-    data = data_path("arrivals").parent
-    gaps = workload.recorded_gaps(data, name, 2000, 500)
-    assert gaps.min() >= 0.0 and gaps.mean() == pytest.approx(1.0, rel=1e-12)
-    times = workload.arrival_times(gaps, 2.5)
-    assert times[-1] == pytest.approx(2000 / 2.5)
-    # Azure's are nearly Poisson (CV 1.1 over the hour); Mooncake's come in bursts at the same instant.
-    assert (gaps == 0).mean() > 0.5 if name == "mooncake" else 0.9 < gaps.std() < 1.5
-
-
 def write_trace(data: Path, docs: list[list[int]]) -> Path:
     """A folder in the shape of the real one: every passage a sentence of its own."""
     (data / "rag_trace").mkdir(parents=True)
@@ -104,7 +63,7 @@ def write_trace(data: Path, docs: list[list[int]]) -> Path:
 
 def test_history_selects_requests_sharing_passages_with_the_window(tmp_path):
     docs = [[0, 1], [2, 3], [1, 4], [5, 6], [7, 0], [8, 9], [0, 5], [9, 2]]
-    trace = workload.load_trace(write_trace(tmp_path, docs), "musique", 2)
+    trace = workload.load_trace(write_trace(tmp_path, docs), 2)
     assert trace[0].text == "What do the passages say about Town 0?"
 
     def found(most, *, is_prefix):
@@ -115,13 +74,13 @@ def test_history_selects_requests_sharing_passages_with_the_window(tmp_path):
     assert found(2, is_prefix=False) == [4, 5]
     assert found(9, is_prefix=True) == [0]  # 0 or 9 in front
     assert found(0, is_prefix=False) == []
-    cut = workload.load_trace(tmp_path, "musique", 1)
+    cut = workload.load_trace(tmp_path, 1)
     assert [passage.id for passage in cut[3].passages] == [5]
 
 
 def test_precomputed_passages_are_requested_one_by_one_without_repeats(tmp_path):
     docs = [[8, 9], [0, 1], [2, 0], [1, 3], [4, 5]]
-    trace = workload.load_trace(write_trace(tmp_path, docs), "musique", 2)
+    trace = workload.load_trace(write_trace(tmp_path, docs), 2)
     found = workload.one_by_one(trace, 1, 4)
     assert [[passage.id for passage in question.passages] for question in found] == [[0], [1], [2], [3]]
     assert found[1].text == "What does the passage say about Town 1?"
@@ -136,23 +95,12 @@ def test_windows_end_with_the_trace_and_never_overlap():
 
 def test_real_traces_are_loaded_completely():
     data = data_path("rag_trace").parent
-    trace = workload.load_trace(data, "musique", 5)
+    trace = workload.load_trace(data, 5)
     assert len(trace) == 1000 and all(len(question.passages) == 5 for question in trace)
     assert sum(not question.text.startswith("What do the passages say about") for question in trace) == 362
     body = trace[0].body(max_tokens=7)
     assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (7, True, True)
     assert [document["title"] for document in body["documents"]][0] == "FC Barcelona"
-    borrowed = workload.load_trace(data, "nq", 5)
-    texts = {passage.id: (passage.title, passage.text) for question in borrowed for passage in question.passages}
-    assert len(set(texts.values())) == len(texts) > 4000  # ids that borrow the same text are still different passages
-
-
-def test_spread_matches_numpy_percentiles():
-    found = spread([0.001 * n for n in range(1, 101)])
-    assert found == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p99": 99.01})
-    seconds = np.random.default_rng(0).exponential(size=37)
-    assert spread(list(seconds))["p90"] == pytest.approx(1e3 * np.percentile(seconds, 90))
-    assert spread([]) == {"mean": None, "p50": None, "p90": None, "p99": None}
 
 
 def answered(number: int, at: float, text_s: list[float], end_s: float, tokens: int) -> RequestRecord:
@@ -187,53 +135,6 @@ def test_figures_match_values_computed_by_hand():
     assert nothing["request_throughput"] == 0.0 and nothing["ttft_ms"]["p99"] is None and not is_bounded(nothing, 9.0)
 
 
-@pytest.mark.parametrize("first", [0.1, 5.0, 7.0, 8.0, 60.0])
-def test_saturation_search_converges_on_a_step(first):
-    capacity, tried = 7.3, []
-
-    def is_good(rate):
-        tried.append(rate)
-        return rate <= capacity
-
-    found = saturation(is_good, {first: first <= capacity}, 20)
-    assert found.bounded is not None and found.unbounded is not None
-    assert found.bounded <= capacity < found.unbounded <= 1.05 * found.bounded
-    assert len(tried) < 20 and first not in tried
-
-
-@pytest.mark.parametrize(
-    ("is_good", "known", "most", "wanted"),
-    [
-        (lambda rate: True, {2.0: True}, 2, Saturation(4.5, None)),
-        (lambda rate: False, {4.5: False}, 2, Saturation(None, pytest.approx(2.0))),
-        (lambda rate: 1 / 0 > 0, {1.0: True, 2.0: False}, 0, Saturation(1.0, 2.0)),
-    ],
-)
-def test_saturation_search_stops_at_its_limits(is_good, known, most, wanted):
-    assert saturation(is_good, known, most) == wanted
-    assert bracket({1.0: True, 2.0: False, 3.0: True}) == Saturation(1.0, 2.0)  # a lucky run above is no proof
-    with pytest.raises(ValueError, match="known: wanted at least one"):
-        saturation(is_good, {}, 3)
-
-
-def test_the_search_finds_the_capacity_of_a_queue():
-    """One server, 0.2 s for each request, Poisson arrivals: it can do 5 a second. A TTFT of 25 services at p99 is
-    reached at a load of some 0.91 (the tail of M/D/1 falls as exp(-2 (1 - load) t / service)), far above at 1.1."""
-    service_s, slo_s = 0.2, 5.0
-    gaps = workload.poisson_gaps(4000, seed=0)
-
-    def is_good(rate):
-        free_s, records = 0.0, []
-        for number, at in enumerate(workload.arrival_times(gaps, rate)):
-            free_s = max(free_s, at) + service_s
-            records.append(answered(number, at, [free_s], free_s, 1))
-        return is_bounded(figures(records, slo_s, {}, {}), slo_s)
-
-    found = saturation(is_good, {1.0: is_good(1.0)}, 12)
-    assert found.bounded is not None and found.unbounded is not None
-    assert 0.85 * 5.0 < found.bounded < found.unbounded < 1.02 * 5.0
-
-
 def test_comparison_with_the_paper_is_reported():
     def row(strategy, rate, bounded, throughput, latency, p99):
         times = {"e2el_ms": {"mean": latency}, "ttft_ms": {"p99": p99}}
@@ -241,17 +142,16 @@ def test_comparison_with_the_paper_is_reported():
                 "request_throughput": throughput, **times}  # fmt: skip
 
     rows = [row("prefix", 1.0, True, 1.0, 500, 900), row("cachecraft", 1.0, True, 1.0, 400, 700)]
-    limits = {"prefix": Saturation(1.0, 2.0), "cachecraft": Saturation(1.5, 3.0)}
-    assert serve_report.compare(rows, limits) is None and "nothing to compare" in serve_report.line(None)
+    assert serve_report.compare(rows) is None and "nothing to compare" in serve_report.line(None)
     rows += [row("prefix", 4.0, False, 1.1, 9e3, 2e4), row("cachecraft", 4.0, False, 1.9, 3e3, 1e4)]
     rows += [row("prefix", 2.0, False, 1.2, 6000, 9000), row("cachecraft", 2.0, True, 1.8, 2000, 1800)]
-    found = serve_report.compare(rows, limits)
-    wanted = {"rate": 2.0, "throughput": 1.5, "latency": 3.0, "p99_ttft": 5.0, "saturation": 1.5}
+    found = serve_report.compare(rows)
+    wanted = {"rate": 2.0, "throughput": 1.5, "latency": 3.0, "p99_ttft": 5.0}
     assert found == pytest.approx(wanted)
     text = serve_report.line(found)
     assert "at 2 requests a second, where prefix saturates, cachecraft has 1.50x the throughput (paper 1.6x)" in text
-    assert "3.00x lower mean latency (paper 2.1x), 5.00x lower p99 TTFT (paper 3x); saturates at 1.50x" in text
-    assert serve_report.compare(rows[:1] + rows[2:3], limits) is None
+    assert "3.00x lower mean latency (paper 2.1x), 5.00x lower p99 TTFT (paper 3x)" in text
+    assert serve_report.compare(rows[:1] + rows[2:3]) is None
 
 
 def test_unreturned_kv_pages_are_a_failure():
@@ -314,14 +214,14 @@ def tiny_options(folder: Path, num_passages: int) -> list[str]:
     return [*tiny_data(folder, num_passages), "--serve-args", serve_args]
 
 
-def test_real_run_compares_two_strategies(tiny_bench, tmp_path, monkeypatch):
+def test_real_run_compares_two_strategies(tiny_bench, monkeypatch):
     """The first server is a process of its own."""
     servers = iter([serve.serving, serving_here])
     monkeypatch.setattr(serve, "serving", lambda *given: next(servers)(*given))
-    options = ["--rates", 4, 200, "--requests", 3, "--slo-s", 0.001, "--output", tmp_path]
+    options = ["--rates", 4, 200, "--requests", 3, "--slo-s", 0.001]
     lines, figures = in_process.figures("serve", *tiny_bench, *options)
     loads = [(case["strategy"], case["load"], case["rate"]) for case in figures["cases"]]
-    rates = [("closed", None), ("open", 4.0), ("open", 200.0), ("probe", pytest.approx(4 / 1.5))]
+    rates = [("closed", None), ("open", 4.0), ("open", 200.0)]
     assert loads == [(strategy, *load) for strategy in ("prefix", "cachecraft") for load in rates]
     for case in figures["cases"]:
         assert (case["completed"], case["refused"], case["failed"], case["errors"]) == (3, 0, 0, [])
@@ -333,10 +233,8 @@ def test_real_run_compares_two_strategies(tiny_bench, tmp_path, monkeypatch):
     assert sum(case["compilations"] for case in figures["cases"]) > 0
     shares = {name: [c["computed_share"] for c in figures["cases"] if c["strategy"] == name] for name, *_ in loads}
     assert sum(shares["cachecraft"]) < sum(shares["prefix"])
-    assert figures["comparison"]["rate"] == 4.0 and figures["saturation"]["prefix"]["bounded"] is None
+    assert figures["comparison"]["rate"] == 4.0
     assert any("where prefix saturates, cachecraft has" in line for line in lines)
-    for name in ("rates.svg", "itl.svg"):
-        assert (tmp_path / name).read_text().count("</svg>") == 1
 
 
 def test_precompute_lowers_the_ratio_computed_by_cachecraft(tmp_path, servers_here):
@@ -344,7 +242,7 @@ def test_precompute_lowers_the_ratio_computed_by_cachecraft(tmp_path, servers_he
     options = tiny_options(tmp_path, num_passages=80)
     shares = {}
     for more in ([], ["--precompute"]):
-        few = ["--history", 0, "--rates", 4, "--requests", 3, "--probes", 0]
+        few = ["--history", 0, "--rates", 4, "--requests", 3]
         _, figures = in_process.figures("serve", *options, *few, *more)
         assert figures["shapes"]["precompute"] == bool(more)
         for case in figures["cases"]:

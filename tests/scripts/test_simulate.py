@@ -65,22 +65,24 @@ def test_errors_name_the_argument(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_paper_page_keeps_the_text_before_its_tables(tmp_path, monkeypatch):
+def test_paper_page_keeps_the_text_around_its_tables(tmp_path, monkeypatch):
     """Of every figure a part, over fewer requests and documents."""
     monkeypatch.setattr(paper, "RunSize", lambda measured, warmup: RunSize(8, 4))
     (name, config, devices, loads, device_bytes), *_ = paper._CRAFT_MODELS
     monkeypatch.setattr(paper, "_CRAFT_MODELS", ((name, config, devices, loads[-2:], device_bytes),))
     monkeypatch.setattr(paper, "_CACHE_MODELS", paper._CACHE_MODELS[:1])
-    monkeypatch.setattr(paper, "_LARGE_MODELS", paper._LARGE_MODELS[:1])
-    monkeypatch.setattr(paper, "_HOST_GIB", (8, 16))
     monkeypatch.setattr(paper, "_DATASETS", tuple((name, about, rates[:2]) for name, about, rates in paper._DATASETS))
     lists = paper._lists
     monkeypatch.setattr(paper, "_lists", lambda passages, count, *of: lists(passages, min(count, 100), *of))
-    page, plot = tmp_path / "simulation.md", tmp_path / "simulation.svg"
-    page.write_text("# Own words\n\n## The papers' experiments\n\nold tables\n")
-    assert main(["--paper", str(page), "--plot", str(plot), "--quick", "--quiet"]) == 0
+    page = tmp_path / "simulation.md"
+    names = ("run", *paper.FIGURES)
+    marked = [
+        f"Own words on {n}.\n<!-- simulate.py, {n}: begin -->\nold\n<!-- simulate.py, {n}: end -->" for n in names
+    ]
+    page.write_text("\n".join(marked))
+    assert main(["--paper", str(page), "--quick", "--quiet"]) == 0
     text = page.read_text()
-    assert text.startswith("# Own words") and "old tables" not in text
-    for figure in ("fig. 22", "fig. 23", "fig. 24 and 25", "fig. 15", "fig. 18", "fig. 19", "table 2", "fig. 21"):
-        assert f"{figure}:" in text
-    assert "nan" not in text and plot.read_text().startswith("<?xml")
+    assert all(f"Own words on {name}.\n" in text for name in names) and "\nold\n" not in text
+    assert text.count("\n|---|") == 5 and "nan" not in text
+    page.write_text("no markers")
+    assert main(["--paper", str(page), "--quick"]) == 2 and page.read_text() == "no markers"

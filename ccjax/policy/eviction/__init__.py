@@ -19,8 +19,8 @@ POLICIES: dict[str, Callable[[], RankedPolicy]] = {
 """Name -> constructor of a policy for one tier, with its default settings."""
 
 DEFAULT_POLICY = "saved_seconds"
-"""Saves the most compute on a real retrieval trace in tiers of up to a third of all bytes; in larger tiers, where order
-matters little, no policy saves a quarter of a point more (`bench.py eviction`)."""
+"""Saves the most compute on MuSiQue's retrieval trace in tiers of up to a third of all bytes; in larger ones, where
+order matters little, no policy saves a quarter of a point more. `scripts/simulate.py --trace` compares policies."""
 
 
 def make_policy(name: str) -> RankedPolicy:

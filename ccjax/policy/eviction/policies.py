@@ -13,9 +13,8 @@ from ccjax.policy.eviction.ranked import Entry, RankedPolicy, Uses
 from ccjax.policy.variants import reuse_credit
 
 HALF_LIFE = 1000.0
-"""Default of `SavedSeconds(half_life=...)`, in requests. The trace of `bench.py eviction` is no longer than that and
-drifts little: any half-life from 300 upwards does equally well on it, 100 does worse. Ageing is for interests that
-drift."""
+"""Default of `SavedSeconds(half_life=...)`, in requests. MuSiQue's retrieval trace is no longer than that and drifts
+little: any half-life from 300 upwards does equally well on it, 100 does worse. Ageing is for interests that drift."""
 
 NUM_REMEMBERED = 100_000
 """Number of evicted keys whose uses are remembered, in 26 MB: less than the KV of two passages in an 8B model."""
@@ -114,8 +113,8 @@ class SavedSeconds(RankedPolicy):
     2^(t_i / half_life) / num_bytes` gives the order without knowing the time.
 
     Uses of evicted keys are remembered: 260 bytes per key, against megabytes of KV, increase what tiers of up to a
-    tenth of all bytes save by a fifth to a half (`bench.py eviction --ablate`). A new entry that is worth less than
-    what would be evicted for it is not stored.
+    tenth of all bytes save by a fifth to a half on MuSiQue's trace. A new entry that is worth less than what would
+    be evicted for it is not stored.
 
     Args:
       half_life: in the unit of `now`; more than 0.
