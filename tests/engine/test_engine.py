@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ccjax.engine import EngineConfig, Request, SamplingParams
+from ccjax.engine import Request, SamplingParams
 from ccjax.errors import ConfigError, ContextLengthError, RequestError
 from ccjax.kernels import dispatch
 from ccjax.store.errors import StoreIdentityError
@@ -301,8 +301,7 @@ def serve_once(url):
 
 
 @pytest.mark.slow
-def test_a_restarted_process_reuses_what_the_first_one_stored(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_a_restarted_process_reuses_what_the_first_one_stored(url):
     first = serve_once(url)
     command = [sys.executable, "-c", _SERVE_ONCE, url]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -313,16 +312,14 @@ def test_a_restarted_process_reuses_what_the_first_one_stored(tmp_path):
     assert first[3:] == second[3:]
 
 
-def test_a_store_of_another_model_is_refused(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_a_store_of_another_model_is_refused(url):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(segments_of([20]), max_new_tokens=1)
     with pytest.raises(StoreIdentityError, match="tiny-3"):
         TinyModel(seed=3).engine(store=url)
 
 
-def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_damaged_shards_are_computed_again_with_the_right_answer(url, tmp_path):
     segments = segments_of([40, 30, 50])
     with MODEL.engine(store=url) as engine:
         wanted = engine.generate_from_tokens(segments, max_new_tokens=6).token_ids
@@ -424,7 +421,3 @@ def test_failed_capture_prevents_reuse_but_not_the_answer(monkeypatch, caplog):
         assert "could not be stored" in caplog.text
         monkeypatch.undo()
         assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted
-
-
-def test_config_dtype_defaults_to_float32():
-    assert EngineConfig() == EngineConfig(dtype="float32")
