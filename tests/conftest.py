@@ -233,5 +233,9 @@ def own_redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["sqlite", "redis"])
 def index_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a shared index, in which other tests may have left namespaces of their own."""
-    return f"sqlite://{tmp_path}/index.db" if request.param == "sqlite" else request.getfixturevalue("common_redis").url
+    """The URL of an empty shared index."""
+    if request.param == "sqlite":
+        return f"sqlite://{tmp_path}/index.db"
+    redis = request.getfixturevalue("common_redis")
+    redis.run("FLUSHALL")
+    return redis.url

@@ -318,7 +318,11 @@ def test_erasure_survives_a_crash_at_any_step_of_finishing(registry, start, root
 @pytest.mark.parametrize(
     "content",
     [
+        b"",
+        b"{",
+        b"[]",
         b"{}",
+        b'{"document_id": 5}',
         b'{"chunk_ids": ["a"], "links": [], "whole": true}',
         b'{"chunk_ids": ["a"], "links": [], "whole": true, "at": "soon"}',
         b'{"chunk_ids": 5, "links": [], "whole": true, "at": 1}',

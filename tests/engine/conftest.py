@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from ccjax.engine import Engine
 from ccjax.runner.pack import Pack
 from tests.engine import few_shapes as sizes
+from tests.engine.documents import engines, write_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,6 +21,25 @@ def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with sizes.few_shapes():
         yield
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a store that does not exist yet."""
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the words of `tests.engine.documents`."""
+    return write_model(tmp_path_factory)
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Engine]]:
+    """`start(**settings)` returns an engine of that model, closed at the end."""
+    with engines(model) as start:
+        yield start
 
 
 class _Pending:

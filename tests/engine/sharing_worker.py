@@ -1,5 +1,4 @@
-"""A second process for the tests of shared computation: `python -m tests.engine.sharing_worker URL START_FILE SECONDS
-[INDEX_URL]`.
+"""A second process for the tests of shared computation: `python -m tests.engine.sharing_worker URL START_FILE SECONDS`.
 
 Warms up on its own prompts, prints "ready", waits for the file, answers one prompt and prints one JSON line. With
 SECONDS > 0 it prints "computing" in the middle of that answer and pauses there for that long. Its claims last an hour,
@@ -24,9 +23,9 @@ LENGTHS = (23, 31, 17, 29)
 SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
 
 
-def main(url: str, start_file: str, seconds: str, index_url: str | None = None) -> None:
+def main(url: str, start_file: str, seconds: str) -> None:
     """Runs the worker."""
-    with few_shapes(), TinyModel().engine(store=url, store_index=index_url, share_computation=True) as engine:
+    with few_shapes(), TinyModel().engine(store=url, share_computation=True) as engine:
         for seed in range(2):  # the second one measures; the system prompt must differ as well
             own = draw_segments(np.random.default_rng([time.time_ns(), seed]), LENGTHS)
             engine.generate_from_tokens(own, max_new_tokens=4)

@@ -97,6 +97,7 @@ def computed(monkeypatch):
     "settings",
     [
         {"recompute_ratio": 0.3},
+        {"recompute_ratio": 0.3, "focus_window": None, "max_num_batched_tokens": 48},
         {"device_cache_bytes": 600 * PAGE, "recompute_ratio": 0.3, "max_decode_gap_ms": 0.0},
         {"device_cache_bytes": 600 * PAGE, "max_num_batched_tokens": 64, "max_num_seqs": 3},
     ],
@@ -104,12 +105,12 @@ def computed(monkeypatch):
 )
 def test_each_answer_equals_a_separate_request_with_its_seed(settings):
     random = np.random.default_rng(1)
-    asked = prompts(random, 8)
+    asked, counts = prompts(random, 8), (1, 1, 1, 1, 2, 3, 4, 5)
     with MODEL.engine(max_model_len=512, **settings) as engine:
         filled(engine, asked)
         requests = [
-            ask(one, 1 + number % 5, REUSES[number % 4], seed=number, temperature=float(number % 3 > 0))
-            for number, one in enumerate(asked)
+            ask(one, n, REUSES[number % 4], seed=number, temperature=float(number % 3 > 0))
+            for number, (one, n) in enumerate(zip(asked, counts, strict=True))
         ]
         wanted = [alone(engine, request) for request in requests]
         free = engine._pool.num_free

@@ -16,7 +16,7 @@ from ccjax.engine.batch import loop as loop_module
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.errors import ContextLengthError
 from ccjax.runner.pool import PAGE_TOKENS
-from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments
 from tests.polling import wait_until
 from tests.runner.test_batch import prompts
 
@@ -114,36 +114,6 @@ def check(got, wanted):
     np.testing.assert_allclose(
         [token.logprob for token in got.logprobs], [token.logprob for token in wanted.logprobs], atol=TOLERANCE
     )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"recompute_ratio": 0.3},
-        {"recompute_ratio": 0.3, "focus_window": None, "max_num_batched_tokens": 48},
-        {"device_cache_bytes": 600 * PAGE, "recompute_ratio": 0.3, "max_decode_gap_ms": 0.0},
-        {"device_cache_bytes": 600 * PAGE, "max_num_batched_tokens": 64, "max_num_seqs": 3},
-    ],
-    ids=str,
-)
-def test_concurrent_requests_get_the_same_answers_as_alone(settings):
-    random = np.random.default_rng(1)
-    asked = prompts(random, 12)
-    with MODEL.engine(max_model_len=512, **settings) as engine:
-        filled(engine, asked)
-        requests = [ask(one, REUSES[number % 4]) for number, one in enumerate(asked)]
-        wanted = [engine.run(request) for request in requests]
-        free = engine._pool.num_free
-        clients = []
-        for request in requests:
-            clients.append(Client(engine, request))
-            time.sleep(float(random.exponential(0.002)))
-        for client, alone in zip(clients, wanted, strict=True):
-            got = client.response()
-            check(got, alone)
-            assert got.reuse.computed_tokens == alone.reuse.computed_tokens
-        settled(engine)
-        assert engine._pool.num_free == free
 
 
 def test_queued_request_reuses_chunks_computed_by_the_one_before_it():
@@ -255,28 +225,6 @@ def test_decoding_continues_between_the_layers_of_a_long_prefill():
     assert all("token" in events[a:b] for a, b in zip(layers, layers[1:], strict=False))
 
 
-def test_requests_preempted_for_lack_of_pages_still_answer_correctly():
-    random = np.random.default_rng(4)
-    asked = [draw_segments(random, [60, 60]) for _ in range(4)]
-    least = 512 // PAGE_TOKENS + 64
-    with MODEL.engine(max_model_len=512, device_cache_bytes=least * PAGE, max_num_seqs=8) as engine:
-        preempted = []
-        sequences, preempt = engine._loop._sequences, engine._loop._sequences._preempt
-        sequences._preempt = lambda sequence: preempted.append(sequence.sequence_id) or preempt(sequence)
-        filled(engine, asked, 0)
-        wanted = [engine.run(ask(one, "off", tokens=80)) for one in asked]
-        assert not preempted
-        held = engine._pool.allocate([(least - 44) * PAGE_TOKENS])  # four prompts need 4 x 10, each answer 5 more
-        with engine._loop.paused():  # all request pages at the same time
-            clients = [Client(engine, ask(one, "off", tokens=80)) for one in asked]
-        for client, alone in zip(clients, wanted, strict=True):
-            check(client.response(), alone)
-        assert preempted
-        settled(engine)
-        del held
-        assert engine._pool.num_free == least
-
-
 def test_a_thousand_cancelled_requests_leave_nothing_behind():
     random = np.random.default_rng(5)
     asked = prompts(random, 6)
@@ -322,27 +270,6 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
     assert min(stages[stage] for stage in ("line", "prefill", "decode")) > 20, stages
 
 
-def test_unreadable_variant_does_not_change_the_answer(tmp_path):
-    random = np.random.default_rng(6)
-    segments = draw_segments(random, [40, 30, 50])
-    others = [draw_segments(random, [20, 30]) for _ in range(3)]
-    url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url) as engine:
-        wanted = [engine.run(ask(one)) for one in (segments, *others)]
-        engine.cache.flush()
-    for path in sorted((tmp_path / "store").rglob("*")):
-        if path.is_file() and path.stat().st_size > 10_000:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
-    with MODEL.engine(store=url) as engine:
-        clients = [Client(engine, ask(one)) for one in (segments, *others)]
-        for client, alone in zip(clients, wanted, strict=True):
-            check(client.response(), alone)
-        assert clients[0].deltas[-1].response.reuse.failed_loads > 0
-        settled(engine)
-
-
 def test_other_threads_can_use_the_engine_while_answers_run():
     random = np.random.default_rng(7)
     asked = prompts(random, 8)
@@ -356,27 +283,6 @@ def test_other_threads_can_use_the_engine_while_answers_run():
             assert not engine.cache.repair_one()  # the engine is in use
         for client, alone in zip(clients, wanted, strict=True):
             check(client.response(), alone)
-
-
-def test_a_step_that_fails_ends_its_requests_and_no_others(monkeypatch, caplog):
-    segments = draw_segments(np.random.default_rng(8), [40, 30])
-    with MODEL.engine() as engine:
-        wanted = engine.run(ask(segments, "off"))
-        free = engine._pool.num_free
-
-        def out_of_memory(*args, **kwargs):
-            raise MemoryError("no room on the device")
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ccjax.runner.decode.paged_decode_step", out_of_memory)
-            clients = [Client(engine, ask(segments, "off")) for _ in range(3)]
-            for client in clients:
-                with pytest.raises(MemoryError, match="no room on the device"):
-                    client.response()
-        check(Client(engine, ask(segments, "off")).response(), wanted)
-        settled(engine)
-        assert engine._pool.num_free == free
-    assert "no room on the device" in caplog.text
 
 
 def test_unfinished_stream_does_not_block_other_requests():
@@ -400,16 +306,10 @@ def test_closing_waits_for_all_answers():
         engine.run(ask(draw_segments(random, [30])))
 
 
-def test_seeded_sampling_is_the_same_alone_and_in_a_batch():
-    random = np.random.default_rng(10)
-    segments = draw_segments(random, [30])
+def test_requests_without_a_seed_draw_different_answers():
+    request = ask(draw_segments(np.random.default_rng(10), [30]), "off", tokens=30, temperature=1.5)
     with MODEL.engine() as engine:
-        request = ask(segments, "off", tokens=30, temperature=1.0, seed=5)
-        wanted = engine.run(request).token_ids
-        others = [Client(engine, ask(permuted(segments, [0]), "off", tokens=30, temperature=1.5)) for _ in range(5)]
-        got = Client(engine, request).response()
-        assert got.token_ids == wanted
-        assert len({client.response().token_ids for client in others}) > 1
+        assert len({engine.run(request).token_ids for _ in range(3)}) > 1
 
 
 def test_a_prompt_that_needs_more_pages_than_there_are_is_refused():

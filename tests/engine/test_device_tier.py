@@ -88,9 +88,8 @@ def test_reuse_from_device_and_host_gives_identical_answers(settings, reuse):
         assert usage["device"].hits > 0 and usage["host"].hits == 0
 
 
-def test_one_prompt_can_reuse_chunks_from_device_host_and_disk(tmp_path):
+def test_one_prompt_can_reuse_chunks_from_device_host_and_disk(url):
     """One engine whose variants are evicted from some tiers, so that one context has parts from each tier."""
-    url = f"file://{tmp_path}/store"
     with (
         MODEL.engine(store=url, max_model_len=512, device_cache_bytes=ALL, recompute_ratio=0.2) as engine,
         MODEL.engine() as other,
@@ -156,8 +155,7 @@ def test_small_pool_serves_random_prompts_without_leaking_pages():
         assert sorted(pool._free) == list(range(LEAST)) and pool.budget.used_bytes == 0
 
 
-def test_a_lossy_copy_stays_lossy_on_the_device(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_a_lossy_copy_stays_lossy_on_the_device(url):
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         answer(engine, SEGMENTS, "bounded")
     with MODEL.engine(store=url, disk_kv_dtype="int8", max_model_len=512, device_cache_bytes=ALL) as engine:

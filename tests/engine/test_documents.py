@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,6 @@ from tests.engine.documents import (
     DINO,
     TEXTS,
     ask,
-    engines,
     files,
     ids_of,
     key_of,
@@ -32,26 +30,8 @@ from tests.engine.documents import (
     set_clock,
     summary,
     where,
-    write_model,
 )
 from tests.engine.helpers import After
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory)
-
-
-@pytest.fixture
-def start(model):
-    with engines(model) as start:
-        yield start
-
-
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"file://{tmp_path}/store"
-
 
 # -- which chunk belongs to which document ----------------------------------------------------------------------
 
@@ -317,17 +297,6 @@ def test_an_invalidated_document_is_computed_again_and_leaves_every_tier(start, 
     assert ask(engine, ANNA).per_document[1].computed_tokens == 0  # and is cached again
     engine.cache.refresh()
     assert summary(engine)["anna", "1"] == (1, 1)
-
-
-def test_text_shared_by_two_documents_is_removed_with_the_last(start, url):
-    engine = start(store=url)
-    copy = Document(ANNA.text, "copy", version="7")
-    ask(engine, ANNA)
-    ask(engine, copy)
-    removal = engine.documents.invalidate("anna")
-    assert (removal.chunks, removal.kept_chunks, removal.variants) == (0, 1, 0)
-    assert summary(engine) == {("copy", "7"): (1, 1)} and ask(engine, copy).per_document[1].computed_tokens == 0
-    assert engine.documents.erase("copy", "7").variants == 1 and engine.documents.list() == ()
 
 
 def test_versions_can_be_invalidated_one_by_one_or_all_together(start, url):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ccjax.engine import EngineConfig, Request, SamplingParams
+from ccjax.engine import Request, SamplingParams
 from ccjax.errors import ConfigError, ContextLengthError, RequestError
 from ccjax.kernels import dispatch
 from ccjax.types import Document
@@ -300,8 +300,7 @@ def serve_once(url):
 
 
 @pytest.mark.slow
-def test_a_restarted_process_reuses_what_the_first_one_stored(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_a_restarted_process_reuses_what_the_first_one_stored(url):
     first = serve_once(url)
     command = [sys.executable, "-c", _SERVE_ONCE, url]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -312,8 +311,7 @@ def test_a_restarted_process_reuses_what_the_first_one_stored(tmp_path):
     assert first[3:] == second[3:]
 
 
-def test_two_models_keep_their_kv_in_one_store(tmp_path, caplog):
-    url = f"file://{tmp_path}/store"
+def test_two_models_keep_their_kv_in_one_store(url, caplog):
     for models, reused in ((MODEL, TinyModel(seed=3)), False), ((MODEL, TinyModel(seed=3)), True):
         for model in models:
             with model.engine(store=url) as engine:
@@ -322,8 +320,7 @@ def test_two_models_keep_their_kv_in_one_store(tmp_path, caplog):
     assert [message for message in caplog.messages if "none of this model, tiny-3" in message]
 
 
-def test_damaged_shards_are_computed_again_with_the_right_answer(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_damaged_shards_are_computed_again_with_the_right_answer(url, tmp_path):
     segments = segments_of([40, 30, 50])
     with MODEL.engine(store=url) as engine:
         wanted = engine.generate_from_tokens(segments, max_new_tokens=6).token_ids
@@ -425,7 +422,3 @@ def test_failed_capture_prevents_reuse_but_not_the_answer(monkeypatch, caplog):
         assert "could not be stored" in caplog.text
         monkeypatch.undo()
         assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted
-
-
-def test_config_dtype_defaults_to_float32():
-    assert EngineConfig() == EngineConfig(dtype="float32")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from tests.engine.documents import (
     DINO,
     as_json,
     ask,
-    engines,
     files,
     ids_of,
     key_of,
@@ -39,24 +37,7 @@ from tests.engine.documents import (
     set_clock,
     summary,
     where,
-    write_model,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory)
-
-
-@pytest.fixture
-def start(model):
-    with engines(model) as start:
-        yield start
-
-
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"file://{tmp_path}/store"
 
 
 @pytest.fixture
@@ -380,15 +361,6 @@ def test_variants_stored_by_another_engine_during_an_erasure_are_erased(start, u
             ask(other, CARLA, ANNA)  # not aware of it yet
             other.cache.flush()
             first._store.refresh()
-            print(
-                "DBG",
-                [
-                    (r.variant_id[:6], [x[:6] for x in r.meta.get("prefix_ids")], r.meta.get("after"), r.chunk_id[:6])
-                    for r in first._store.records()
-                ],
-                key_of(first, ANNA)[:6],
-                key_of(first, CARLA)[:6],
-            )
         rounds.append(set(covered))
         return remaining
 
@@ -532,18 +504,3 @@ def test_pins_of_an_erased_document_are_removed(start, url, tmp_path):
     engine.documents.pin("bob")
     engine.documents.erase("anna", "1")
     assert engine.documents.counts.pins == 1 and where(tmp_path, [b"anna"]) == []
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"document_id": 5}', b'{"chunk_ids": 3, "links": [], "at": 1}']
-)
-@pytest.mark.parametrize("kind", ["link", "pin", "erasing", "erased", "other"])
-def test_damaged_notes_are_ignored(start, url, tmp_path, kind, content):
-    engine = start(store=url)
-    ask(engine, ANNA)
-    engine.close()
-    (space,) = [path for path in (tmp_path / "store").iterdir() if path.is_dir()]
-    (space / "notes" / f"{kind}-{'0' * 32}.json").write_bytes(content)
-    engine = start(store=url)
-    engine.cache.refresh()
-    assert summary(engine) == {("anna", "1"): (1, 1)} and engine.cache.num_variants == 2

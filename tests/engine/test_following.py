@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,25 +20,10 @@ from ccjax.types import Document
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.sharing_worker import LENGTHS, SEGMENTS
 from tests.polling import wait_until
-from tests.server.tiny_model import write_tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = TinyModel()
 NUM_QUESTION_TOKENS = len(SEGMENTS[-1])
 NUM_CHUNKS = 1 + len(LENGTHS)
-
-
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"file://{tmp_path}/store"
-
-
-@pytest.fixture
-def index_url(request, index_url) -> str:
-    """All tests use the model's namespace, so each needs its own index."""
-    if index_url.startswith("redis"):
-        request.getfixturevalue("common_redis").run("FLUSHALL")
-    return index_url
 
 
 @pytest.fixture
@@ -236,20 +217,13 @@ def test_variants_reused_by_a_running_prefill_stay_known_until_it_ends(start, in
     wait_until(lambda: second.cache.num_variants == 1)  # the fifth passage; the others are gone
 
 
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(directory, ["Anna lives in Paris.", "Bob works in Rome."])
-    return directory
-
-
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_an_erasure_reaches_the_memory_of_others_at_once(text_model, url, index_url, is_busy):
+def test_an_erasure_reaches_the_memory_of_others_at_once(model, url, index_url, is_busy):
     anna, bob = Document("Anna lives in Paris. " * 4, "anna"), Document("Bob works in Rome. " * 4, "bob")
     settings = {"store": url, "store_index": index_url, "max_model_len": 512}
     with (
-        Engine.from_pretrained(text_model, **settings) as first,
-        Engine.from_pretrained(text_model, **settings) as other,
+        Engine.from_pretrained(model, **settings) as first,
+        Engine.from_pretrained(model, **settings) as other,
     ):
         for engine in (first, other):
             engine.generate("Who?", [anna, bob], max_new_tokens=1)
@@ -280,53 +254,6 @@ def test_an_erasure_reaches_the_memory_of_others_at_once(text_model, url, index_
             is_over.set()
             if is_busy:
                 asking.join()
-
-
-# -- who computes what -------------------------------------------------------------------------------------------------
-
-
-def spawn(url: str, start_file: Path, seconds: float, index_url: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.engine.sharing_worker", url, str(start_file), str(seconds), index_url]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_two_processes_with_the_same_prompt_compute_it_once(url, tmp_path):
-    """With Redis: `test_clock_skew_processes.py`."""
-    index_url = f"sqlite://{tmp_path}/index.db"
-    processes = [spawn(url, tmp_path / "start", 0.0, index_url) for _ in range(2)]
-    try:
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        (tmp_path / "start").touch()
-        results = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    first, second = sorted(results, key=lambda result: result["reused"])
-    assert first["tokens"] == second["tokens"]
-    assert first["reused"] == 0 and second["computed"] == NUM_QUESTION_TOKENS and second["recomputed"] == 0
-    assert not list(tmp_path.glob("store/*/leases/*"))  # no leases in the root
-
-
-def test_wait_for_a_killed_claim_holder_is_bounded(url, common_redis, start, tmp_path):
-    common_redis.run("FLUSHALL")
-    index_url = common_redis.url
-    holder = spawn(url, tmp_path / "start", 3600.0, index_url)
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
-        (tmp_path / "start").touch()
-        assert holder.stdout.readline() == "computing\n"
-    finally:
-        holder.kill()
-        holder.communicate()
-    engine = start(index_url, share_computation=True)
-    for seed in (1, 2):
-        answer(engine, others(seed))
-    report = answer(engine).reuse  # the claims last for an hour
-    assert 0.5 < report.load_wait_s
-    assert report.computed_tokens == sum(map(len, SEGMENTS))
 
 
 # -- an index that is unreachable, lost, or used only by some ----------------------------------------------------------
@@ -379,15 +306,6 @@ def test_requests_survive_redis_outages_and_sharing_resumes_afterwards(start, ow
     assert len(logged) == (0 if way == "flushed" else 4), logged  # outage and recovery, for each engine
 
 
-def test_damaged_sqlite_index_is_rebuilt_from_the_store(start, tmp_path):
-    first, second = (start(f"sqlite://{tmp_path}/index.db") for _ in range(2))
-    assert shares(first, second, others(1))
-    for file in tmp_path.glob("index.db*"):
-        if not file.name.endswith("-shm"):  # both engines have mapped this one into memory; truncated, it kills them
-            file.write_bytes(b"damaged" * 1000)
-    assert shares(first, second, others(2)) and shares(second, first, others(3))
-
-
 def test_engines_with_and_without_an_index_share_a_store(start, index_url):
     with_it, without = (start(index, share_computation=True) for index in (index_url, None))
     assert without.cache.change_feed_counts is None
@@ -412,11 +330,6 @@ def test_an_index_needs_a_store_and_its_password_is_not_shown():
         EngineConfig(store="file:///x", store_index=5)  # type: ignore[arg-type]
     assert "hidden" not in repr(EngineConfig(store="file:///x", store_index="redis://:hidden@host"))
     assert EngineConfig().store_index is None
-
-
-def test_invalid_store_index_url_is_rejected_at_start(url):
-    with pytest.raises(ValueError, match="store_index: wanted a URL that starts with one of sqlite://"):
-        MODEL.engine(store=url, store_index="memcached://:hidden@host")
 
 
 def metrics_of(engine) -> list[str]:

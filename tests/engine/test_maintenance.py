@@ -193,8 +193,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("settings", [{"read_only": True}, {"strategy": "full"}])
-def test_read_only_and_full_strategy_engines_never_repair(tmp_path, settings):
-    url = f"file://{tmp_path}/store"
+def test_read_only_and_full_strategy_engines_never_repair(url, settings):
     with MODEL.engine(store=url) as engine:
         fill(engine)
     with MODEL.engine(store=url, **settings) as engine:
@@ -214,8 +213,7 @@ def test_engine_in_use_does_not_repair():
         engine.cache.repair_one()
 
 
-def test_a_restarted_engine_repairs_what_the_store_holds(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_a_restarted_engine_repairs_what_the_store_holds(url):
     with MODEL.engine(store=url) as engine:
         fill(engine)
     with MODEL.engine(store=url) as engine:
@@ -227,8 +225,7 @@ def test_a_restarted_engine_repairs_what_the_store_holds(tmp_path):
         assert engine.cache.num_variants == 7 and approximate(engine) == []
 
 
-def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, monkeypatch):
-    url = f"file://{tmp_path}/store"
+def test_records_of_an_older_store_still_load_but_cannot_be_repaired(url, monkeypatch):
     record_from_meta = variants_module.record_from_meta
 
     def older(meta, prompt):
@@ -246,8 +243,7 @@ def test_records_of_an_older_store_still_load_but_cannot_be_repaired(tmp_path, m
         assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
 
 
-def test_variant_with_wrong_token_ids_is_not_repaired(tmp_path, monkeypatch):
-    url = f"file://{tmp_path}/store"
+def test_variant_with_wrong_token_ids_is_not_repaired(url, monkeypatch):
     record_from_meta = variants_module.record_from_meta
 
     def wrong(meta, prompt):
@@ -263,8 +259,7 @@ def test_variant_with_wrong_token_ids_is_not_repaired(tmp_path, monkeypatch):
         assert engine.cache.num_variants == 7 and not engine.cache.repair_one()
 
 
-def test_variants_longer_than_max_model_len_are_not_repaired(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_variants_longer_than_max_model_len_are_not_repaired(url):
     with MODEL.engine(store=url) as engine:
         fill(engine)
     # 7 + 50 + 30 tokens and the one-token question fit, the third passage of 40 does not
@@ -305,54 +300,7 @@ def test_token_ids_are_dropped_with_their_variants():
             assert set(engine._variants.tokens.known()) == held and len(held) <= 10
 
 
-def test_variants_written_by_another_engine_are_usable_after_a_refresh(tmp_path):
-    url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url) as writer, MODEL.engine(store=url, read_only=True) as reader:
-        wanted = writer.generate_from_tokens(SEGMENTS, max_new_tokens=4).token_ids
-        writer.cache.flush()
-        assert reader.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse.reused_tokens == 0
-        reader.cache.refresh()
-        assert reader.cache.num_variants == 4 and reader.cache.maintenance_counts == MaintenanceCounts(adopted=4)
-        response = reader.generate_from_tokens(SEGMENTS, max_new_tokens=4)
-        assert response.token_ids == wanted and response.reuse.computed_tokens == len(SEGMENTS[-1])
-        reader.cache.refresh()
-        assert reader.cache.maintenance_counts == MaintenanceCounts(adopted=4)
-
-
-def test_variants_removed_by_another_engine_are_dropped_unless_in_memory(tmp_path):
-    url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url) as owner:
-        owner.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        owner.cache.flush()
-        with MODEL.engine(store=url) as other:
-            other.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)  # loads it into host memory
-            for meta in tuple(owner._variants):
-                owner._variants.discard(meta.variant_id)
-            other.cache.refresh()
-            assert other.cache.num_variants == 2 and other.cache.maintenance_counts == MaintenanceCounts(vanished=2)
-            report = other.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
-            assert report.failed_loads == 0 and report.reused_tokens == 7 + 40
-
-
-def test_variants_rewritten_by_another_engine_are_usable_after_a_failed_load(tmp_path):
-    url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url) as writer:
-        writer.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        writer.cache.flush()
-        with MODEL.engine(store=url) as other:
-            for meta in tuple(writer._variants):
-                writer._variants.discard(meta.variant_id)
-            wanted = writer.generate_from_tokens(SEGMENTS, max_new_tokens=3).token_ids
-            writer.cache.flush()
-            failed = other.generate_from_tokens(SEGMENTS, max_new_tokens=3)
-            assert failed.token_ids == wanted and failed.reuse.failed_loads > 0
-            again = other.generate_from_tokens(SEGMENTS, max_new_tokens=3)
-            assert again.token_ids == wanted and again.reuse.failed_loads == 0
-            assert again.reuse.computed_tokens == len(SEGMENTS[-1])
-
-
-def test_approximate_copy_of_a_variant_repaired_elsewhere_is_replaced(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_approximate_copy_of_a_variant_repaired_elsewhere_is_replaced(url):
     with MODEL.engine(store=url) as first:
         fill(first)
         first.cache.flush()
@@ -369,9 +317,8 @@ def test_approximate_copy_of_a_variant_repaired_elsewhere_is_replaced(tmp_path):
             assert all(credit in taken_over for credit in credits) and min(credits) > 0
 
 
-def test_refresh_does_not_block_requests_while_listing_the_disk(tmp_path, monkeypatch):
+def test_refresh_does_not_block_requests_while_listing_the_disk(url, monkeypatch):
     """Requests are answered while the disk is listed, however long that takes."""
-    url = f"file://{tmp_path}/store"
     with MODEL.engine(store=url) as engine:
         listing, there = threading.Event(), threading.Event()
 
@@ -394,23 +341,7 @@ def frequencies(engine):
     return {meta.variant_id: meta.frequency_reuse for meta in engine._variants}
 
 
-def test_f_r_outlives_a_restart(tmp_path):
-    url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url) as engine:
-        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        engine.generate_from_tokens(SEGMENTS[:2] + SEGMENTS[-1:], max_new_tokens=1)
-        wanted = frequencies(engine)
-        assert sorted(wanted.values()) == [0.0, 0.0, 7.0, 40.0]
-    with MODEL.engine(store=url) as engine:
-        assert frequencies(engine) == wanted
-    with MODEL.engine(store=url, max_variants=2) as engine:  # evicts the least used ones first, not the first by id
-        engine.generate_from_tokens([[], [5] * 20, [1]], max_new_tokens=1)
-        kept = [value for value in frequencies(engine).values() if value]
-        assert engine.cache.num_variants == 2 and kept == [40.0]
-
-
-def test_engines_that_share_a_store_do_not_lower_each_others_f_r(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_engines_that_share_a_store_do_not_lower_each_others_f_r(url):
     busy = MODEL.engine(store=url)
     busy.generate_from_tokens(SEGMENTS, max_new_tokens=1)
     busy.cache.flush()
@@ -424,8 +355,7 @@ def test_engines_that_share_a_store_do_not_lower_each_others_f_r(tmp_path):
 
 
 @pytest.mark.parametrize("values", [[1], {"x": 1}, "all", None, {"ID": "much"}, {"ID": -1}, {"ID": float("inf")}])
-def test_damaged_hints_lose_only_f_r(tmp_path, values):
-    url = f"file://{tmp_path}/store"
+def test_damaged_hints_lose_only_f_r(url, tmp_path, values):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         some_id = next(iter(engine._variants)).variant_id
@@ -435,8 +365,7 @@ def test_damaged_hints_lose_only_f_r(tmp_path, values):
         assert engine.cache.num_variants == 4 and set(frequencies(engine).values()) == {0.0}
 
 
-def test_a_read_only_engine_writes_no_hints(tmp_path):
-    url = f"file://{tmp_path}/store"
+def test_a_read_only_engine_writes_no_hints(url, tmp_path):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
     (file,) = tmp_path.rglob("hints.json")

@@ -66,11 +66,6 @@ def full_prefill() -> list[int]:
 
 
 @pytest.fixture
-def url(tmp_path) -> str:
-    return f"file://{tmp_path}/store"
-
-
-@pytest.fixture
 def start_file(tmp_path) -> Path:
     return tmp_path / "start"
 
@@ -195,18 +190,23 @@ def patient(monkeypatch) -> None:
     monkeypatch.setattr(sharing, "longest_shared_wait_s", lambda *_: math.inf)
 
 
-def test_request_computes_itself_after_a_bounded_wait_without_progress(url, monkeypatch, clock):
-    with (
-        MODEL.engine(store=url, share_computation=True) as engine,
-        MODEL.engine(store=url, share_computation=True) as other,
-    ):
-        warm(engine)
-        claims_of(other, SEGMENTS, monkeypatch)
-        response = answer(engine)
-        assert response.reuse.load_wait_s == pytest.approx(STORE_S + LEAST_WAIT_S, abs=0.1)
-        assert response.ttft_s > response.reuse.load_wait_s and response.reuse.plan_s < 0.01
-        assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
-        assert engine.rates.seconds_per_token < 1e-3  # waiting does not count as computing
+@pytest.fixture
+def pair(url):
+    """Two engines on one store."""
+    settings = {"store": url, "share_computation": True}
+    with MODEL.engine(**settings) as engine, MODEL.engine(**settings) as other:
+        yield engine, other
+
+
+def test_request_computes_itself_after_a_bounded_wait_without_progress(monkeypatch, clock, pair):
+    engine, other = pair
+    warm(engine)
+    claims_of(other, SEGMENTS, monkeypatch)
+    response = answer(engine)
+    assert response.reuse.load_wait_s == pytest.approx(STORE_S + LEAST_WAIT_S, abs=0.1)
+    assert response.ttft_s > response.reuse.load_wait_s and response.reuse.plan_s < 0.01
+    assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
+    assert engine.rates.seconds_per_token < 1e-3  # waiting does not count as computing
 
 
 class Winner:
@@ -249,45 +249,36 @@ def test_wait_is_extended_for_claims_that_arrive_late(monkeypatch):
 
 
 @pytest.mark.usefixtures("patient")
-def test_waiting_request_takes_over_at_once_when_claims_are_released(url, monkeypatch, clock):
-    with (
-        MODEL.engine(store=url, share_computation=True) as engine,
-        MODEL.engine(store=url, share_computation=True) as other,
-    ):
-        warm(engine)
-        claimed = claims_of(other, SEGMENTS, monkeypatch)
-        clock.on_look = lambda: clock.num_looks == 50 and other._store.claims.release(claimed)
-        response = answer(engine)
-        assert 0.5 < response.reuse.load_wait_s < 1.0
-        assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
+def test_waiting_request_takes_over_at_once_when_claims_are_released(monkeypatch, clock, pair):
+    engine, other = pair
+    warm(engine)
+    claimed = claims_of(other, SEGMENTS, monkeypatch)
+    clock.on_look = lambda: clock.num_looks == 50 and other._store.claims.release(claimed)
+    response = answer(engine)
+    assert 0.5 < response.reuse.load_wait_s < 1.0
+    assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
 
 
-def test_chunks_just_stored_by_another_process_are_found_without_waiting(url, clock):
-    with (
-        MODEL.engine(store=url, share_computation=True) as engine,
-        MODEL.engine(store=url, share_computation=True) as other,
-    ):
-        answer(other)
-        other.cache.flush()
-        report = answer(engine).reuse
-        assert report.computed_tokens == NUM_QUESTION_TOKENS and not clock.num_looks
+def test_chunks_just_stored_by_another_process_are_found_without_waiting(clock, pair):
+    engine, other = pair
+    answer(other)
+    other.cache.flush()
+    report = answer(engine).reuse
+    assert report.computed_tokens == NUM_QUESTION_TOKENS and not clock.num_looks
 
 
 @pytest.mark.usefixtures("patient")
-def test_request_waits_only_for_the_common_prefix(url, monkeypatch, clock):
-    with (
-        MODEL.engine(store=url, share_computation=True) as engine,
-        MODEL.engine(store=url, share_computation=True) as other,
-    ):
-        warm(engine)
-        claims_of(other, SEGMENTS, monkeypatch)
-        computing = threading.Thread(target=answer, args=[other])
-        clock.on_look = lambda: clock.num_looks == 20 and computing.start()
-        shared_start = [SEGMENTS[0], SEGMENTS[1], SEGMENTS[4], SEGMENTS[-1]]
-        report = answer(engine, shared_start, reuse="exact").reuse
-        computing.join(120)
-        assert report.reused_tokens >= len(SEGMENTS[0]) + len(SEGMENTS[1])
-        assert report.computed_tokens == len(SEGMENTS[4]) + NUM_QUESTION_TOKENS
+def test_request_waits_only_for_the_common_prefix(monkeypatch, clock, pair):
+    engine, other = pair
+    warm(engine)
+    claims_of(other, SEGMENTS, monkeypatch)
+    computing = threading.Thread(target=answer, args=[other])
+    clock.on_look = lambda: clock.num_looks == 20 and computing.start()
+    shared_start = [SEGMENTS[0], SEGMENTS[1], SEGMENTS[4], SEGMENTS[-1]]
+    report = answer(engine, shared_start, reuse="exact").reuse
+    computing.join(120)
+    assert report.reused_tokens >= len(SEGMENTS[0]) + len(SEGMENTS[1])
+    assert report.computed_tokens == len(SEGMENTS[4]) + NUM_QUESTION_TOKENS
 
 
 @pytest.mark.parametrize("reuse", ["bounded", "exact", "fast", "off"])
@@ -336,14 +327,11 @@ def test_claims_are_released_on_cancellation_and_device_failure(url, tmp_path, m
 
 
 @pytest.mark.usefixtures("patient")
-def test_cancellation_ends_the_wait_for_another_process(url, tmp_path, monkeypatch, clock):
-    with (
-        MODEL.engine(store=url, share_computation=True) as engine,
-        MODEL.engine(store=url, share_computation=True) as other,
-    ):
-        claims_of(other, SEGMENTS, monkeypatch)
-        assert list(engine.stream(_request(SEGMENTS), is_cancelled=lambda: clock.num_looks > 20)) == []
-        assert len(leases(tmp_path)) == 5  # those of the other process
+def test_cancellation_ends_the_wait_for_another_process(tmp_path, monkeypatch, clock, pair):
+    engine, other = pair
+    claims_of(other, SEGMENTS, monkeypatch)
+    assert list(engine.stream(_request(SEGMENTS), is_cancelled=lambda: clock.num_looks > 20)) == []
+    assert len(leases(tmp_path)) == 5  # those of the other process
 
 
 def test_unavailable_store_fails_no_request(url, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 
@@ -385,12 +384,6 @@ class TestArguments:
             scheduler.next_pack(0.0, -1, COSTS)
         with pytest.raises(ValueError, match="free_pages"):
             scheduler.next_decode(-1, COSTS)
-
-    def test_decisions_are_json(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 1, 1, 1))
-        pack = start(scheduler)
-        assert json.loads(json.dumps(dataclasses.asdict(pack)))["pieces"][0]["num_tokens"] == 1
 
 
 def test_preempted_request_resumes_before_newcomers_after_the_queue_was_empty():

@@ -81,7 +81,7 @@ def bytes_on_disk(path: Path) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
 
-def object_of(place: Any, variant_id: str, store: TieredStore, identity: StoreIdentity) -> str:
+def object_of(place: Any, variant_id: str, store: TieredStore, identity: StoreIdentity = OURS) -> str:
     """Stores a variant; returns its data object."""
     before = set(place.object_keys(identity))
     put(store, variant_id)
@@ -89,11 +89,13 @@ def object_of(place: Any, variant_id: str, store: TieredStore, identity: StoreId
     return new
 
 
-def assert_swapped_objects_are_refused(place: Any, store: TieredStore, identity: StoreIdentity) -> None:
+def assert_swapped_objects_are_refused(
+    place: Any, store: TieredStore, identity: StoreIdentity = OURS, match: str | None = None
+) -> None:
     first, second = (object_of(place, variant_id, store, identity) for variant_id in ("v", "w"))
     raw = place.read(first)
     place.write(first, place.read(second))
     place.write(second, raw)
     for variant_id in ("v", "w"):
-        with pytest.raises(ShardCorruptError):
+        with pytest.raises(ShardCorruptError, match=match):
             get(store, variant_id)

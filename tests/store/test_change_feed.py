@@ -10,10 +10,8 @@ import ccjax.store.commits
 from ccjax.store import ShardNotFoundError
 from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.index import open_index
-from ccjax.store.leases import Leases
-from ccjax.store.objects import open_root
 from tests.polling import wait_until
-from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, make_record, open_store, put, record_file
+from tests.store.kv import OTHERS, assert_same_bytes, get, make_kv, make_record, open_store, put, record_file
 
 
 @pytest.fixture
@@ -21,14 +19,6 @@ def open_at(tmp_path):
     """`open_at(index)` opens the store as another process would, with that index or without one."""
     with contextlib.ExitStack() as stores:
         yield lambda index, **options: stores.enter_context(open_store(tmp_path / "kv", index=index, **options))
-
-
-@pytest.fixture
-def index_url(request, index_url):
-    """Namespaces are those of the model, so each test needs its own index."""
-    if index_url.startswith("redis"):
-        request.getfixturevalue("common_redis").run("FLUSHALL")
-    return index_url
 
 
 @pytest.fixture
@@ -324,11 +314,6 @@ def test_changes_of_another_models_variants_are_not_received(open_one, monkeypat
     assert theirs.change_feed.counts.num_applied == 0 and theirs.tier_of("v") is None
 
 
-def test_index_without_a_store_is_rejected():
-    with pytest.raises(ValueError, match="store_index: wanted a store"):
-        open_store(None, index="sqlite:///tmp/never.db")
-
-
 # -- an index that is away -------------------------------------------------------------------------------------------
 
 
@@ -422,9 +407,3 @@ def test_the_last_commits_are_announced_before_closing(open_one):
         ours = stack.enter_context(contextlib.closing(open_one()))
         ours.complete_store(ours.prepare_store(make_record("v")), make_kv("v"))
     came(theirs, "v")
-
-
-def test_index_and_root_leases_are_independent(open_one, tmp_path):
-    ours = open_one()
-    assert Leases(open_root((tmp_path / "kv").as_uri()), OURS).acquire(["v"], 60)
-    assert ours.claims.taken(["v"]) == frozenset() and ours.claims.claim(["v"], 60) == ("v",)

@@ -13,12 +13,14 @@ from tests.store.kv import (
     OURS,
     SPEC,
     assert_same_bytes,
+    assert_swapped_objects_are_refused,
     bytes_on_disk,
     get,
     make_kv,
     make_record,
     namespace_of,
     object_files,
+    object_of,
     open_store,
     put,
     record_file,
@@ -33,26 +35,27 @@ def store(place):
         yield store
 
 
-def object_of(place: Place, variant_id: str, store) -> str:
-    """Stores a variant and returns the key of its data object."""
-    before = set(place.object_keys())
-    put(store, variant_id)
-    (new,) = set(place.object_keys()) - before
-    return new
+@pytest.fixture(params=[("auto", "none"), ("auto", "zstd"), ("int8", "none"), ("fp8", "zstd")], ids="-".join)
+def any_format(request, place):
+    kv_dtype, compression = request.param
+    with open_store(place.url, host_bytes=0, kv_dtype=kv_dtype, compression=compression) as store:
+        yield store
 
 
-def test_every_flipped_byte_of_an_object_is_found(place, store, stride):
-    key = object_of(place, "v", store)
-    sound = place.read(key)
-    # Over a network, only a few of each kind (data, checksums, index).
-    positions = range(0, len(sound), stride(5) if place.kind == "file" else 97)
-    for position in positions:
+def test_every_flipped_byte_of_an_object_is_found(place, any_format, stride):
+    """Each with a new store: after damage in one layer, reads of the others may still be in progress when the next byte
+    is flipped, and they do not reread the object's index (objects never change)."""
+    key = object_of(place, "v", any_format)
+    sound, whole = place.read(key), get(any_format, "v")
+    # Over a network, only a few of each kind (data, scales, checksums, index).
+    for position in range(0, len(sound), stride(11) if place.kind == "file" else 97):
         place.flip(key, position, 1 << position % 8)
-        with pytest.raises(ShardCorruptError, match="variant v"):
-            get(store, "v")
+        with open_store(place.url, host_bytes=0) as store:
+            with pytest.raises(ShardCorruptError, match="variant v"):
+                get(store, "v")
+            assert store.usage()["disk"].corrupt == 1
         place.write(key, sound)
-    assert_same_bytes(get(store, "v"), make_kv("v"))
-    assert store.usage()["disk"].corrupt == len(positions)
+    assert_same_bytes(get(any_format, "v"), whole)
 
 
 def test_damage_in_one_layer_spares_layers_read_before(place, store):
@@ -66,12 +69,12 @@ def test_damage_in_one_layer_spares_layers_read_before(place, store):
     assert store.complete_load(ticket) == {} and store.usage()["disk"].corrupt == 1
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, 900, -1])
-def test_truncated_object_is_corrupt(place, store, keep):
-    key = object_of(place, "v", store)
+@pytest.mark.parametrize("keep", [0, 1, 100, -100, -1])
+def test_truncated_object_is_corrupt(place, any_format, keep):
+    key = object_of(place, "v", any_format)
     place.write(key, place.read(key)[:keep])
     with pytest.raises(ShardCorruptError):
-        get(store, "v")
+        get(any_format, "v")
 
 
 def test_deleted_object_is_corrupt(place, store):
@@ -96,14 +99,8 @@ def test_zeroed_object_is_corrupt(place, store):
         get(store, "v")
 
 
-def test_swapped_objects_of_two_variants_are_corrupt(place, store):
-    first, second = object_of(place, "v", store), object_of(place, "w", store)
-    raw = place.read(first)
-    place.write(first, place.read(second))
-    place.write(second, raw)
-    for variant_id in ("v", "w"):
-        with pytest.raises(ShardCorruptError, match="not the one that the record commits"):
-            get(store, variant_id)
+def test_swapped_objects_of_two_variants_are_corrupt(place, any_format):
+    assert_swapped_objects_are_refused(place, any_format, match="not the one that the record commits")
 
 
 def test_swapped_layers_of_one_object_are_corrupt(place, store):

@@ -350,50 +350,6 @@ def test_invalid_format_options_are_rejected_before_creating_anything(tmp_path, 
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-def object_of(place: Place, variant_id: str, store: TieredStore) -> str:
-    before = set(place.object_keys())
-    put(store, variant_id, 6)
-    (new,) = set(place.object_keys()) - before
-    return new
-
-
-@pytest.fixture(params=[("int8", "none"), ("fp8", "zstd"), ("auto", "zstd")], ids=str)
-def coded(request, place):
-    with open_store(place.url, host_bytes=0, **options(*request.param)) as store:
-        yield store
-
-
-def test_every_flipped_byte_of_codes_scales_and_index_is_found(place, coded, stride):
-    """Each with a new store: after damage in one layer, reads of the others may still be in progress when the next byte
-    is flipped, and they do not reread the object's index (objects never change)."""
-    key = object_of(place, "v", coded)
-    sound, whole = place.read(key), get(coded, "v")
-    for position in range(0, len(sound), stride(11) if place.kind == "file" else 97):
-        place.flip(key, position, 1 << position % 8)
-        with open_store(place.url, host_bytes=0) as store, pytest.raises(ShardCorruptError, match="variant v"):
-            get(store, "v")
-        place.write(key, sound)
-    assert_same_bytes(get(coded, "v"), whole)
-
-
-def test_swapped_objects_are_corrupt(place, coded):
-    first, second = object_of(place, "v", coded), object_of(place, "w", coded)
-    raw = place.read(first)
-    place.write(first, place.read(second))
-    place.write(second, raw)
-    for variant_id in ("v", "w"):
-        with pytest.raises(ShardCorruptError, match="not the one that the record commits"):
-            get(coded, variant_id)
-
-
-@pytest.mark.parametrize("keep", [0, 1, 100, -1])
-def test_truncated_object_is_corrupt(place, coded, keep):
-    key = object_of(place, "v", coded)
-    place.write(key, place.read(key)[:keep])
-    with pytest.raises(ShardCorruptError):
-        get(coded, "v")
-
-
 def test_scales_of_another_layer_are_detected_despite_valid_checksums(tmp_path):
     """zarr's own checksums would accept them; the record's do not."""
     with open_store(tmp_path, host_bytes=0, **options("int8")) as store:
