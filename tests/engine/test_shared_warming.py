@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ccjax.cache.capture import capture_variants, context_deviations
+from ccjax.cache.shared import warming
 from ccjax.engine import Engine, EngineConfig
 from ccjax.errors import ReadOnlyError, RequestError
 from ccjax.loading.model import load_model
@@ -27,6 +28,11 @@ ANNA, BOB, CARLA, DINO = (
 @pytest.fixture(scope="module")
 def model():
     return load_model("demo", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def claims_that_do_not_expire(monkeypatch):
+    monkeypatch.setattr(warming, "LEAST_CLAIM_S", 3600.0)
 
 
 @pytest.fixture

@@ -191,6 +191,12 @@ def patient(monkeypatch) -> None:
 
 
 @pytest.fixture
+def long_claims(monkeypatch) -> None:
+    """Claims do not expire, however slow the machine is; an expired one is not deleted when it is released."""
+    monkeypatch.setattr(sharing, "claim_s", lambda *_: 3600.0)
+
+
+@pytest.fixture
 def pair(url):
     """Two engines on one store."""
     settings = {"store": url, "share_computation": True}
@@ -281,6 +287,7 @@ def test_request_waits_only_for_the_common_prefix(monkeypatch, clock, pair):
     assert report.computed_tokens == len(SEGMENTS[4]) + NUM_QUESTION_TOKENS
 
 
+@pytest.mark.usefixtures("long_claims")
 @pytest.mark.parametrize("reuse", ["bounded", "exact", "fast", "off"])
 def test_claims_are_released_when_the_request_ends(url, tmp_path, reuse):
     with MODEL.engine(store=url, share_computation=True) as engine:
@@ -290,6 +297,7 @@ def test_claims_are_released_when_the_request_ends(url, tmp_path, reuse):
         assert leases(tmp_path) == []
 
 
+@pytest.mark.usefixtures("long_claims")
 def test_claims_of_chunks_without_room_are_released_too(url, tmp_path):
     with MODEL.engine(store=url, share_computation=True, host_cache_bytes=1, disk_cache_bytes=1) as engine:
         answer(engine)
@@ -305,6 +313,7 @@ def test_variants_are_stored_before_the_rest_of_the_answer_is_decoded(url):
         stream.close()
 
 
+@pytest.mark.usefixtures("long_claims")
 def test_claims_are_released_on_cancellation_and_device_failure(url, tmp_path, monkeypatch):
     with MODEL.engine(store=url, share_computation=True) as engine:
         seen: list[int] = []

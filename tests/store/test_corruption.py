@@ -361,7 +361,7 @@ def test_refresh_during_an_eviction_keeps_the_budget_correct(place):
     assert "v" not in tier and tier.budget.used_bytes == 0 == place.num_bytes()
 
 
-def test_variant_that_cannot_be_deleted_stays_unless_condemned(tmp_path):
+def test_variant_that_cannot_be_deleted_stays_unless_covered(tmp_path):
     tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
     tier.write(make_record("v"), make_kv("v"))
     record_file(tmp_path, "v").unlink()
