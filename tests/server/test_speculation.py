@@ -165,7 +165,7 @@ def test_request_refused_after_the_search_cancels_its_speculation(
         raise RequestError("messages", "wanted something else")
 
     monkeypatch.setattr(staged.engine, "submit", submit)
-    monkeypatch.setattr(staged.engine, "validate", refuse)
+    monkeypatch.setattr(staged.engine, "assemble", refuse)
     searching(staged, monkeypatch, lambda final: iter([final]))
     with pytest.raises(openai.BadRequestError, match="wanted something else"):
         ask(staged, QUESTION)

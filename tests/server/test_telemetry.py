@@ -118,7 +118,7 @@ def test_refusals_and_disconnects_are_logged(server: Server, lines) -> None:
 
 
 def test_failure_before_the_answer_is_logged_once(server: Server, lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.engine, "validate", lambda request: 1 / 0)
+    monkeypatch.setattr(server.engine, "assemble", lambda request: 1 / 0)
     assert ask(server).status_code == 500
     (record,) = lines(1)
     assert (record.outcome, record.status) == ("internal_error", 500)
@@ -275,7 +275,7 @@ def test_refused_and_failed_requests_are_spans_too(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "library")
     with start_server(ServerSettings(otlp_traces_endpoint=collector.url)) as server:
         assert ask(server, model="another").status_code == 404
-        monkeypatch.setattr(server.engine, "validate", lambda request: 1 / 0)
+        monkeypatch.setattr(server.engine, "assemble", lambda request: 1 / 0)
         assert ask(server).status_code == 500
     refused, failed = collector.spans
     assert attributes(refused)["error.type"] == "model_not_found" and refused.status.code == Status.STATUS_CODE_UNSET

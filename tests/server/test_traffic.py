@@ -161,7 +161,7 @@ def test_a_failing_engine_is_a_500_and_the_next_request_is_served(
     failed = ("ccjax_request_errors_total", "internal_error")
     before = metrics(server).get(failed, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(server.service.backend.worker, "_start", failing)
+        patch.setattr(server.engine, "submit", failing)
         whole = patience.post(url, json=body("Who?"))
         assert whole.status_code == 500 and whole.json()["error"]["code"] == "internal_error"
         assert whole.json()["error"]["type"] == "server_error" and "secret" not in whole.text
