@@ -115,6 +115,9 @@ evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the defaul
 	  --resume build/default.jsonl --markdown docs/quality.md --title "What the default costs in answers" $(ARGS)
 	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 20 --cached alone seen \
 	  --resume build/rules.jsonl --markdown docs/quality.md --append --title "The published rules" $(ARGS)
+	$(BIN)/ccjax evaluate --model smollm2 --questions "$$CCJAX_TEST_DATA/qa/rag_top5_musique.jsonl" --limit 200 \
+	  --ways default --cached prepared idle \
+	  --resume build/musique.jsonl --markdown docs/quality.md --append --title "The default over MuSiQue" $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ import pytest
 
 from ccjax.engine import Engine, EngineConfig, Request
 from ccjax.engine.divergence import kl_divergence
+from ccjax.loading.calibration import read_calibration, shipped_path
 from ccjax.loading.model import load_model
 from ccjax.requests import SamplingParams
 from ccjax.types import Document
@@ -54,6 +55,18 @@ def shallow(model):
     """The model's first layers, which already have the sink; takes a third of the time."""
     params = dataclasses.replace(model.params, layers=model.params.layers[:NUM_SHALLOW])
     return dataclasses.replace(model, config=dataclasses.replace(model.config, num_layers=NUM_SHALLOW), params=params)
+
+
+def test_report_states_the_bound_that_the_shipped_calibration_measured(model):
+    calibration = read_calibration(shipped_path(model.fingerprint))
+    (trial,) = calibration.trials["auto"]
+    assert calibration.model == model.fingerprint and trial.num_answers >= 100 and trial.recompute_ratio is None
+    with Engine(model, EngineConfig(max_model_len=1024)) as engine:
+        engine.documents.warm(PASSAGES[:2])
+        found = engine.generate(QUESTIONS[0], PASSAGES[:2], max_new_tokens=1).reuse
+    assert not found.exact and not found.calibrated  # so 15 % stay the limit
+    assert any(one.framed for one in found.per_document)
+    assert (found.quality_target, found.quality_bound) == (calibration.target, calibration.bound("auto", trial))
 
 
 def metas(engine):

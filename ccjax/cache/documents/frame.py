@@ -1,7 +1,7 @@
 """The frame: fixed passages that prepared passages are computed behind.
 
 KV of a passage computed directly behind the instructions is inaccurate behind other passages, because its tokens act as
-the beginning of a text. Behind a fixed, unrelated text of about 300 tokens they do not. That text is the same for all
+the beginning of a text. Behind a fixed, unrelated text of some 230 tokens they do not. That text is the same for all
 tenants, so no tenant's passages influence another one's KV.
 """
 
