@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -243,7 +244,7 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
             setting = f"alpha {trial.alpha:g}" if trial.recompute_ratio is None else f"{trial.recompute_ratio:.0%}"
             setting = setting if trial.max_deviation is None else f"deviations above {trial.max_deviation:g}"
             setting += "" if trial.focus_window is None else f", focus cut ({trial.focus_rule}, {trial.focus_window})"
-            bound = calibration.bound(name, trial)
+            bound = math.floor(1000 * calibration.bound(name, trial)) / 1000  # rounded up it would promise too much
             cells = f"{trial.computed_share:.1%}", f"{trial.num_kept} of {trial.num_answers}", f"{bound:.1%}"
             table.add_row(setting, *cells, "chosen" if trial == chosen else "")
         console.print(table)

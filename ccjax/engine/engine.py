@@ -195,7 +195,7 @@ class Engine:
             self._store,
             self.rates,
             self._builder,
-            lambda request: self._assemble(request, answer=False),
+            lambda request: self.assemble(request, answer=False),
             self._exclusive,
             max_model_len=limit,
         )
@@ -319,20 +319,29 @@ class Engine:
         """
         return self.assemble(request).num_tokens
 
-    def assemble(self, request: Request) -> Prompt:
+    def assemble(self, request: Request, *, answer: bool = True) -> Prompt:
         """Checks a request without running it and returns its tokenized prompt, for `submit`.
+
+        Args:
+          answer: the prompt must leave room for an answer.
 
         Raises:
           RequestError, ContextLengthError: as `run`.
         """
-        return self._assemble(request)
+        return assemble(
+            request,
+            self._builder,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model_config.vocab_size,
+            answer=answer,
+        )
 
     def preload(self, request: Request) -> Preload:
         """Starts reading what the request will probably reuse from disk, while other requests run; returns at once.
         Close the returned object once the request has its first token or is abandoned."""
         contract = self._submission.contract(request)
         return self._preloader.add(
-            lambda: self._planner.would_load(self._assemble(request), contract.mode, contract.settings)
+            lambda: self._planner.would_load(self.assemble(request), contract.mode, contract.settings)
         )
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
@@ -347,7 +356,7 @@ class Engine:
           OverloadError: when the iterator is first advanced.
         """
         started = time.perf_counter()
-        prompt = self._assemble(request)
+        prompt = self.assemble(request)
         return self._submission.stream(request, prompt, time.perf_counter() - started, is_cancelled)
 
     def submit(
@@ -373,7 +382,7 @@ class Engine:
           RuntimeError: the engine is closed.
         """
         started = time.perf_counter()
-        prompt = prompt or self._assemble(request)
+        prompt = prompt or self.assemble(request)
         return self._submission.submit(request, prompt, time.perf_counter() - started, emit, on_start, is_cancelled)
 
     @contextlib.contextmanager
@@ -395,7 +404,7 @@ class Engine:
         if len(token_ids) == 0:
             raise RequestError("token_ids", "wanted at least one token")
         sampling = SamplingParams(max_new_tokens=None)
-        prompt = self._assemble(Request(segments=[(), token_ids], sampling=sampling), answer=False)
+        prompt = self.assemble(Request(segments=[(), token_ids], sampling=sampling), answer=False)
         prompt = dataclasses.replace(prompt, max_new_tokens=1)
         logits = self._background.run(prompt, "off", num_logits=len(token_ids), is_urgent=True).prompt_logits
         assert logits is not None
@@ -467,12 +476,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _assemble(self, request: Request, *, answer: bool = True) -> Prompt:
-        return assemble(
-            request,
-            self._builder,
-            max_model_len=self.max_model_len,
-            vocab_size=self.model_config.vocab_size,
-            answer=answer,
-        )

@@ -172,7 +172,7 @@ def test_front_and_replicas_use_the_same_chunk_ids_for_each_tenant(servers, tiny
             request_id="r",
             cache_salt=salt_of(salt or "", found),
         )
-        chunks = engine._assemble(request).chunks
+        chunks = engine.assemble(request).chunks
         named[key] = {chunk.chunk_id for chunk in chunks}
         told = {chunk_id for chunk_id, _ in replicas.prompts[-1].chunks}
         assert told == (named[key] - {chunks[0].chunk_id} if found is not None else set())

@@ -45,7 +45,7 @@ def logits(moved: bool, ratio: float = 0.0):
     settings = {"strategy": "cachecraft", "focus_window": None, "recompute_ratio": ratio}
     with MODEL.engine(max_model_len=512, fixes_positions=moved, **settings) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
-        prompt = engine._assemble(Request(segments=SHUFFLED))
+        prompt = engine.assemble(Request(segments=SHUFFLED))
         plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
         response = engine.run(Request(segments=SHUFFLED, sampling=SamplingParams(1, first_logits=True)))
     assert response.first_logits is not None
@@ -80,7 +80,7 @@ def test_h2o_recomputes_the_tokens_that_received_most_attention():
     with MODEL.engine(max_model_len=512, strategy="h2o", recompute_ratio=0.2) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
         metas = {meta.num_tokens: meta for meta in engine._variants}
-        prompt = engine._assemble(Request(segments=SHUFFLED))
+        prompt = engine.assemble(Request(segments=SHUFFLED))
         plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
         report = engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse
     assert report.recomputed_tokens == 8 + 6 + 4

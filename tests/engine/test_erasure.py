@@ -128,7 +128,7 @@ def test_unread_records_of_an_erased_document_are_never_used(start, url, tmp_pat
     for path, data in kept.items():  # as if another process had stored it again, unaware of the erasure
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    chunk_ids = [chunk.chunk_id for chunk in late._assemble(request_of(CARLA, ANNA, BOB)).chunks]
+    chunk_ids = [chunk.chunk_id for chunk in late.assemble(request_of(CARLA, ANNA, BOB)).chunks]
 
     def found(look) -> set:
         return {meta.variant_id for metas in look(chunk_ids).values() for meta in metas}

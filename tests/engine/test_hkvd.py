@@ -144,7 +144,7 @@ def test_plan_driven_by_deviations_has_no_focus_cut_and_fixed_pieces():
     for strategy, is_divisible in (("cacheblend", False), ("cachecraft", True)):
         with model.engine(strategy=strategy, max_model_len=512, recompute_ratio=0.2, focus_window=3) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
-            prompt = engine._assemble(Request(segments=permuted(segments, [2, 1, 0])))
+            prompt = engine.assemble(Request(segments=permuted(segments, [2, 1, 0])))
             plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
             assert dataclasses.replace(plan, focus_window=None).is_divisible == is_divisible
             assert (plan.focus_window is None) != is_divisible

@@ -63,7 +63,12 @@ def test_report_states_the_bound_that_the_shipped_calibration_measured(model):
     assert calibration.model == model.fingerprint and trial.num_answers >= 100 and trial.recompute_ratio is None
     with Engine(model, EngineConfig(max_model_len=1024)) as engine:
         engine.documents.warm(PASSAGES[:2])
-        found = engine.generate(QUESTIONS[0], PASSAGES[:2], max_new_tokens=1).reuse
+        found, below, above = (
+            engine.generate(QUESTIONS[0], PASSAGES[:2], max_new_tokens=1, quality_target=target).reuse
+            for target in (None, 0.919, 0.92)
+        )
+    assert not below.exact and below.calibrated and found.recomputed_tokens > 0
+    assert above.exact
     assert not found.exact and not found.calibrated  # so 15 % stay the limit
     assert any(one.framed for one in found.per_document)
     assert (found.quality_target, found.quality_bound) == (calibration.target, calibration.bound("auto", trial))

@@ -46,7 +46,7 @@ class Batch:
     def begin(self, segments, reuse="bounded", answered=()):
         """The request with its plan, pages and loads; `answered`: tokens that it drew before it was preempted."""
         engine, stack = self.engine, contextlib.ExitStack()
-        prompt = engine._assemble(Request(segments=segments, sampling=SAMPLING, reuse=reuse))
+        prompt = engine.assemble(Request(segments=segments, sampling=SAMPLING, reuse=reuse))
         plan = engine._planner.plan(prompt, reuse, engine._planner.usable(prompt) if reuse != "off" else {})
         ticket = engine._store.prepare_load(plan.pin)
         assert not ticket.missing

@@ -192,7 +192,7 @@ def test_time_before_queueing_counts_towards_the_timeout(narrow: Server, monkeyp
 
 
 def test_prompt_is_tokenized_once_and_not_on_the_event_loop(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assemble, calls = narrow.engine._assemble, []
+    assemble, calls = narrow.engine.assemble, []
 
     def noted(*args: Any, **options: Any) -> Any:
         with pytest.raises(RuntimeError, match="no running event loop"):
@@ -200,7 +200,7 @@ def test_prompt_is_tokenized_once_and_not_on_the_event_loop(narrow: Server, monk
         calls.append(args)
         return assemble(*args, **options)
 
-    monkeypatch.setattr(narrow.engine, "_assemble", noted)
+    monkeypatch.setattr(narrow.engine, "assemble", noted)
     assert ask(narrow).status_code == 200
     assert len(calls) == 1
 
