@@ -6,8 +6,9 @@ next size to compile.
 
 from __future__ import annotations
 
+import collections
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from ccjax.runner.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
@@ -38,11 +39,39 @@ class CompiledSizes:
 
     # -- which size to take ------------------------------------------------------------------------------------
 
-    def pack(self, num_rows: int, num_slots: int, num_segments: int) -> tuple[int, int, int]:
-        """(rows, context slots, columns of the mass output) of a pack; `num_segments` is 0 without masses."""
-        columns = segment_bucket(num_segments) if num_segments else 0
-        rows, slots, columns = self._take("pack", (token_bucket(num_rows), slot_bucket(num_slots), columns))
-        return rows, slots, columns
+    def pack(self, rows_by_layer: Sequence[int], num_slots: int, num_segments: int) -> tuple[int, int, int]:
+        """(rows of the first layer, context slots, columns of the mass output) of a pack.
+
+        All layers have the same slots and columns, so a substitute is chosen by the rows that run there in all layers
+        together: where only large sizes are compiled, a prompt gains nothing by dropping rows.
+
+        Args:
+          rows_by_layer: rows of each layer, as far as known before the first one runs.
+          num_segments: 0 without masses.
+        """
+        slots, columns = slot_bucket(num_slots), segment_bucket(num_segments) if num_segments else 0
+        layers = collections.Counter(token_bucket(count) for count in rows_by_layer)
+        first, most = token_bucket(rows_by_layer[0]), max(layers)
+        naturals = [(rows, slots, columns) for rows in layers]
+        with self._lock:
+            compiled = self._compiled.get("pack", set())
+            if not self._substitutes or compiled.issuperset(naturals):
+                return first, slots, columns
+            rows_at: dict[tuple[int, int], list[int]] = {}
+            for count, *where in compiled:
+                if where[0] >= slots and where[1] >= columns:
+                    rows_at.setdefault((where[0], where[1]), []).append(count)
+            options = []
+            for where, counts in rows_at.items():
+                if max(counts) >= most:
+                    substitute = {rows: min(count for count in counts if count >= rows) for rows in layers}
+                    total = sum(substitute[rows] * num_layers for rows, num_layers in layers.items())
+                    options.append((total, *where, substitute[first]))
+            if not options:
+                return first, slots, columns
+            self._want("pack", naturals)
+            _, slots, columns, rows = min(options)
+            return rows, slots, columns
 
     def rows(self, num_rows: int, slots: int, columns: int) -> int:
         """Rows of a pack after some were dropped; the other numbers stay as `pack` returned them."""
@@ -120,7 +149,13 @@ class CompiledSizes:
             ]
             if not large_enough:
                 return natural
-            if (kind, natural) not in self._given_up:
-                self._wanted[kind, natural] = None
+            self._want(kind, [natural])
             # Rows and requests come first in a size: each extra one is computed, unused slots and entries are not read.
             return min(large_enough)
+
+    def _want(self, kind: Kind, sizes: Iterable[tuple[int, ...]]) -> None:
+        """Compiles these sizes next, except those that are compiled or cannot be."""
+        compiled = self._compiled.get(kind, set())
+        for size in sizes:
+            if size not in compiled and (kind, size) not in self._given_up:
+                self._wanted[kind, size] = None

@@ -104,6 +104,13 @@ class PrefillJob:
         counts = self.plan.hkvd_counts_by_layer
         return layer > 0 and bool(counts) and counts[layer] < counts[layer - 1]
 
+    def num_rows(self, layer: int, begun: np.ndarray) -> int:
+        """Number of rows of a piece, begun with these offsets, that run through a layer after the choice by
+        deviation."""
+        counts, num_candidates = self.plan.hkvd_counts_by_layer, int(self._is_candidate[begun].sum())
+        chosen = -(-counts[layer] * num_candidates // counts[0]) if counts else 0
+        return len(begun) - num_candidates + chosen
+
     def most_deviating(self, layer: int, begun: np.ndarray, offsets: np.ndarray, deviations: np.ndarray) -> np.ndarray:
         """Chooses the rows of a piece that run through this layer and the following ones.
 
@@ -112,9 +119,8 @@ class PrefillJob:
           offsets: offsets of its current rows.
           deviations: [rows], the distance between the KV that the layer would compute for them and the stored KV.
         """
-        counts = self.plan.hkvd_counts_by_layer
         candidates = np.flatnonzero(self._is_candidate[offsets])
-        wanted = -(-counts[layer] * int(self._is_candidate[begun].sum()) // counts[0])
+        wanted = self.num_rows(layer, begun) - int((~self._is_candidate[begun]).sum())
         chosen = most_deviating(deviations[candidates].tolist(), min(wanted, len(candidates)))
         stays = ~self._is_candidate[offsets]
         stays[candidates[list(chosen)]] = True

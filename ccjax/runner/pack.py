@@ -83,7 +83,7 @@ class Pack:
         parts = list(zip(pieces, lengths, strict=True))
         most_segments = max(len(piece.job.plan.segments) for piece in pieces) if with_mass else 0
         self._num_rows, self._num_slots, self._num_segments = model.sizes.pack(
-            sum(len(piece.offsets) for piece in pieces), sum(lengths), most_segments
+            self._expected_rows(), sum(lengths), most_segments
         )
 
         def context(values: Sequence[np.ndarray], fill: int) -> np.ndarray:
@@ -188,6 +188,11 @@ class Pack:
         return [job for job, _ in done], self._logits(np.asarray([end for _, end in done], np.int32))
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _expected_rows(self) -> list[int]:
+        """Rows of each layer; the focus cut and failures may drop more."""
+        layers = range(self._model.config.num_layers)
+        return [sum(piece.job.num_rows(layer, piece.offsets) for piece in self._pieces) for layer in layers]
 
     def _keep_logits(self) -> None:
         """Adds the logits of the tokens of this pack to the outcomes of the jobs that want them (`num_logits`)."""

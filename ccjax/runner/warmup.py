@@ -60,6 +60,7 @@ class StepCompiler:
     ) -> None:
         self._model, self._pool, self._sizes = model, pool, sizes
         self._with_deviation, self._with_tier = with_deviation, with_tier
+        self._rows: set[int] = set()
 
     @property
     def is_apart(self) -> bool:
@@ -96,6 +97,7 @@ class StepCompiler:
             self._compile_ends(num_rows)
             if self._with_deviation:
                 _compile_deviation(self._model, self._pool, num_rows)
+                self._compile_choices(num_rows)
         elif kind == "decode":
             batch, num_entries = size
             _compile_decode(self._model, self._pool, (batch, num_entries))
@@ -126,6 +128,14 @@ class StepCompiler:
         x = embed_step(self._model.top, self._model.put(np.zeros(num_rows, np.int32)))
         for count in self._sizes.ends():
             jax.block_until_ready(select_step(x, self._model.put(np.zeros(count, np.int32))))
+
+    def _compile_choices(self, num_rows: int) -> None:
+        """Compiles the steps that drop rows, between packs of this size and of those compiled so far."""
+        self._rows.add(num_rows)  # before it is read, so that none of two sizes compiled at once misses the other
+        for other in self._rows.copy():
+            more, fewer = max(other, num_rows), min(other, num_rows)
+            x = embed_step(self._model.top, self._model.put(np.zeros(more, np.int32)))
+            jax.block_until_ready(select_step(x, self._model.put(np.zeros(fewer, np.int32))))
 
     def _compile_logits(self, batch: int) -> None:
         """Compiles the steps after the last layer: logits and sampling."""

@@ -54,6 +54,8 @@ def measure(
         responses: dict[State, list[Response]] = {state: [] for state in states}
         peer_s, count = [], 0
         with _engines(model, states, documents) as engines:
+            if not arguments.quick:  # it would take half of its minute
+                engines["empty"].warmup()  # all engines share the compiled steps
             progress.advance(task)
             for _ in range(repetitions + 1):
                 order = rng.sample(documents, len(documents))

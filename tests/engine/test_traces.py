@@ -48,14 +48,11 @@ def test_warm_up_leaves_nothing_to_compile(strategy, num_layers):
         engine.warmup(lambda stage, done, total: seen.append((stage, done, total)))
         assert len(seen) > len(engine._sizes.packs()) + len(engine._sizes.decodes())
         assert seen == [("compile", done, len(seen)) for done in range(1, len(seen) + 1)]
-        before, chosen = compilations().count, steps.select_step._cache_size()
+        before = compilations().count
         segments = draw_segments(random, [30, 24, 36])
         for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 0, 2]):
             engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3)
-        # The rows that remain after dropping by deviation are not known in advance.
-        selections = steps.select_step._cache_size() - chosen
-        assert compilations().count - before == selections
-        assert (selections > 0) == (strategy == "cacheblend" or num_layers == 14)
+        assert compilations().count == before
 
 
 @pytest.mark.parametrize("bucket", [token_bucket, slot_bucket, segment_bucket])

@@ -25,8 +25,8 @@ def compiled(*keys) -> CompiledSizes:
 
 def test_without_substitution_each_step_uses_its_natural_size():
     sizes = compiled(("pack", 1024, 2048, 16), ("decode", 32, 1024), ("batch", 8), ("write", 1024))
-    assert sizes.pack(100, 300, 5) == (token_bucket(100), slot_bucket(300), segment_bucket(5)) == (128, 512, 16)
-    assert sizes.pack(100, 300, 0) == (128, 512, 0)
+    assert sizes.pack([100], 300, 5) == (token_bucket(100), slot_bucket(300), segment_bucket(5)) == (128, 512, 16)
+    assert sizes.pack([100], 300, 0) == (128, 512, 0)
     assert sizes.rows(33, 2048, 16) == 64
     assert sizes.decode(3, 40) == (batch_bucket(3), entry_bucket(40)) == (4, 64)
     assert (sizes.batch(2), sizes.write(10)) == (2, 16)
@@ -47,15 +47,15 @@ def test_smallest_compiled_size_is_used_and_the_natural_size_requested():
     )
     sizes.substitute([("pack", (32, 256, 16)), ("pack", (256, 2048, 16))])
     assert (sizes.num_left, sizes.next()) == (1, ("pack", (32, 256, 16)))  # the other one is compiled
-    assert sizes.pack(100, 300, 5) == (256, 2048, 16)
+    assert sizes.pack([100], 300, 5) == (256, 2048, 16)
     assert sizes.next() == ("pack", (128, 512, 16)) and sizes.num_left == 2
-    assert sizes.pack(100, 5000, 5) == (256, 8192, 16)
+    assert sizes.pack([100], 5000, 5) == (256, 8192, 16)
     assert sizes.decode(3, 40) == (8, 1024)
     assert (sizes.batch(2), sizes.batch(1), sizes.write(10)) == (8, 8, 512)
     assert sizes.num_left == 7  # each once, however often it is asked for
-    assert sizes.pack(100, 300, 5) == (256, 2048, 16) and sizes.num_left == 7
-    assert sizes.pack(1024, 8192, 5) == (1024, 8192, 16)  # nothing is large enough: as it is
-    assert sizes.pack(100, 300, 20) == (128, 512, 64)
+    assert sizes.pack([100], 300, 5) == (256, 2048, 16) and sizes.num_left == 7
+    assert sizes.pack([1024], 8192, 5) == (1024, 8192, 16)  # nothing is large enough: as it is
+    assert sizes.pack([100], 300, 20) == (128, 512, 64)
     assert sizes.batch(9) == 16 and sizes.num_left == 7
 
 
@@ -65,6 +65,18 @@ def test_remaining_rows_of_a_pack_keep_its_slots_and_columns():
     assert sizes.rows(20, 2048, 16) == 128 and sizes.next() == ("pack", (32, 2048, 16))
     assert sizes.rows(20, 2048, 64) == 64
     assert sizes.rows(20, 4096, 16) == 32 and sizes.num_left == 2
+
+
+def test_pack_that_drops_rows_runs_at_slots_where_small_sizes_are_compiled():
+    sizes = compiled(("pack", 768, 1024, 16), ("pack", 832, 2048, 16), ("pack", 128, 2048, 16), ("pack", 32, 8192, 16))
+    sizes.substitute(())
+    assert sizes.pack([768, 768, 768], 900, 5) == (768, 1024, 16) and sizes.next() is None  # no row is dropped
+    assert sizes.pack([768, 100, 90], 900, 5) == (832, 2048, 16)
+    wanted = [("pack", (128, 1024, 16)), ("pack", (96, 1024, 16))]
+    for key in wanted:
+        assert sizes.next() == key
+        sizes.note(*key)
+    assert sizes.next() is None and sizes.pack([768, 100, 90], 900, 5) == (768, 1024, 16)
 
 
 def test_newly_compiled_size_is_used_and_no_longer_pending():
@@ -95,12 +107,13 @@ def test_a_size_that_cannot_be_compiled_is_never_asked_for_again():
 )
 def test_pack_uses_a_compiled_size_that_fits_if_there_is_one(numbers, wanted):
     sizes = CompiledSizes()
-    known = {sizes.pack(*one) for one in numbers}
+    known = {sizes.pack([rows], slots, segments) for rows, slots, segments in numbers}
     for size in known:
         sizes.note("pack", size)
-    natural = sizes.pack(*wanted)
+    rows, *where = wanted
+    natural = sizes.pack([rows], *where)
     sizes.substitute(())
-    taken = sizes.pack(*wanted)
+    taken = sizes.pack([rows], *where)
     large_enough = {size for size in known if all(map(int.__ge__, size, natural))}
     assert taken == min(large_enough, default=natural)
     assert all(map(int.__ge__, taken, (*wanted[:2], wanted[2])))
@@ -112,7 +125,7 @@ def test_compiled_sizes_can_be_used_by_several_threads_at_once():
     sizes.substitute(())
 
     def ask(number: int) -> bool:
-        rows, slots, columns = sizes.pack(1 + number % 700, 1 + 3 * number % 4000, 3)
+        rows, slots, columns = sizes.pack([1 + number % 700], 1 + 3 * number % 4000, 3)
         if number % 3 == 0 and (key := sizes.next()) is not None:
             sizes.note(*key)
         return rows >= 1 + number % 700 and slots >= 1 + 3 * number % 4000 and columns == 16

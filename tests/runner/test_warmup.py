@@ -35,7 +35,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 def taken(engine: Engine) -> tuple[list, list]:
     """Sizes of packs and decode steps that requests take now."""
     sizes = engine._compiled
-    return [sizes.pack(count, 100, 3) for count in (9, 60, 140)], [sizes.decode(count, 20) for count in (1, 3)]
+    return [sizes.pack([count], 100, 3) for count in (9, 60, 140)], [sizes.decode(count, 20) for count in (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,19 @@ def test_padded_sizes_give_the_same_answers_and_compile_nothing(width, tier):
         assert answers(engine) == wanted
         assert compilations().count == before  # nobody waited for any of them
         assert engine._compiled.next() is None
+
+
+def test_prompt_that_drops_rows_compiles_nothing():
+    """Deviations choose the rows, so their numbers are met in the middle of a prefill."""
+    tiny = model(120)
+    with tiny.engine(**FEW, strategy="cacheblend") as engine:
+        engine.warmup(only_first=True)
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
+        before, few = compilations().count, 0
+        for order in ([2, 1, 0, 3], [1, 2, 3], [2, 3]):
+            reuse = engine.generate_from_tokens(permuted(SEGMENTS, order), max_new_tokens=1, reuse="bounded").reuse
+            few += reuse.computed_share < 0.9
+        assert few > 0 and compilations().count == before
 
 
 def test_request_is_answered_during_background_compilation(monkeypatch):
