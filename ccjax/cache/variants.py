@@ -338,6 +338,8 @@ class VariantIndex:
     def _in_place_of_approximate(self, meta: VariantMeta) -> VariantMeta:
         if not self.replaces_approximate(meta):
             return meta
+        # Removed before the exact one is stored, which needs its room. If no tier takes that one, both are gone, which
+        # costs a computation but no correctness.
         twin = self._by_id[_twin_id(meta, "approx")]
         self._placement.inherit(twin.variant_id, meta.variant_id)
         self.discard(twin.variant_id)

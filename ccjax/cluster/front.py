@@ -24,7 +24,7 @@ from ccjax.cluster.prompts import PromptReader, Seen
 from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, NoLiveReplicaError, ReplicaWait
 from ccjax.policy.routing import PromptSummary
 from ccjax.server.admin import bearer_token
-from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.errors import ApiError, as_api_error, shutting_down
 from ccjax.server.keys import Keys
 from ccjax.server.openai_format import DONE, event
 from ccjax.server.page import page_app
@@ -142,7 +142,7 @@ class Front:
         elif path == b"/ready":
             await self._ready(send)
         elif self._is_draining:
-            await _refuse(send, _shutting_down())
+            await _refuse(send, shutting_down())
         elif self._page is not None and scope["method"] in ("GET", "HEAD") and _is_of_page(path):
             await self._page(scope, receive, send)
         else:
@@ -216,11 +216,11 @@ class Front:
 
     async def _forward(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: ReplicaWait) -> None:
         try:
-            error = _shutting_down() if self._is_closing else await self._answer(call, prompt, reply, patience)
+            error = shutting_down() if self._is_closing else await self._answer(call, prompt, reply, patience)
         except asyncio.CancelledError:
             if not self._is_closing:  # the client is gone
                 raise
-            error = _shutting_down()
+            error = shutting_down()
         except Exception as unforeseen:
             logger.exception("a request failed")
             error = as_api_error(unforeseen)
@@ -366,7 +366,3 @@ def _lost(message: str) -> ApiError:
 
 def _no_replica(message: str) -> ApiError:
     return ApiError(503, f"{message}; try again", code="no_replica", headers={"Retry-After": "1"})
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="not_ready", headers={"Retry-After": "1"})

@@ -21,12 +21,12 @@ from ccjax.engine import Response as Answer
 from ccjax.errors import RequestError
 from ccjax.server.admin import ADMIN_BODIES, admin_routes, bearer_token
 from ccjax.server.body import add_schemas, describe, json_body
-from ccjax.server.errors import ApiError, as_api_error
+from ccjax.server.errors import ApiError, as_api_error, field_names
 from ccjax.server.keys import KeyRing
 from ccjax.server.openai_format import DONE, Formatter, Kind, event
 from ccjax.server.page import add_page, live_routes
 from ccjax.server.schemas import ChatBody, CompletionBody, Generation, TokenizeBody
-from ccjax.server.service import Service, renamed
+from ccjax.server.service import Service
 from ccjax.server.telemetry import RequestTelemetry
 from ccjax.server.trace_format import trace_json
 from ccjax.server.worker import Job, JobCancelledError
@@ -167,7 +167,7 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
             shows_reuse=service.settings.shows_reuse,
         )
         deltas = job.deltas()
-        with renamed(body.argument_names()):
+        with field_names(body.argument_names()):
             # A stream starts with the first token, so that any earlier failure has a status code of its own.
             first = await anext(deltas)
             if body.stream:

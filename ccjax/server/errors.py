@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from ccjax.errors import (
     RequestError,
     UnknownDocumentError,
 )
+from ccjax.server.idle_thread import QueueFullError, WorkerClosedError
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 _REFUSALS: dict[type[RequestError], tuple[int, str]] = {
@@ -103,3 +105,33 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
         code = _CODES.get(error.status_code)
         return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def shutting_down() -> ApiError:
+    """The refusal of a server, or of a cluster's front, that is shutting down."""
+    return ApiError(503, "the server is shutting down", code="not_ready", headers={"Retry-After": "1"})
+
+
+@contextlib.contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Turns the engine's refusals into `ApiError`s that name the fields of the API.
+
+    Args:
+      names: engine argument -> field of the API, if they differ.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise as_api_error(error, names) from error
+
+
+@contextlib.contextmanager
+def refusals_of_worker() -> Iterator[None]:
+    """Turns the worker's refusals into `ApiError`s."""
+    try:
+        yield
+    except QueueFullError:
+        message = "too many cache operations are queued already; try again later"
+        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
+    except WorkerClosedError:
+        raise shutting_down() from None

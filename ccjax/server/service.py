@@ -6,7 +6,6 @@ Searches, tokenization and calls of the engine run in threads, not on the event 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import hmac
@@ -14,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ccjax
@@ -23,8 +22,10 @@ from ccjax.engine import Engine, Request
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import DeadlineError, RequestError
 from ccjax.retrieval import Retriever
-from ccjax.server.errors import ApiError, as_api_error
-from ccjax.server.idle_thread import IdleWork, QueueFullError, WorkerClosedError
+from ccjax.server.backend import Backend
+from ccjax.server.errors import ApiError, field_names, refusals_of_worker, shutting_down
+from ccjax.server.fresh import keep_fresh
+from ccjax.server.idle_thread import IdleWork, WorkerClosedError
 from ccjax.server.keys import Key, Keys, salt_of
 from ccjax.server.live import LiveCounts
 from ccjax.server.metrics import ServerMetrics
@@ -44,22 +45,7 @@ _EVENED_OUT = 1.25
 """Evened-out answers are delayed to this multiple of the usual time to compute their prompt: most computed ones are
 ready by then, too."""
 
-_ORDER_EVERY_S = 0.1
-"""Interval between checks for requests that wait long; without a shared index a check does nothing."""
-
 Result = TypeVar("Result")
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """The components that answer requests, once loaded."""
-
-    engine: Engine
-    worker: EngineWorker
-    retriever: Retriever | None
-    model: str
-    warm_jobs: WarmJobs
-    preparation: DocumentPreparation | None
 
 
 class Service:
@@ -129,7 +115,7 @@ class Service:
         with self._lock:
             backend = self._backend
         if backend is not None:
-            backend.worker.break_off(_shutting_down())
+            backend.worker.break_off(shutting_down())
 
     @property
     def is_drained(self) -> bool:
@@ -206,7 +192,7 @@ class Service:
         arrived_s = time.perf_counter() - waited_s
         backend = self.backend
         if backend.worker.is_closed:
-            raise _shutting_down()
+            raise shutting_down()
         salt = self._check_access(body, key)
         flow = key.tenant if key is not None and key.tenant else body.flow
         backend.engine.check_queue_limit(flow)  # before the costly part; `submit` checks again
@@ -228,13 +214,13 @@ class Service:
                 max_pending=self.settings.max_prefill_bs,
             )
         try:
-            with renamed(body.argument_names()), backend.worker.thread.paused():
+            with field_names(body.argument_names()), backend.worker.thread.paused():
                 documents = await self._documents(backend, body, begun, passages)
                 found_s = time.perf_counter()
                 request = request_of(documents)
                 prompt = await asyncio.to_thread(backend.engine.assemble, request)
                 ticket.charge(prompt.num_tokens)
-                with _taking():
+                with refusals_of_worker():
                     start = functools.partial(backend.engine.submit, prompt=prompt) if begun is None else begun.start
                     job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=ticket.leave)
                 job.arrived_s, job.found_s = arrived_s, found_s
@@ -256,7 +242,7 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: wanted exactly one of prompt and messages", param="prompt")
         tokens = None
-        with renamed({"prompt": "messages"}):
+        with field_names({"prompt": "messages"}):
             if body.messages is not None:
                 count = await asyncio.to_thread(
                     engine.validate, Request(messages=body.messages, documents=body.own_documents())
@@ -274,13 +260,13 @@ class Service:
           ApiError: the server is not ready, is shutting down, has a full queue, or the store did not answer.
         """
         backend = self.backend
-        with _taking():
+        with refusals_of_worker():
             future = backend.worker.thread.call(lambda: function(backend.engine))
         try:
             # Shielded: an accepted operation is carried out even if the client does not wait for it.
             return await asyncio.shield(asyncio.wrap_future(future))
         except WorkerClosedError:
-            raise _shutting_down() from None
+            raise shutting_down() from None
         except OSError as error:
             raise ApiError(503, f"the store does not answer: {error}", code="store_unavailable") from error
 
@@ -304,7 +290,7 @@ class Service:
             backend.engine.documents.begin_warming, system_prompt=body.system_prompt, cache_salt=salt
         )
         warming = await asyncio.to_thread(begin, documents)
-        with _taking():
+        with refusals_of_worker():
             job = backend.warm_jobs.add(warming, backend.worker, at_once=body.at_once)
         if job is None:
             message = f"wanted at most {MOST_JOBS} warm jobs at a time, as many as already exist; try again later"
@@ -339,24 +325,8 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def keep_fresh(self) -> None:
-        """Refreshes changed documents every `refresh_interval_s` and the store every `store_refresh_interval_s`, and
-        checks for long waits, until cancelled."""
-        await asyncio.gather(
-            self._repeat(self.settings.refresh_interval_s, _refresh_documents),
-            self._repeat(self.settings.store_refresh_interval_s or None, _refresh_store),
-            self._repeat(_ORDER_EVERY_S, _place_orders),
-        )
-
-    async def _repeat(self, interval_s: float | None, look: Callable[[Backend], None]) -> None:
-        while interval_s is not None:
-            await asyncio.sleep(interval_s)
-            if self._backend is None:
-                continue
-            try:
-                await asyncio.to_thread(look, self._backend)
-            except Exception:
-                if not self._closed:
-                    logger.exception("looking for changes failed; nothing was changed")
+        """Looks for changed documents, for changes of the store and for requests that wait long, until cancelled."""
+        await keep_fresh(self.settings, lambda: self._backend)
 
     def _end(self, job: Job) -> None:
         self.metrics.end(job)
@@ -423,36 +393,6 @@ def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation 
     )
 
 
-def _refresh_documents(backend: Backend) -> None:
-    if own_documents.refresh(backend.retriever, backend.engine, backend.worker) and backend.preparation is not None:
-        backend.preparation.restart()
-        backend.worker.thread.call(lambda: None)  # wakes it up
-
-
-def _place_orders(backend: Backend) -> None:
-    backend.engine.orders.place()
-
-
-def _refresh_store(backend: Backend) -> None:
-    backend.engine.cache.refresh()
-
-
-@contextlib.contextmanager
-def _taking() -> Iterator[None]:
-    """Turns the worker's refusals into `ApiError`s."""
-    try:
-        yield
-    except QueueFullError:
-        message = "too many cache operations are queued already; try again later"
-        raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"}) from None
-    except WorkerClosedError:
-        raise _shutting_down() from None
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", code="not_ready", headers={"Retry-After": "1"})
-
-
 def _what_is_left(request: Request, arrived_s: float) -> Request:
     """The request with its remaining time as `timeout_s`."""
     if request.timeout_s is None:
@@ -461,15 +401,6 @@ def _what_is_left(request: Request, arrived_s: float) -> Request:
     if left_s <= 0.0:
         raise DeadlineError("timeout_s: no time was left when the prompt was ready")
     return dataclasses.replace(request, timeout_s=left_s)
-
-
-@contextlib.contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Turns the engine's refusals into `ApiError`s that name the fields of the API."""
-    try:
-        yield
-    except RequestError as error:
-        raise as_api_error(error, names) from error
 
 
 def _encode(engine: Engine, prompt: str, add_special_tokens: bool) -> list[int]:
