@@ -104,24 +104,22 @@ class PrefillJob:
         counts = self.plan.hkvd_counts_by_layer
         return layer > 0 and bool(counts) and counts[layer] < counts[layer - 1]
 
-    def num_rows(self, layer: int, begun: np.ndarray) -> int:
-        """Number of rows of a piece, begun with these offsets, that run through a layer after the choice by
-        deviation."""
-        counts, num_candidates = self.plan.hkvd_counts_by_layer, int(self._is_candidate[begun].sum())
+    def num_rows(self, layer: int, offsets: np.ndarray) -> int:
+        """Expected number of rows of a piece, at these offsets before layer 0, that run through a layer."""
+        counts, num_candidates = self.plan.hkvd_counts_by_layer, int(self._is_candidate[offsets].sum())
         chosen = -(-counts[layer] * num_candidates // counts[0]) if counts else 0
-        return len(begun) - num_candidates + chosen
+        return len(offsets) - num_candidates + chosen
 
-    def most_deviating(self, layer: int, begun: np.ndarray, offsets: np.ndarray, deviations: np.ndarray) -> np.ndarray:
-        """Chooses the rows of a piece that run through this layer and the following ones.
+    def most_deviating(self, layer: int, offsets: np.ndarray, deviations: np.ndarray) -> np.ndarray:
+        """Chooses the rows that run through this layer and the following ones.
 
         Args:
-          begun: offsets that the piece began with; the share of its candidates that is kept equals that of the prompt.
-          offsets: offsets of its current rows.
+          offsets: offsets of all current rows of the prompt.
           deviations: [rows], the distance between the KV that the layer would compute for them and the stored KV.
         """
         candidates = np.flatnonzero(self._is_candidate[offsets])
-        wanted = self.num_rows(layer, begun) - int((~self._is_candidate[begun]).sum())
-        chosen = most_deviating(deviations[candidates].tolist(), min(wanted, len(candidates)))
+        wanted = min(self.plan.hkvd_counts_by_layer[layer], len(candidates))
+        chosen = most_deviating(deviations[candidates].tolist(), wanted)
         stays = ~self._is_candidate[offsets]
         stays[candidates[list(chosen)]] = True
         if not any(self.filters(earlier) for earlier in range(layer)):
@@ -130,32 +128,32 @@ class PrefillJob:
                 self.result.recomputed_tokens_of[index] -= int((self.segment_of[offsets[~stays]] == index).sum())
         return np.flatnonzero(stays)
 
-    def add_layer(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> np.ndarray | None:
-        """Adds the output of a layer; returns the rows to keep if CacheCraft alg. 1 has just dropped others, else
-        None."""
+    def add_layer(self, rows: LayerRows, *, is_last_piece: bool, num_layers: int) -> bool:
+        """Adds the output of a layer; returns True if CacheCraft alg. 1 decides the focus with it, so that only
+        `focused_rows` run through the next one."""
         self.result.computed_token_layers += len(rows.offsets)
         if self.collect:
             self.result.layers.append(rows)
         if not (is_last_piece and self.watches_focus) or rows.mass is None:
-            return None
+            return False
         # The policy reads one layer late: while it processes the previous layer, the device computes this one.
         rows.mass.copy_to_host_async()
         self._pending.append(rows)
         if len(self._pending) < 2 or rows.layer + 1 == num_layers:
-            return None
+            return False
         window, rule = self.plan.focus_window, self.plan.focus_rule
         assert window is not None
         stats = question_stats(self.plan, self._pending.popleft())
         self._focus = observe(self._focus, stats, window=window, rule=rule)
         self.result.focused = self._focus.decided
-        if self._focus.decided is None:
-            return None
+        return self._focus.decided is not None
+
+    def focused_rows(self, layer: int, offsets: np.ndarray) -> np.ndarray:
+        """Indices of the rows, at these offsets, that stay after `layer`, the one that decided the focus."""
+        assert self._focus.decided is not None
         dropped = unfocused(self.plan, self._focus.decided)
-        kept = rows_outside(self.plan, rows.offsets, dropped)
-        self.result.partly_recomputed = frozenset(
-            index for index in dropped if np.isin(self.segment_of[rows.offsets], index).any()
-        )
-        if len(kept) == len(rows.offsets):
-            return None
-        self.result.focus_cut_layer = rows.layer + 1
-        return kept
+        cut = frozenset(index for index in dropped if np.isin(self.segment_of[offsets], index).any())
+        if cut:
+            self.result.partly_recomputed |= cut
+            self.result.focus_cut_layer = layer + 1
+        return rows_outside(self.plan, offsets, dropped)

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from ccjax.models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step, write_rows_step
+from ccjax.models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
 from ccjax.models.lockstep import fetch
+from ccjax.runner.context_loader import ContextLoader
 from ccjax.runner.device_model import DeviceModel
-from ccjax.runner.job import Contexts, PrefillJob
+from ccjax.runner.job import PrefillJob
 from ccjax.runner.plan_rows import LayerRows, padded_to, without_sink
 from ccjax.runner.pool import DevicePool
 
@@ -41,14 +42,6 @@ class Piece:
         return self.last == len(self.job.offsets)
 
 
-class JobFailedError(Exception):
-    """A job of a pack cannot continue; `__cause__` is the reason."""
-
-    def __init__(self, job: PrefillJob) -> None:
-        super().__init__()
-        self.job = job
-
-
 class Pack:
     """Pieces that run together: call `run_layer` for each layer, then `logits`.
 
@@ -58,26 +51,41 @@ class Pack:
     Attributes:
       layer: the next layer to run.
       has_new_sizes: whether a step ran at a size for the first time, so that its time may include a compilation.
+      num_rows_run: sum over the layers that ran of their computed tokens.
     """
 
     def __init__(
-        self, model: DeviceModel, pool: DevicePool, pieces: Sequence[Piece], *, with_mass: bool = True
+        self,
+        model: DeviceModel,
+        pool: DevicePool,
+        pieces: Sequence[Piece],
+        *,
+        with_mass: bool = True,
+        loads: bool = True,
+        layer: int = 0,
+        hidden: np.ndarray | None = None,
     ) -> None:
         """
         Args:
           with_mass: compute the masses that capture and CacheCraft alg. 1 need, even if no job of the pack needs them:
             making this depend on the jobs would double the number of compiled sizes.
+          loads: write the reused KV of prompts whose first piece is among these to their pages; else the caller does.
+          layer: the first layer to run.
+          hidden: [N, D], the hidden states of the pieces' tokens before it; None before layer 0.
         """
         self._model = model
         self._pool = pool
         self._pieces = list(pieces)
         for number, piece in enumerate(pieces):
             piece.number = number
-        self.layer = 0
+        self.layer = layer
         self.has_new_sizes = False
-        self._num_rows_run = 0
-        self._filled: set[PrefillJob] = set()
-        self._loaded_slots: dict[PrefillJob, jax.Array] = {}
+        self.num_rows_run = 0
+        self._loader_of = {
+            piece: ContextLoader(model, pool, piece.job, piece.job.contexts)
+            for piece in pieces
+            if piece.first == 0 and piece.job.contexts is not None and loads
+        }
         # A piece attends to no slot after its last token, so the context ends there.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
         parts = list(zip(pieces, lengths, strict=True))
@@ -97,18 +105,26 @@ class Pack:
         self._slots, self._k_pos, self._k_request, self._k_segment = model.put((slots, k_pos, k_request, k_segment))
         self._k_rotation = self._rotation(self._k_pos)
         self._set_rows()
-        token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])
-        self._x = embed_step(model.top, model.put(padded_to(token_ids, self._num_rows, 0)))
+        if hidden is None:
+            token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])
+            self._x = embed_step(model.top, model.put(padded_to(token_ids, self._num_rows, 0)))
+        else:
+            self._x = model.put(np.pad(hidden, ((0, self._num_rows - len(hidden)), (0, 0))))
 
     @property
     def num_computed(self) -> int:
         """Number of computed tokens, averaged over the layers of the model."""
-        return round(self._num_rows_run / self._model.config.num_layers)
+        return round(self.num_rows_run / self._model.config.num_layers)
 
     @property
     def hidden(self) -> jax.Array:
         """[N, D], the hidden states after the layers that ran so far."""
         return self._x
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """The pieces that still run."""
+        return self._pieces
 
     @property
     def is_done(self) -> bool:
@@ -117,7 +133,7 @@ class Pack:
 
     def is_ready(self) -> bool:
         """True if the next layer would not wait for a load."""
-        return all(contexts.is_ready(self.layer) for _, contexts in self._loading())
+        return all(loader.is_ready(self.layer) for loader in self._loaders())
 
     def wait(self) -> None:
         """Waits until the device has run the launched layers."""
@@ -125,22 +141,21 @@ class Pack:
 
     def drop(self, job: PrefillJob) -> None:
         """Removes a job; none of its pages is written from now on."""
-        if any(piece.job is job for piece in self._pieces):
-            others = [piece for piece in self._pieces if piece.job is not job]
-            self._keep({piece: np.arange(len(piece.offsets)) for piece in others})
+        self.keep({piece: np.arange(len(piece.offsets)) for piece in self._pieces if piece.job is not job})
 
-    def run_layer(self) -> None:
-        """Launches the next layer; returns before the device is done.
+    def run_layer(self, *, chooses: bool = True) -> None:
+        """Launches the next layer; returns before the device is done, unless tokens are to be chosen by deviation.
+
+        Args:
+          chooses: False if the caller has chosen those that run through it.
 
         Raises:
           JobFailedError: the reused KV of a job could not be loaded; after `drop` of that job, the layer can be run.
         """
-        for job, contexts in self._loading():
-            if job not in self._filled:  # already filled if another job failed in this layer
-                self._fill(job, contexts)
-                self._filled.add(job)
-        self._filled.clear()
-        self._filter()
+        for loader in self._loaders():
+            loader.write(self.layer)
+        if chooses:
+            self._choose()
         out = self._pool.update(
             self.layer,
             lambda k_pages, v_pages: paged_layer_step(
@@ -166,16 +181,17 @@ class Pack:
         self._x = out.x
         size = (self._num_rows, self._num_slots, self._num_segments)
         self.has_new_sizes |= self._model.sizes.note("pack", size)
-        self._num_rows_run += sum(len(piece.offsets) for piece in self._pieces)
+        self.num_rows_run += sum(len(piece.offsets) for piece in self._pieces)
         kept, first = {}, 0
         for piece in self._pieces:
             rows = LayerRows(self.layer, piece.offsets, first, out.k, out.v, out.mass, out.self_mass)
             first += len(piece.offsets)
-            stays = piece.job.add_layer(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
-            kept[piece] = np.arange(len(piece.offsets)) if stays is None else stays
+            decides = piece.job.add_layer(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
+            kept[piece] = (
+                piece.job.focused_rows(self.layer, piece.offsets) if decides else np.arange(len(piece.offsets))
+            )
         self.layer += 1
-        if any(len(kept[piece]) < len(piece.offsets) for piece in self._pieces):
-            self._keep(kept)
+        self.keep(kept)
 
     def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
         """Returns the jobs whose prompt is complete, and the logits `[B, V]`, float32, of their last tokens, B padded;
@@ -186,6 +202,41 @@ class Pack:
         if not done:
             return [], None
         return [job for job, _ in done], self._logits(np.asarray([end for _, end in done], np.int32))
+
+    def deviations(self) -> np.ndarray:
+        """[rows] float32, for each row the distance between the KV that the next layer computes for it and the one in
+        its slot; waits for the device."""
+        deviations = self._pool.read(
+            self.layer,
+            lambda k_pages, v_pages: deviation_step(
+                self._model.params.layers[self.layer],
+                self._x,
+                k_pages,
+                v_pages,
+                self._q_slot,
+                config=self._model.config,
+            ),
+        )
+        return fetch(deviations)[: sum(len(piece.offsets) for piece in self._pieces)]
+
+    def keep(self, kept: Mapping[Piece, np.ndarray]) -> None:
+        """Continues with the pieces in `kept` only, and with the given rows of each."""
+        if all(piece in kept and len(kept[piece]) == len(piece.offsets) for piece in self._pieces):
+            return
+        rows, first = [], 0
+        for piece in self._pieces:
+            if piece in kept:
+                rows.append(first + kept[piece])
+            first += len(piece.offsets)
+        for piece, stays in kept.items():
+            piece.offsets = piece.offsets[stays]
+        self._pieces = [piece for piece in self._pieces if piece in kept]
+        if self._pieces:
+            num_rows = sum(len(piece.offsets) for piece in self._pieces)
+            self._num_rows = self._model.sizes.rows(num_rows, self._num_slots, self._num_segments)
+            self._set_rows()
+            values = np.concatenate(rows)
+            self._x = select_step(self._x, self._model.put(padded_to(values, self._num_rows, int(values[-1]))))
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -214,61 +265,24 @@ class Pack:
         sizes.note("batch", (size,))
         return logits
 
-    def _loading(self) -> list[tuple[PrefillJob, Contexts]]:
-        """The jobs whose first piece is in this pack and that load reused KV, with the source of that KV."""
-        first = [piece.job for piece in self._pieces if piece.first == 0]
-        return [(job, job.contexts) for job in first if job.contexts is not None]
+    def _loaders(self) -> list[ContextLoader]:
+        return [loader for piece, loader in self._loader_of.items() if piece in self._pieces]
 
-    def _fill(self, job: PrefillJob, contexts: Contexts) -> None:
-        """Writes the loaded KV of the next layer to the pages of the request."""
-        try:
-            k, v = contexts.take(self.layer)
-        except Exception as error:
-            raise JobFailedError(job) from error
-        if job not in self._loaded_slots:
-            self._loaded_slots[job] = self._model.put(self._slots_to_load(job, len(k)))
-        slots, mesh = self._loaded_slots[job], self._model.mesh
-        self._pool.update(
-            self.layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, k, v, mesh=mesh)
-        )
-
-    def _slots_to_load(self, job: PrefillJob, num_slots: int) -> np.ndarray:
-        """For each slot of a job's context, the pool slot that its loaded row is written to, or `pool.num_slots`."""
-        from_pages, slots = job.pages.slots, np.full(num_slots, self._pool.num_slots, np.int32)
-        for index, segment in enumerate(job.plan.segments):
-            if segment.action == "reuse" and index not in job.pages.shared:
-                where = slice(segment.start, segment.start + segment.num_tokens)
-                slots[where] = from_pages[where]
-        return slots
-
-    def _filter(self) -> None:
+    def _choose(self) -> None:
         """Drops candidate rows whose stored KV deviates little from the computed one; waits for the device if there are
         candidates."""
         choosing = [piece for piece in self._pieces if piece.job.filters(self.layer)]
         if not choosing:
             return
-        deviations = fetch(
-            self._pool.read(
-                self.layer,
-                lambda k_pages, v_pages: deviation_step(
-                    self._model.params.layers[self.layer],
-                    self._x,
-                    k_pages,
-                    v_pages,
-                    self._q_slot,
-                    config=self._model.config,
-                ),
-            )
-        )
+        deviations = self.deviations()
         kept, first = {}, 0
         for piece in self._pieces:
             rows = slice(first, first + len(piece.offsets))
             first = rows.stop
             kept[piece] = np.arange(len(piece.offsets))
             if piece in choosing:
-                begun = piece.job.offsets[piece.first : piece.last]
-                kept[piece] = piece.job.most_deviating(self.layer, begun, piece.offsets, deviations[rows])
-        self._keep(kept)
+                kept[piece] = piece.job.most_deviating(self.layer, piece.offsets, deviations[rows])
+        self.keep(kept)
 
     def _set_rows(self) -> None:
         """Sets the inputs that describe the rows; padding rows repeat the last row and are not written."""
@@ -286,20 +300,3 @@ class Pack:
 
     def _rotation(self, positions: jax.Array) -> jax.Array:
         return rotation_step(positions, config=self._model.config, mesh=self._model.mesh)
-
-    def _keep(self, kept: Mapping[Piece, np.ndarray]) -> None:
-        """Continues with the pieces in `kept` only, and with the given rows of each."""
-        rows, first = [], 0
-        for piece in self._pieces:
-            if piece in kept:
-                rows.append(first + kept[piece])
-            first += len(piece.offsets)
-        for piece, stays in kept.items():
-            piece.offsets = piece.offsets[stays]
-        self._pieces = [piece for piece in self._pieces if piece in kept]
-        if self._pieces:
-            num_rows = sum(len(piece.offsets) for piece in self._pieces)
-            self._num_rows = self._model.sizes.rows(num_rows, self._num_slots, self._num_segments)
-            self._set_rows()
-            values = np.concatenate(rows)
-            self._x = select_step(self._x, self._model.put(padded_to(values, self._num_rows, int(values[-1]))))

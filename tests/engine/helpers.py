@@ -18,9 +18,10 @@ from ccjax.engine import Engine, EngineConfig
 from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.params import Params, build_params
+from ccjax.runner.context_loader import JobFailedError
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import Contexts, PrefillJob
-from ccjax.runner.pack import JobFailedError, Pack, Piece
+from ccjax.runner.pack import Pack, Piece
 from ccjax.runner.pages import RequestPages
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool

@@ -1,18 +1,20 @@
 """CacheBlend's choice by deviation, layer by layer, against the slow float64 oracle; and its report."""
 
+import concurrent.futures
 import dataclasses
 
 import numpy as np
 import pytest
 
 from ccjax.cache.snapshot.cache import kv_spec_of
-from ccjax.engine import Request
+from ccjax.engine import Request, SamplingParams
 from ccjax.policy.scheduling import SequenceWork
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
 from ccjax.runner.pack import Pack, Piece
 from ccjax.runner.pages import RequestPages
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool
+from ccjax.runner.split_prompt import SplitPrompt
 from tests.engine.helpers import TOLERANCE, Memory, TinyModel, draw_segments, loader, permuted, selective_oracle
 from tests.engine.test_selective import MODEL, World, computed_offsets
 
@@ -26,18 +28,19 @@ def blended(world):
     return dataclasses.replace(plan, hkvd_counts_by_layer=COUNTS)
 
 
-def run(world, plan, *, mutate=lambda kv: kv, cuts=()):
-    """Logits of the last token, and the job; packs end at `cuts` of the computed tokens."""
+def run(world, plan, *, mutate=lambda kv: kv, max_rows=None):
+    """Logits of the last token, and the job; in one pack, or split into packs of at most `max_rows`."""
     pool = DevicePool(SPEC, SPEC.num_bytes(40 * PAGE_TOKENS))
     model = DeviceModel(MODEL.loaded.params, MODEL.config)
     ticket = Memory(lambda variant, first, last: mutate(world.read_layers(variant, first, last)))
     with loader(model, plan, ticket) as contexts:
         job = PrefillJob(world.prompt, plan, RequestPages(pool, plan, {}), contexts=contexts)
-        ends = [*cuts, len(job.offsets)]
-        for first, last in zip([0, *ends], ends, strict=False):
-            pack = Pack(model, pool, [Piece(job, first, last)])
-            while not pack.is_done:
-                pack.run_layer()
+        if max_rows is None:
+            pack = Pack(model, pool, [Piece(job, 0, len(job.offsets))])
+        else:
+            pack = SplitPrompt(model, pool, job, max_rows=max_rows)
+        while not pack.is_done:
+            pack.run_layer()
         return np.asarray(pack.logits()[1])[0], job
 
 
@@ -89,13 +92,19 @@ def test_recomputing_all_candidates_equals_full_recompute():
     assert job.result.recomputed_tokens_of == {1: 33, 3: 20, 4: 37, 5: 51}
 
 
-def test_each_piece_of_a_prefill_recomputes_its_share():
-    world = World(seed=5)
+@pytest.mark.parametrize("max_rows", [16, 50, 100, 173])
+def test_tokens_of_a_prompt_longer_than_a_pack_are_chosen_among_all_of_it(max_rows):
+    """174 tokens begin, 93 continue after the first choice; at 16 a pack, six of eleven packs are left, at 100 one."""
+    world = World(seed=3)
     plan = blended(world)
-    _, job = run(world, plan, cuts=(100,))
-    candidates = 33 + 20 + 22  # 25 of the first 100 computed tokens are of the computed chunk
-    shares = [-(-count * candidates // 141) + -(-count * (141 - candidates) // 141) for count in COUNTS]
-    assert job.result.computed_token_layers == sum(shares) + 5 * (25 + 8)
+    wanted, rows = oracle(world, plan)
+    got, job = run(world, plan, max_rows=max_rows)
+    np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
+    assert job.result.computed_token_layers == sum(map(len, rows))
+    segment_of = job.segment_of[rows[1]]
+    assert job.result.recomputed_tokens_of == {index: int((segment_of == index).sum()) for index in (1, 3, 4, 5)}
+    kept = np.setdiff1d(job.offsets, np.concatenate(job.result.not_recomputed))
+    np.testing.assert_array_equal(kept, rows[1])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
@@ -119,6 +128,34 @@ def test_engine_reports_the_tokens_it_recomputed(ratio):
     assert report.computed_share == pytest.approx(layers / (9 * report.prompt_tokens), abs=0.02)
     assert again.reuse.recomputed_tokens == report.recomputed_tokens, "a blended chunk is not kept"
     assert sum(one.recomputed_tokens for one in report.per_document) == report.recomputed_tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "cacheblend", "recompute_ratio": 0.3},
+        {"strategy": "cachecraft", "recompute_ratio": 0.6, "focus_window": 1},
+    ],
+    ids=str,
+)
+def test_prompt_longer_than_a_pack_gives_the_same_answer_and_report(settings):
+    """Both rules drop tokens on the way. Another request is answered meanwhile."""
+    model = TinyModel(seed=2, num_hidden_layers=9)
+    segments = draw_segments(np.random.default_rng(0), [60, 50, 70, 40])
+    shuffled, other = permuted(segments, [3, 2, 1, 0]), [segments[0], segments[-1]]
+    seen = []
+    for most in (1024, 48):
+        with model.engine(max_model_len=512, max_num_batched_tokens=most, **settings) as engine:
+            engine.generate_from_tokens(segments, max_new_tokens=1, reuse="exact")
+            asked = [Request(segments=prompt, sampling=SamplingParams(24)) for prompt in (other, shuffled)]
+            with concurrent.futures.ThreadPoolExecutor(2) as threads:
+                seen.append(list(threads.map(engine.run, asked)))
+    (other_whole, whole), (other_split, split) = seen
+    assert other_split.token_ids == other_whole.token_ids and split.token_ids == whole.token_ids
+    wanted, got = dataclasses.asdict(whole.reuse), dataclasses.asdict(split.reuse)
+    assert all(wanted[name] == got[name] for name in wanted if not name.endswith("_s"))
+    assert whole.reuse.recomputed_tokens > 0
+    assert (whole.reuse.focus_cut_layer is not None) == ("focus_window" in settings)
 
 
 def test_recompute_share_is_what_loading_time_hides(monkeypatch):

@@ -213,7 +213,8 @@ class SimulatedEngine:
             job.num_pages = job.work.pages_with(len(job.token_times_s), self.settings.page_tokens)
         assert self.free_pages >= 0, "next_pack drew pages that are not free"
         self._drop_prompts()
-        assert sum(piece.num_tokens for piece in pack.pieces) <= self.settings.max_num_batched_tokens
+        is_short = sum(piece.num_tokens for piece in pack.pieces) <= self.settings.max_num_batched_tokens
+        assert is_short or [self.jobs[piece.sequence_id].work.is_divisible for piece in pack.pieces] == [False]
         contexts = [self.jobs[piece.sequence_id].context_tokens for piece in pack.pieces]
         assert sum(contexts) <= self._most_context or len(contexts) == 1
         assert len({piece.sequence_id for piece in pack.pieces}) == len(pack.pieces)
@@ -232,10 +233,9 @@ class SimulatedEngine:
     def _check_order(self, pack, pinned):
         """Asserts that the pack has as much work as possible, in order of importance. `pinned` is the state before the
         pack: a chunk that several newly admitted requests read was counted for each."""
-        spare = self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces)
+        spare = max(0, self.settings.max_num_batched_tokens - sum(piece.num_tokens for piece in pack.pieces))
         completed = {piece.sequence_id for piece in pack.pieces if piece.is_last}
         begun = [job for job in self.active() if not job.is_decoding and job.work.sequence_id not in completed]
-        most = self.settings.max_num_batched_tokens
         room = self._most_context - sum(self.jobs[piece.sequence_id].context_tokens for piece in pack.pieces)
         stuck = [
             job
@@ -246,7 +246,7 @@ class SimulatedEngine:
         begun = [job for job in begun if job not in stuck]
         assert not (spare and begun), "tokens of an admitted prompt were left out"
         for piece in pack.pieces:
-            is_whole = piece.is_last or piece.num_tokens == most
+            is_whole = piece.is_last and piece.start == 0
             assert is_whole or self.jobs[piece.sequence_id].work.is_divisible, "cut where it may not be"
         for piece in pack.pieces:
             priority = self.jobs[piece.sequence_id].work.priority
@@ -257,7 +257,7 @@ class SimulatedEngine:
         job = self.jobs[head.sequence_id]
         entered = [self.jobs[name].work.priority for name in pack.admitted]
         assert max(entered, default=job.work.priority) <= job.work.priority, "priority inversion at admission"
-        fits_pack = job.work.is_divisible or min(job.total_tokens, most) <= spare
+        fits_pack = job.work.is_divisible or job.total_tokens <= spare or not pack.pieces
         fits_pack = fits_pack and (not pack.pieces or job.context_tokens <= room)
         if spare and fits_pack and not stuck and head.sequence_id not in pack.preempted:
             others = [one for one in self.active() if one.work.priority <= job.work.priority]

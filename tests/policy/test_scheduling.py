@@ -39,7 +39,7 @@ class TestPieces:
         assert (scheduler.num_decoding, scheduler.num_running, scheduler.num_waiting) == (2, 2, 0)
         assert scheduler.next_pack(0.3, 98, COSTS) == ScheduledPack()
 
-    def test_indivisible_prompts_are_split_only_at_full_pack_boundaries(self):
+    def test_indivisible_prompts_are_never_split(self):
         scheduler = build(max_num_batched_tokens=10)
         scheduler.add(SequenceWork("begun", 14, 1, 5, flow="x"))
         start(scheduler)
@@ -48,10 +48,10 @@ class TestPieces:
         packs = [start(scheduler) for _ in range(6)]
         assert [[(piece.sequence_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
             [("begun", 4)],  # whole is next (tag 10 + 8), but needs 8
-            [("whole", 8)],  # long needs 10
-            [("long", 10)],
-            [("long", 10)],
-            [("long", 3)],
+            [("whole", 8)],  # long needs a pack of its own
+            [("long", 23)],
+            [],
+            [],
             [],
         ]
 

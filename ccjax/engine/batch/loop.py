@@ -29,11 +29,13 @@ from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.batch.sequences import Sequences
 from ccjax.errors import OverloadError
 from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SchedulerSettings, StepCosts
+from ccjax.runner.context_loader import JobFailedError
 from ccjax.runner.decode import DecodeBatch
 from ccjax.runner.device_model import DeviceModel
-from ccjax.runner.pack import JobFailedError, Pack, Piece
+from ccjax.runner.pack import Pack, Piece
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import Drawn, draw
+from ccjax.runner.split_prompt import SplitPrompt
 from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -320,12 +322,18 @@ class BatchLoop:
     def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, Drawn]]:
         """Runs a pack through all layers; returns the sequences whose prompt is complete, with their next tokens."""
         sequences, started_s, decoded_s = self._sequences, time.perf_counter(), 0.0
-        parts = [piece for _, piece in pieces]
-        pack = sequences.pack = Pack(self._model, self._pool, parts, with_mass=self._with_mass)
+        pack = sequences.pack = self._pack_of([piece for _, piece in pieces])
         by_job = {piece.job: sequence for sequence, piece in pieces}
         tracers = [sequence.group.tracer for sequence, _ in pieces if sequence.group.tracer is not None]
-        ends_s = [started_s]
-        under_way: collections.deque[jax.Array] = collections.deque()
+        ends_s = [started_s]  # of the layers, for the traces
+        under_way: collections.deque[tuple[int, jax.Array]] = collections.deque()
+
+        def wait_for_oldest() -> None:
+            num_layers, hidden = under_way.popleft()
+            hidden.block_until_ready()
+            if tracers and num_layers == len(ends_s):
+                ends_s.append(time.perf_counter())
+
         while not pack.is_done and sequences.pack is pack:
             if not pack.is_ready():
                 if self._scheduler.num_decoding:
@@ -333,25 +341,22 @@ class BatchLoop:
                     if sequences.pack is not pack:
                         break
                 pack.wait()  # time that a load takes while the device is busy does not count as waiting
-            under_way.append(pack.hidden)
             if len(under_way) > 1:  # the host must not run ahead of the device
-                under_way.popleft().block_until_ready()
-                if tracers and len(ends_s) < pack.layer:  # the layer before the last one launched is done
-                    ends_s.append(time.perf_counter())
+                wait_for_oldest()
             try:
                 pack.run_layer()
             except JobFailedError as error:
                 sequences.refuse(by_job[error.job], error.__cause__)
                 continue
+            under_way.append((pack.layer, pack.hidden))
             self._refresh()
             if self._scheduler.after_layer(time.perf_counter()):
                 decoded_s += self._decode()
         if sequences.pack is not pack:  # the pool's pages are lost
             return []
         if tracers:
-            for hidden in (*under_way, pack.hidden)[len(ends_s) - pack.layer - 1 :]:
-                hidden.block_until_ready()
-                ends_s.append(time.perf_counter())
+            while under_way:
+                wait_for_oldest()
             for tracer in tracers:
                 tracer.layers(ends_s, has_new_sizes=pack.has_new_sizes)
         jobs, logits = pack.logits()
@@ -360,6 +365,14 @@ class BatchLoop:
             waited_s = sum(job.contexts.waited_s for job in by_job if job.contexts is not None)
             self._rates.compute.add(pack.num_computed, time.perf_counter() - started_s - decoded_s - waited_s)
         return [(by_job[job], one) for job, one in zip(jobs, drawn, strict=True)]
+
+    def _pack_of(self, pieces: list[Piece]) -> Pack | SplitPrompt:
+        """Packs the pieces; one with more tokens than a pack is a whole prompt that drops tokens on the way."""
+        most = self._scheduler.settings.max_num_batched_tokens
+        if len(pieces[0].offsets) <= most:
+            return Pack(self._model, self._pool, pieces, with_mass=self._with_mass)
+        (piece,) = pieces
+        return SplitPrompt(self._model, self._pool, piece.job, max_rows=most, with_mass=self._with_mass)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 

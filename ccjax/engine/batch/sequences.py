@@ -19,6 +19,7 @@ from ccjax.runner.cancellation import PrefillCancelledError
 from ccjax.runner.pack import Pack
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import Drawn
+from ccjax.runner.split_prompt import SplitPrompt
 from ccjax.store.errors import TierFullError
 from ccjax.store.tiered import TieredStore
 
@@ -55,7 +56,7 @@ class Sequences:
           max_retries: how often a sequence whose step failed is retried.
           apply_changes: called before sequences are planned; may change the index of variants, must not do I/O.
         """
-        self.pack: Pack | None = None
+        self.pack: Pack | SplitPrompt | None = None
         self.pages = AvailablePages(pool, store, variants)
         self.num_preemptions = 0
         self.num_retries = 0

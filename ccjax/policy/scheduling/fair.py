@@ -10,7 +10,7 @@ time if the flow was idle.
   start-time fair queueing (Goyal, Vin, Cheng 1996). Under start tags all new flows tie; under finish tags short prompts
   go first and started ones continue, whereas with start tags long prompts would take turns and all finish late. (When
   an indivisible prompt does not fit into the rest of a pack, that rest goes to prompts already started, which adds one
-  pack to the bound.)
+  pack to the bound; one that is longer than a pack is served whole, which adds its length.)
 - A flow gains nothing from having been idle, and a waiting sequence is overtaken by at most its tag's worth of tokens
   of each other flow.
 - RAGCache sec. 5.2 orders by cached / computed tokens, so that cached KV is used before it is evicted. Our reading of

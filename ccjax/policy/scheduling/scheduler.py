@@ -214,7 +214,7 @@ class Scheduler:
         begun = collections.deque(
             sorted((r for r in self._admitted.values() if r.state == "prefill"), key=self._queue.order)
         )
-        while budget:
+        while budget > 0:
             while begun and begun[0].state != "prefill":  # preempted just now
                 begun.popleft()
             head = None if self._is_blocked or is_closed else self._queue.head()
@@ -392,8 +392,10 @@ class Scheduler:
             context = sum(self._sequences[name].context_tokens for name in self._pack)
             if context + sequence.context_tokens > most:
                 return 0
-        wanted = min(sequence.tokens_left, self.settings.max_num_batched_tokens)
-        return min(budget, wanted) if sequence.work.is_divisible or wanted <= budget else 0
+        left = sequence.tokens_left
+        if sequence.work.is_divisible:
+            return min(budget, left)
+        return left if left <= budget or not self._pack else 0
 
     def _put_in_pack(self, sequence: ScheduledSequence, budget: int) -> int:
         num_tokens = self._piece_tokens(sequence, budget)

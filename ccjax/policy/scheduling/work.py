@@ -37,9 +37,9 @@ class SequenceWork:
       shared_pages: pages that it only reads, of cached chunks or of a prompt shared by several sequences; they stay in
         the pool while it runs.
       tail_slots: generated tokens that still fit into the last page of the prompt.
-      is_divisible: whether its pieces may have any size. If not, where they end depends on no other sequence: each
-        fills a pack of its own, and the remainder shares one. For plans whose result depends on which tokens are
-        computed together, such as those that drop tokens once the focus of the question is known (CacheCraft alg. 1).
+      is_divisible: whether it may be split into pieces. If not, and it is longer than a pack, it is prefilled alone,
+        layer by layer. For plans whose result depends on which tokens are computed together: those that drop tokens on
+        the way (CacheBlend sec. 4.3, CacheCraft alg. 1).
     """
 
     sequence_id: str
@@ -89,7 +89,7 @@ class SchedulerSettings:
     Attributes:
       num_pages: pages of the whole pool.
       page_tokens: tokens per page.
-      max_num_batched_tokens: most computed tokens per pack.
+      max_num_batched_tokens: most computed tokens per pack, but for a sequence that cannot be split.
       max_num_context_tokens: most context tokens that the sequences of a pack see in all; a longer prompt gets a pack
         of its own. None for no limit.
       max_num_seqs: most admitted sequences, in prefill or decoding.

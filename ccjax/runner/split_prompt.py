@@ -1,0 +1,145 @@
+"""A prompt that is longer than a pack, run layer by layer: every layer over the whole prompt before the next one."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from ccjax.models.lockstep import fetch
+from ccjax.runner.context_loader import ContextLoader
+from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.job import PrefillJob
+from ccjax.runner.pack import Pack, Piece
+from ccjax.runner.pool import DevicePool
+
+
+class SplitPrompt:
+    """One prompt, in packs of consecutive pieces; takes the place of a `Pack`.
+
+    For prompts of which some tokens are dropped on the way: they are chosen among all tokens of the prompt (CacheBlend
+    sec. 4.3, CacheCraft alg. 1), and the remaining ones continue in fewer packs. Each call of `run_layer` runs one
+    layer of one pack, so that decode steps wait no longer than for other prompts.
+
+    Attributes:
+      layer: the next layer to run, or the one that some packs have run.
+      hidden: the hidden states that were launched last.
+    """
+
+    def __init__(
+        self, model: DeviceModel, pool: DevicePool, job: PrefillJob, *, max_rows: int, with_mass: bool = True
+    ) -> None:
+        """
+        Args:
+          max_rows: most tokens of a pack.
+          with_mass: as for `Pack`.
+        """
+        self._model, self._pool = model, pool
+        self._job = job
+        self._max_rows = max_rows
+        self._with_mass = with_mass
+        self.layer = 0
+        self._loader = None if job.contexts is None else ContextLoader(model, pool, job, job.contexts)
+        self._earlier_rows, self._earlier_sizes = 0, False
+        self._packs = self._packed(job.offsets, None)
+        self.hidden = self._packs[-1].hidden
+        self._next = 0
+
+    @property
+    def is_done(self) -> bool:
+        """True once all layers have run, or the job was dropped."""
+        return not self._packs or self.layer == self._model.config.num_layers
+
+    @property
+    def has_new_sizes(self) -> bool:
+        """As for `Pack`."""
+        return self._earlier_sizes or any(pack.has_new_sizes for pack in self._packs)
+
+    @property
+    def num_computed(self) -> int:
+        """As for `Pack`."""
+        num_rows = self._earlier_rows + sum(pack.num_rows_run for pack in self._packs)
+        return round(num_rows / self._model.config.num_layers)
+
+    def is_ready(self) -> bool:
+        """True if the next call of `run_layer` would not wait for a load."""
+        return self._next > 0 or self._loader is None or self._loader.is_ready(self.layer)
+
+    def wait(self) -> None:
+        """Waits until the device has run what was launched."""
+        self.hidden.block_until_ready()
+
+    def drop(self, job: PrefillJob) -> None:
+        """Ends the prefill if it is that of `job`; none of its pages is written from now on."""
+        if job is self._job:
+            self._packs = []
+
+    def run_layer(self) -> None:
+        """Launches the next layer of the next pack; returns before the device is done, unless tokens are to be chosen.
+
+        Raises:
+          JobFailedError: the reused KV could not be loaded.
+        """
+        if self._next == 0:
+            if self._loader is not None:
+                self._loader.write(self.layer)
+            if self._job.filters(self.layer):
+                self._choose()
+        had_focus = self._job.result.focused is not None
+        pack = self._packs[self._next]
+        pack.run_layer(chooses=False)
+        self.hidden = pack.hidden
+        self._next += 1
+        if self._next < len(self._packs):
+            return
+        self._next, self.layer = 0, self.layer + 1
+        if not had_focus and self._job.result.focused is not None and not self.is_done:
+            self._keep([self._job.focused_rows(self.layer - 1, _offsets(pack)) for pack in self._packs])
+
+    def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
+        """The job and the logits `[B, V]`, float32, of its last token, B padded; none if it was dropped."""
+        found: tuple[list[PrefillJob], jax.Array | None] = ([], None)
+        for pack in self._packs:  # the last one completes the prompt; others may have logits that the job keeps
+            found = pack.logits()
+        return found
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        """Keeps the tokens that deviate most among all of the prompt."""
+        job, offsets = self._job, [_offsets(pack) for pack in self._packs]
+        deviations = np.concatenate([pack.deviations() for pack in self._packs])
+        stays = job.most_deviating(self.layer, np.concatenate(offsets), deviations)
+        ends = np.cumsum([0, *map(len, offsets)])
+        parts = np.split(stays, np.searchsorted(stays, ends[1:-1]))
+        self._keep([part - first for part, first in zip(parts, ends, strict=False)])
+
+    def _keep(self, kept: list[np.ndarray]) -> None:
+        """Continues with these rows of each pack, in as few packs as possible."""
+        num_rows = sum(map(len, kept))
+        if -(-num_rows // self._max_rows) == len(self._packs):
+            for pack, rows in zip(self._packs, kept, strict=True):
+                pack.keep({pack.pieces[0]: rows})
+            return
+        offsets = np.concatenate([_offsets(pack)[rows] for pack, rows in zip(self._packs, kept, strict=True)])
+        hidden = np.concatenate([fetch(pack.hidden)[rows] for pack, rows in zip(self._packs, kept, strict=True)])
+        self._earlier_rows += sum(pack.num_rows_run for pack in self._packs)
+        self._earlier_sizes = self.has_new_sizes
+        self._packs = self._packed(offsets, hidden)
+
+    def _packed(self, offsets: np.ndarray, hidden: np.ndarray | None) -> list[Pack]:
+        """Packs that run the tokens at these offsets, with these hidden states, from the next layer on."""
+        packs = []
+        for first in range(0, len(offsets), self._max_rows):
+            rows = slice(first, first + self._max_rows)
+            begin, last = np.searchsorted(self._job.offsets, offsets[rows][[0, -1]])
+            piece = Piece(self._job, int(begin), int(last) + 1)
+            piece.offsets = offsets[rows]
+            settings = {"with_mass": self._with_mass, "loads": False, "layer": self.layer}
+            part = None if hidden is None else hidden[rows]
+            packs.append(Pack(self._model, self._pool, [piece], hidden=part, **settings))
+        return packs
+
+
+def _offsets(pack: Pack) -> np.ndarray:
+    """Prompt offsets of the rows of a pack's only piece."""
+    return pack.pieces[0].offsets
