@@ -75,7 +75,7 @@ class Placement:
         *,
         policy: str,
         on_gone: Callable[[VariantId], None],
-        parent_of: Callable[[Sized], VariantId | None] = lambda one: None,
+        parent_of: Callable[[Sized], VariantId | None] = lambda variant: None,
     ) -> None:
         self._store = store
         self._parent_of = parent_of
@@ -103,7 +103,7 @@ class Placement:
         """Adds variants that the tiers already hold, with their uses from `state`. A value of `state()` must be applied
         before anything else, one of `uses()` at any time."""
         is_ours = isinstance(state, dict) and state.get("policy") == self._name
-        sized = {one.variant_id: one for one in held}
+        sized = {variant.variant_id: variant for variant in held}
         tiers = state.get("tiers") if is_ours else None
         uses = state.get("uses") if is_ours else None
         if isinstance(uses, dict):
@@ -121,7 +121,9 @@ class Placement:
 
             charges = self._store.charges(tier, [key for key in sized if key not in policy])
             new_entries = ((key, charge, sized[key]) for key, charge in charges.items())
-            policy.on_adopt({key: info(charge, one.num_tokens, one.num_bytes) for key, charge, one in new_entries})
+            policy.on_adopt(
+                {key: info(charge, variant.num_tokens, variant.num_bytes) for key, charge, variant in new_entries}
+            )
 
     def use(self, meta: Sized, share: float) -> None:
         """Notes that this request reused the variant and recomputed `share` of it."""
@@ -302,7 +304,7 @@ class Placement:
 
     def _info(
         self,
-        one: Sized,
+        variant: Sized,
         tier: str,
         share: float,
         below: Sequence[str],
@@ -314,15 +316,15 @@ class Placement:
         `is_reused`, its tokens count as new ones of the prefill instead of cached ones, as if it were not stored."""
         cached, new = self._prefill
         if is_reused:
-            cached, new = cached - one.num_tokens, new + one.num_tokens
+            cached, new = cached - variant.num_tokens, new + variant.num_tokens
         return EntryInfo(
-            num_bytes=num_bytes or self._store.charge_bytes(tier, one.variant_id) or one.num_bytes,
-            num_tokens=one.num_tokens,
-            compute_s=self._costs.compute_s(one.num_tokens, max(0, cached), max(one.num_tokens, new)),
+            num_bytes=num_bytes or self._store.charge_bytes(tier, variant.variant_id) or variant.num_bytes,
+            num_tokens=variant.num_tokens,
+            compute_s=self._costs.compute_s(variant.num_tokens, max(0, cached), max(variant.num_tokens, new)),
             recomputed_share=share,
-            load_s=self._costs.load_s(tier, one.num_bytes),
-            below_load_s=self._costs.load_s(below[0], one.num_bytes) if below else None,
-            parent=self._parent_of(one) if self._policies[tier].is_tree else None,
+            load_s=self._costs.load_s(tier, variant.num_bytes),
+            below_load_s=self._costs.load_s(below[0], variant.num_bytes) if below else None,
+            parent=self._parent_of(variant) if self._policies[tier].is_tree else None,
         )
 
 

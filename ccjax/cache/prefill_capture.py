@@ -156,8 +156,8 @@ class PrefillCapture:
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks[first:]})
         for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
             variants = known.get(chunk.chunk_id, ())
-            used = [one for one in variants if one.variant_id == segment.variant_id]
-            is_known = any(one.token_deviations for one in variants)
+            used = [variant for variant in variants if variant.variant_id == segment.variant_id]
+            is_known = any(variant.token_deviations for variant in variants)
             was_reused = segment.fidelity == "approx" and bool(used)
             was_reused = was_reused and (used[0].passages_before < MIN_PASSAGES_BEFORE or not is_known)
             if was_reused or segment.variant_id is None:

@@ -125,7 +125,7 @@ class PrefillPlanner:
             on_layer=on_layer,
         )
         self._loaders = [
-            *(one for one in self._loaders if one() is not None),
+            *(reference for reference in self._loaders if reference() is not None),
             weakref.ref(loader),
         ]  # a new list, since `is_reading` may iterate over the old one in another thread
         return loader

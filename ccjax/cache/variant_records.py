@@ -107,13 +107,13 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         return None
 
 
-def parent_id(one: object) -> VariantId | None:
+def parent_id(variant: object) -> VariantId | None:
     """The parent of an exact variant in RAGCache's knowledge tree: the exact variant of the chunk before it, behind the
     chunks before that. None for a first chunk, for an approximate variant, and before the record was read."""
-    if isinstance(one, VariantMeta):
-        prefix_ids, fidelity = one.prefix_ids, one.fidelity
-    elif isinstance(one, ShardRecord):
-        prefix_ids, fidelity = tuple(map(ChunkId, _texts(one, "prefix_ids"))), one.meta.get("fidelity")
+    if isinstance(variant, VariantMeta):
+        prefix_ids, fidelity = variant.prefix_ids, variant.fidelity
+    elif isinstance(variant, ShardRecord):
+        prefix_ids, fidelity = tuple(map(ChunkId, _texts(variant, "prefix_ids"))), variant.meta.get("fidelity")
     else:
         return None
     return make_variant_id(prefix_ids[-1], prefix_ids[:-1], "exact") if prefix_ids and fidelity == "exact" else None

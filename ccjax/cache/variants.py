@@ -125,8 +125,8 @@ class VariantIndex:
         """Reads and keeps all records that were not read yet, some 50 us each; drops variants that an erasure covers.
         For rare calls that need the origin of every variant."""
         with uncollected():
-            for held in tuple(self._by_id.values()):
-                self._load_record(held)
+            for entry in tuple(self._by_id.values()):
+                self._load_record(entry)
 
     def approximate(self, is_cancelled: Callable[[], bool] | None = None) -> list[VariantMeta]:
         """The approximate variants; learns the token ids of their chunks where possible. Work for idle time: reads each
@@ -153,9 +153,9 @@ class VariantIndex:
 
     def origin_of(self, variant_id: VariantId) -> Origin:
         """Which chunks influenced a variant's KV; reads its record. Empty if the variant is not held."""
-        held = self._by_id.get(variant_id)
-        if held is not None:
-            self._load_record(held)
+        entry = self._by_id.get(variant_id)
+        if entry is not None:
+            self._load_record(entry)
         return self._origins.get(variant_id, Origin(frozenset()))
 
     def discard_erased(self) -> None:
@@ -330,7 +330,7 @@ class VariantIndex:
         hints = self._store.read_hints()
         earlier = _frequencies(hints)  # possibly from another process on the store; `f_r` only grows
         known = self._by_id.values()
-        held = {one.variant_id: max(one.frequency_reuse, earlier.get(one.variant_id, 0.0)) for one in known}
+        held = {entry.variant_id: max(entry.frequency_reuse, earlier.get(entry.variant_id, 0.0)) for entry in known}
         frequencies = {key: value for key, value in held.items() if value}
         eviction = self._placement.state(hints.get("eviction"), held)
         self._store.write_hints({"frequency_reuse": frequencies, "eviction": eviction})
@@ -355,25 +355,25 @@ class VariantIndex:
         found = {chunk: tuple(filter(None, map(meta_of, of_chunk))) for chunk, of_chunk in held.items()}
         return {chunk: metas for chunk, metas in found.items() if metas}
 
-    def _peek(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
+    def _peek(self, entry: VariantMeta | KnownVariant) -> VariantMeta | None:
         """The metadata of a held variant, from its record if necessary; None if `_load_record` would drop it."""
-        if isinstance(held, VariantMeta):
-            return held
-        record = self._store.get_record(held.variant_id)
+        if isinstance(entry, VariantMeta):
+            return entry
+        record = self._store.get_record(entry.variant_id)
         if record is None or self.is_erased(record):
             return None
-        return meta_from_record(record, held.frequency_reuse)
+        return meta_from_record(record, entry.frequency_reuse)
 
-    def _load_record(self, held: VariantMeta | KnownVariant) -> VariantMeta | None:
+    def _load_record(self, entry: VariantMeta | KnownVariant) -> VariantMeta | None:
         """The metadata of a held variant, read and kept if necessary; None if the record cannot be read or an erasure
         covers the variant, which is then dropped."""
-        if isinstance(held, VariantMeta):
-            return held
-        record = self._store.get_record(held.variant_id)
+        if isinstance(entry, VariantMeta):
+            return entry
+        record = self._store.get_record(entry.variant_id)
         if record is None:  # another process evicted it
-            self.forget(held.variant_id)
+            self.forget(entry.variant_id)
             return None
-        return self._restore(record, held.frequency_reuse)
+        return self._restore(record, entry.frequency_reuse)
 
     def _restore(self, record: ShardRecord, frequency_reuse: float) -> VariantMeta | None:
         """Keeps the metadata of a record; discards the variant and returns None if that is invalid or erased."""
@@ -410,19 +410,19 @@ class VariantIndex:
         self._update(meta)
 
     def _put_known(self, summaries: Sequence[ShardSummary], frequencies: Mapping[str, float]) -> None:
-        known = [KnownVariant.of(one, frequencies.get(one.variant_id, 0.0)) for one in summaries]
-        self.changes.note_each([one.chunk_id for one in known])
-        self._by_id.update((one.variant_id, one) for one in known)
-        self._maybe_approximate.update(dict.fromkeys(one.variant_id for one in known))
+        known = [KnownVariant.of(summary, frequencies.get(summary.variant_id, 0.0)) for summary in summaries]
+        self.changes.note_each([entry.chunk_id for entry in known])
+        self._by_id.update((entry.variant_id, entry) for entry in known)
+        self._maybe_approximate.update(dict.fromkeys(entry.variant_id for entry in known))
         with self._by_chunk_lock:
-            for one in known:
-                self._by_chunk.setdefault(one.chunk_id, {})[one.variant_id] = one
+            for entry in known:
+                self._by_chunk.setdefault(entry.chunk_id, {})[entry.variant_id] = entry
 
     def _adopt(self, variant_ids: Iterable[str]) -> None:
         """Adds those of these variants that the store has."""
         found = [summary for key in variant_ids if (summary := self._store.get_summary(key)) is not None]
-        self._put_known([one for one in found if one.variant_id not in self._by_id], {})
-        self._placement.adopt([self._by_id[VariantId(one.variant_id)] for one in found])
+        self._put_known([summary for summary in found if summary.variant_id not in self._by_id], {})
+        self._placement.adopt([self._by_id[VariantId(summary.variant_id)] for summary in found])
 
     def _learn_origin(self, variant_id: VariantId) -> None:
         """Merges the origin of a known variant with that of the copy that another process stored."""

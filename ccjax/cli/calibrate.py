@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     with bars() as progress:
         scored = {"with_forced": args.score == BY_TOKEN or resume is not None}
         outcomes = run(args, model, questions, ways, states, progress, "calibrating", resume=resume, **scored)
-        outcomes = [one for one in outcomes if one.state in (None, args.cached)]
+        outcomes = [outcome for outcome in outcomes if outcome.state in (None, args.cached)]
         calibration = dataclasses.replace(
             calibration,
             trials={name: trials(name, outcomes, args.score) for name in args.strategies},
@@ -178,9 +178,9 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
 
     def scored(outcome: WayResults) -> list[float]:
         if score == BY_TOKEN:
-            return [one.forced.agreement for one in outcome.answers if one.forced is not None]
-        rated = (one for one in outcome.answers if one.question.answers)
-        return [best(TEXT_SCORES[score], one.text, one.question.answers) for one in rated]
+            return [answer.forced.agreement for answer in outcome.answers if answer.forced is not None]
+        rated = (answer for answer in outcome.answers if answer.question.answers)
+        return [best(TEXT_SCORES[score], answer.text, answer.question.answers) for answer in rated]
 
     full = scored(outcomes[0])
     answered = [index for index, value in enumerate(full) if value >= ANSWERED]
@@ -199,7 +199,7 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
             by_token = score == BY_TOKEN
             found.append(
                 Trial(
-                    computed_share=sum(one.computed_ratio for one in outcome.answers) / len(outcome.answers),
+                    computed_share=sum(answer.computed_ratio for answer in outcome.answers) / len(outcome.answers),
                     num_answers=len(answered),
                     num_kept=int(sum(own)) if by_token else sum(own[index] >= full[index] for index in answered),
                     shares=tuple(own) if by_token else (),
@@ -211,7 +211,7 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
                 )
             )
     if not found:
-        ways = ", ".join(str(one.way) for one in outcomes[1:])
+        ways = ", ".join(str(outcome.way) for outcome in outcomes[1:])
         raise ValueError(f"--strategies: wanted some of the ways {ways}, got {strategy}")
     return tuple(found)
 
@@ -221,7 +221,7 @@ def focus_cut_layers(outcomes: Sequence[WayResults]) -> dict[str, dict[str, int]
     found = {}
     for outcome in outcomes:
         if outcome.way.focus_window is not None:
-            layers = collections.Counter(one.focus_cut_layer for one in outcome.answers)
+            layers = collections.Counter(answer.focus_cut_layer for answer in outcome.answers)
             ordered = sorted(layers.items(), key=lambda item: (item[0] is None, item[0]))
             found[str(outcome.way)] = {"none" if layer is None else str(layer): n for layer, n in ordered}
     return found
@@ -229,7 +229,7 @@ def focus_cut_layers(outcomes: Sequence[WayResults]) -> dict[str, dict[str, int]
 
 def fingerprint(questions: Sequence[QAQuestion]) -> str:
     """sha256 (hex) of the questions with their passages and right answers."""
-    return hashlib.sha256(json.dumps([dataclasses.asdict(one) for one in questions]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([dataclasses.asdict(question) for question in questions]).encode()).hexdigest()
 
 
 def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> None:
@@ -240,7 +240,7 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
     for name, found in calibration.trials.items():
         chosen = calibration.choose(name)
         table = Table("recomputed", "computed", "kept", "kept at least", "", title=name)
-        for trial in sorted(found, key=lambda one: one.computed_share):
+        for trial in sorted(found, key=lambda trial: trial.computed_share):
             setting = f"alpha {trial.alpha:g}" if trial.recompute_ratio is None else f"{trial.recompute_ratio:.0%}"
             setting = setting if trial.max_deviation is None else f"deviations above {trial.max_deviation:g}"
             setting += "" if trial.focus_window is None else f", focus cut ({trial.focus_rule}, {trial.focus_window})"

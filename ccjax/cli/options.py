@@ -75,7 +75,9 @@ class _Option:
     def metavar(self) -> str:
         """Placeholder for the value."""
         kind, metadata, _ = unpacked(self.field)
-        described = [one.metavar for one in metadata if isinstance(one, Described) and one.metavar]
+        described = [
+            annotation.metavar for annotation in metadata if isinstance(annotation, Described) and annotation.metavar
+        ]
         return (described or [_METAVARS.get(kind) or "{" + ",".join(map(str, get_args(kind))) + "}"])[0]
 
     @property
@@ -165,8 +167,8 @@ def _options(model: type[SettingsModel]) -> dict[str, _Option]:
     """Options by each of their names, in kebab case."""
     found = {}
     for name, field in model.model_fields.items():
-        group = next(one for one in reversed(model.__mro__) if name in one.__dict__.get("__annotations__", {}))
-        names = [one.replace("_", "-") for one in names_of(name, field)]
+        group = next(base for base in reversed(model.__mro__) if name in base.__dict__.get("__annotations__", {}))
+        names = [spelling.replace("_", "-") for spelling in names_of(name, field)]
         found |= dict.fromkeys(names, _Option(name, names[0], field, group))
     return found
 
@@ -193,7 +195,9 @@ def _flags(
         return groups[option.title].add_argument(names[0], **how)
 
     source = CliSettingsSource(
-        create_model("Flags", __base__=BaseSettings, **{one.name: _as_text(one.field) for one in options.values()}),
+        create_model(
+            "Flags", __base__=BaseSettings, **{option.name: _as_text(option.field) for option in options.values()}
+        ),
         root_parser=parser,
         add_argument_method=add,
         cli_kebab_case=True,
@@ -218,7 +222,11 @@ def _file(options: Mapping[str, _Option], path: Path) -> dict[str, tuple[str, An
     titles = {option.title for option in options.values()}
 
     def put(key: str, value: Any, group: str | None = None) -> None:
-        known = {name: one for name, one in options.items() if one.title is not None and group in (None, one.title)}
+        known = {
+            name: option
+            for name, option in options.items()
+            if option.title is not None and group in (None, option.title)
+        }
         name, shown = key.replace("_", "-"), key if group is None else f"{group}: {key}"
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -90,7 +90,7 @@ def _of_file(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
     if args.data is None:
         raise ValueError(f"--data: wanted a folder with {squad5.SOURCE} for squad5, got none")
     found = squad5.squad5(read_questions(args.data / squad5.SOURCE))[: args.limit]
-    return tuple(dataclasses.replace(one, documents=one.documents[:count]) for one in found)
+    return tuple(dataclasses.replace(question, documents=question.documents[:count]) for question in found)
 
 
 def add_answer_arguments(parser: argparse.ArgumentParser) -> None:

@@ -177,7 +177,10 @@ def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreI
     from ccjax.cache.identity import identity_of
 
     fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
-    return {dtype: identity_of(one, args.tenant_salt, args.store_key_file) for dtype, one in fingerprints.items()}
+    return {
+        dtype: identity_of(fingerprint, args.tenant_salt, args.store_key_file)
+        for dtype, fingerprint in fingerprints.items()
+    }
 
 
 def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]) -> str:

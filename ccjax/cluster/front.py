@@ -166,7 +166,11 @@ class Front:
 
     async def _metrics(self, call: Call, send: Send) -> None:
         answers = await self._replicas.answers(call, _EVERYWHERE_S)
-        texts = [one.body.decode() for one in answers if isinstance(one, ReplicaResponse) and one.head.status == 200]
+        texts = [
+            answer.body.decode()
+            for answer in answers
+            if isinstance(answer, ReplicaResponse) and answer.head.status == 200
+        ]
         counts, generators = await asyncio.gather(self._replicas.counts(), self._replicas.generator_metrics())
         body = self.metrics.render(texts, counts, generators)
         await _send(
@@ -179,7 +183,7 @@ class Front:
         is_merged = can_merge(call)
         call = dataclasses.replace(call, is_whole_listing=is_merged)
         answers = await self._replicas.answers(call, _LIVE_S if call.path == LIVE else _EVERYWHERE_S)
-        whole = [one for one in answers if isinstance(one, ReplicaResponse)]
+        whole = [answer for answer in answers if isinstance(answer, ReplicaResponse)]
         told = [answer.body for answer in whole if answer.head.status == 200]
         if not answers:
             await _refuse(send, _no_replica("there is no replica"))

@@ -68,9 +68,9 @@ def _documents(bodies: Iterable[Body]) -> list[dict[str, Any]]:
     """All documents in listing order, each version once."""
     found: dict[tuple[str, bool, str], list[Body]] = {}
     for body in bodies:
-        for one in body["data"]:
-            key = one["id"], one["version"] is not None, one["version"] or ""
-            found.setdefault(key, []).append(one)
+        for document in body["data"]:
+            key = document["id"], document["version"] is not None, document["version"] or ""
+            found.setdefault(key, []).append(document)
     return [_document(found[key]) for key in sorted(found)]
 
 
@@ -81,7 +81,7 @@ def _document(same: Sequence[Body]) -> dict[str, Any]:
         "bytes": _bytes(same),
         "last_used": _latest(same, "last_used"),
         "pinned_until": _latest(same, "pinned_until"),
-        "erasing": any(one["erasing"] for one in same),
+        "erasing": any(document["erasing"] for document in same),
     }
 
 
@@ -90,7 +90,7 @@ def _removal(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
         **bodies[0],
         **_largest(bodies, "chunks", "kept_chunks", "variants"),
         "bytes": _bytes(bodies),
-        "in_documents_directory": any(one["in_documents_directory"] for one in bodies),
+        "in_documents_directory": any(body["in_documents_directory"] for body in bodies),
         **_notices(bodies),
     }
 
@@ -99,10 +99,10 @@ def _live(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
     """All replicas together, and the load of each of them."""
     tiers: dict[str, list[Body]] = {}
     for body in bodies:
-        for one in body["tiers"]:
-            tiers.setdefault(one["tier"], []).append(one)
+        for tier in body["tiers"]:
+            tiers.setdefault(tier["tier"], []).append(tier)
     variants = [body["num_variants"] for body in bodies]
-    recent = sorted((one for body in bodies for one in body["recent"]), key=lambda one: one["at"])
+    recent = sorted((answer for body in bodies for answer in body["recent"]), key=lambda answer: answer["at"])
     return {
         **bodies[0],
         "queue": _sums(body["queue"] for body in bodies),
@@ -113,7 +113,7 @@ def _live(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
         "answered": sum(body["answered"] for body in bodies),
         "tokens": _sums(body["tokens"] for body in bodies),
         "recent": recent[-NUM_RECENT:],
-        "documents": _hottest(one for body in bodies for one in body["documents"]),
+        "documents": _hottest(use for body in bodies for use in body["documents"]),
         "replicas": [{name: body[name] for name in _OF_EACH} for body in bodies],
     }
 
@@ -124,11 +124,11 @@ def _notices(bodies: Sequence[Body]) -> dict[str, int]:
 
 def _tier(same: Sequence[Body]) -> dict[str, Any]:
     sizes = ("used_bytes", "budget_bytes", "num_variants")
-    counted = _sums({name: value for name, value in one.items() if name not in (*sizes, "tier")} for one in same)
+    counted = _sums({name: value for name, value in tier.items() if name not in (*sizes, "tier")} for tier in same)
     together = max if same[0]["tier"] == _SHARED else sum
     held = {}
     for name in sizes:
-        values = [one[name] for one in same]
+        values = [tier[name] for tier in same]
         held[name] = None if None in values else together(values)
     return {"tier": same[0]["tier"], **held, **counted}
 
@@ -147,24 +147,24 @@ def _hottest(uses: Iterable[Body]) -> list[dict[str, Any]]:
 
 def _bytes(same: Sequence[Body]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for one in same:
-        for tier, num_bytes in one["bytes"].items():
+    for body in same:
+        for tier, num_bytes in body["bytes"].items():
             so_far = found.get(tier, 0)
             found[tier] = max(so_far, num_bytes) if tier == _SHARED else so_far + num_bytes
     return found
 
 
 def _largest(same: Sequence[Body], *names: str) -> dict[str, Any]:
-    return {name: max(one[name] for one in same) for name in names}
+    return {name: max(body[name] for body in same) for name in names}
 
 
 def _latest(same: Sequence[Body], name: str) -> float | None:
-    return max((one[name] for one in same if one[name] is not None), default=None)
+    return max((body[name] for body in same if body[name] is not None), default=None)
 
 
 def _sums(values: Iterable[Mapping[str, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for one in values:
-        for name, value in one.items():
+    for counts in values:
+        for name, value in counts.items():
             found[name] = found.get(name, 0) + value
     return found

@@ -94,7 +94,7 @@ class RayReplicas:
             found = self._all.broadcast("made_of").results(timeout_s=_ABOUT_S, return_exceptions=True)
         except DeploymentUnavailableError:
             return []
-        return [one for one in found if not isinstance(one, Exception)]
+        return [result for result in found if not isinstance(result, Exception)]
 
     def dtype(self) -> str:
         """The dtype of the KV that they read and write."""
@@ -125,7 +125,7 @@ class RayReplicas:
             found = await response.results_async(timeout_s=_GENERATORS_S, return_exceptions=True)
         except (RayServeException, DeploymentUnavailableError, TimeoutError):
             return []
-        return [one for one in found if isinstance(one, str)]
+        return [result for result in found if isinstance(result, str)]
 
 
 def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, float], *, drain_s: float) -> RayReplicas:

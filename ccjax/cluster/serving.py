@@ -119,7 +119,7 @@ def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
     scale = options.scale
     if found is not None:
         made_of = found.made_of()
-        if scale is None or (made_of and all(one == (options.replica, scale) for one in made_of)):
+        if scale is None or (made_of and all(settings == (options.replica, scale) for settings in made_of)):
             return found
         logger.warning("the running replicas are replaced one by one, since their options differ")
     resources = options.resources

@@ -63,7 +63,9 @@ def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str
     if not error["loc"]:
         return "", error["msg"].removeprefix("Value error, ")
     name = str(error["loc"][0])
-    name = next((one for one, field in model.model_fields.items() if name in names_of(one, field)), name)
+    name = next(
+        (field_name for field_name, field in model.model_fields.items() if name in names_of(field_name, field)), name
+    )
     field = model.model_fields.get(name)
     if field is None:
         near = difflib.get_close_matches(name, model.model_fields, n=1)
@@ -79,7 +81,7 @@ def names_of(name: str, field: FieldInfo) -> list[str]:
     """Accepted names of a field, aliases first."""
     alias = field.validation_alias
     aliases = [] if alias is None else [alias] if isinstance(alias, str) else list(getattr(alias, "choices", ()))
-    return [*(one for one in aliases if isinstance(one, str) and one != name), name]
+    return [*(alias for alias in aliases if isinstance(alias, str) and alias != name), name]
 
 
 def wanted(field: FieldInfo) -> str:
@@ -104,7 +106,7 @@ def unpacked(field: FieldInfo) -> tuple[Any, list[Any], bool]:
             metadata += kind.__metadata__
             kind = get_args(kind)[0]
         else:
-            others = [one for one in get_args(kind) if one is not type(None)]
+            others = [member for member in get_args(kind) if member is not type(None)]
             is_optional = is_optional or len(others) < len(get_args(kind))
             kind = others[0]
     return kind, metadata, is_optional
@@ -112,15 +114,15 @@ def unpacked(field: FieldInfo) -> tuple[Any, list[Any], bool]:
 
 def _number(is_int: bool, metadata: list[Any]) -> str:
     bounds: Mapping[str, float] = {
-        name: getattr(one, name)
-        for one in metadata
+        name: getattr(constraint, name)
+        for constraint in metadata
         for name, kind in (
             ("gt", annotated_types.Gt),
             ("ge", annotated_types.Ge),
             ("le", annotated_types.Le),
             ("lt", annotated_types.Lt),
         )
-        if isinstance(one, kind)
+        if isinstance(constraint, kind)
     }
     noun = "an integer" if is_int else "a share" if bounds.get("le") == 1 else "a number"
     match bounds:

@@ -33,9 +33,9 @@ def layers(value: Any) -> Any:
     """Parses "0,1"; a list as a tuple."""
     if isinstance(value, str):
         value = value.split(",")
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        numbers = [one for text in value for one in text.split(",")]
-        if not all(re.fullmatch(r"0|[1-9]\d*", one) for one in numbers):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        numbers = [number for text in value for number in text.split(",")]
+        if not all(re.fullmatch(r"0|[1-9]\d*", number) for number in numbers):
             raise ValueError("wanted layers such as 0,1")
         return tuple(map(int, numbers))
     return tuple(value) if isinstance(value, list) else value

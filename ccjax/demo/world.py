@@ -188,11 +188,11 @@ class Town:
 
     def pair(self) -> Story:
         """One passage about two people."""
-        one, two = self.person(2, new=True), self.person(2, new=True)
-        facts_one, text_one = self._about(one, 2, opening=True)
-        facts_two, text_two = self._about(two, 2)
-        title = self.rng.choice(lex.PAIR_TITLES).format(s=one.name, t=two.name)
-        return Story((self._passage(title, text_one + text_two),), tuple(facts_one + facts_two))
+        first, second = self.person(2, new=True), self.person(2, new=True)
+        first_facts, first_text = self._about(first, 2, opening=True)
+        second_facts, second_text = self._about(second, 2)
+        title = self.rng.choice(lex.PAIR_TITLES).format(s=first.name, t=second.name)
+        return Story((self._passage(title, first_text + second_text),), tuple(first_facts + second_facts))
 
     def register(self, relation: Relation | None = None, num_people: int | None = None) -> Story:
         """One passage with the same fact about several people."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ccjax.requests import Choice, Delta, FinishReason, SamplingParams, TokenLogprob
-from ccjax.runner.sampling import Drawn
+from ccjax.runner.sampling import SampledToken
 from ccjax.text import IncrementalDecoder, StopStrings, Tokenizer
 
 
@@ -50,18 +50,18 @@ class Answer:
         """The last sampled token, unless it was the end-of-turn token."""
         return self._token_ids[-1]
 
-    def push(self, drawn: Drawn) -> Delta:
+    def push(self, token: SampledToken) -> Delta:
         """Adds a token; the returned delta has the text it completes, without any part of a stop string."""
-        token_id = drawn.token_id
-        if drawn.logits is not None:
-            self._first_logits = drawn.logits
+        token_id = token.token_id
+        if token.logits is not None:
+            self._first_logits = token.logits
         if token_id in self._eos_ids and not self._sampling.ignore_eos:
             self.finish_reason = "stop"
             return self._delta("")
         self._token_ids.append(token_id)
         logprobs = ()
         if self._sampling.logprobs is not None:
-            logprobs = (self._logprob(drawn),)
+            logprobs = (self._logprob(token),)
             self._logprobs.extend(logprobs)
         text = self._stops.push(self._decoder.push(token_id)) if self._decoder is not None else ""
         if self._stops.matched is not None:
@@ -89,9 +89,9 @@ class Answer:
     def _delta(self, text: str, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> Delta:
         return Delta(text, token_ids, logprobs, index=self._index)
 
-    def _logprob(self, drawn: Drawn) -> TokenLogprob:
-        top = tuple((token_id, self._decode(token_id), logprob) for token_id, logprob in drawn.top)
-        return TokenLogprob(drawn.token_id, self._decode(drawn.token_id), drawn.logprob, top)
+    def _logprob(self, token: SampledToken) -> TokenLogprob:
+        top = tuple((token_id, self._decode(token_id), logprob) for token_id, logprob in token.top)
+        return TokenLogprob(token.token_id, self._decode(token.token_id), token.logprob, top)
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id]) if self._tokenizer is not None else ""

@@ -88,10 +88,10 @@ class PrefillOrders:
         if orders is None or after_s is None:
             return 0
         now_s, num_placed = time.perf_counter(), 0
-        late = [one for one in self._loop.waiting() if now_s - one.group.arrived_s >= after_s]
-        new = [one for one in late if one.sequence_id not in self._looked_at]
-        self._looked_at = frozenset(one.sequence_id for one in late)
-        for sequence in sorted(new, key=lambda one: one.group.arrived_s):
+        late = [sequence for sequence in self._loop.waiting() if now_s - sequence.group.arrived_s >= after_s]
+        new = [sequence for sequence in late if sequence.sequence_id not in self._looked_at]
+        self._looked_at = frozenset(sequence.sequence_id for sequence in late)
+        for sequence in sorted(new, key=lambda sequence: sequence.group.arrived_s):
             try:
                 prefill = sequence.prefill
                 needed = order_for(self._planner, self._variants, prefill.prompt, prefill.mode, prefill.settings)

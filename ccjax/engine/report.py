@@ -50,7 +50,7 @@ def build_report(
             )
         )
     approximate = [segment for segment in plan.segments if segment.fidelity != "exact"]
-    unprepared = {one.variant_id for one in approximate if one.variant_id is not None}.difference(framed)
+    unprepared = {segment.variant_id for segment in approximate if segment.variant_id is not None}.difference(framed)
     bound = None if contract.is_for_prepared and unprepared else contract.quality_bound
     return ReuseReport(
         mode=mode,

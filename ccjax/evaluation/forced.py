@@ -43,7 +43,7 @@ def forced_logits(
 
 def mean_kl(full: np.ndarray, own: np.ndarray) -> float:
     """Mean over tokens of KL(full || own) in nats, of logits [n, V]."""
-    return float(np.mean([kl_divergence(one, other) for one, other in zip(full, own, strict=True)]))
+    return float(np.mean([kl_divergence(full_row, own_row) for full_row, own_row in zip(full, own, strict=True)]))
 
 
 def agreement(full: np.ndarray, own: np.ndarray) -> float:

@@ -55,7 +55,9 @@ def measure_in_parts(
                 resume.add(part, kept)
         results = [
             dataclasses.replace(new, answers=(*old.answers, *new.answers))
-            for old, new in zip(results or [dataclasses.replace(one, answers=()) for one in kept], kept, strict=True)
+            for old, new in zip(
+                results or [dataclasses.replace(result, answers=()) for result in kept], kept, strict=True
+            )
         ]
     return results
 
@@ -125,7 +127,7 @@ class ResultsFile:
         return [
             WayResults(
                 Way(**{**row["way"], "ranking_layers": _tuple(row["way"]["ranking_layers"])}),
-                tuple(_answered(answer, one) for answer, one in zip(row["answers"], questions, strict=False)),
+                tuple(_answered(answer, question) for answer, question in zip(row["answers"], questions, strict=False)),
                 row["state"],
             )
             for row in self._kept[index]["results"]
@@ -135,11 +137,11 @@ class ResultsFile:
         """Adds the next part."""
         rows = [
             {
-                "way": dataclasses.asdict(one.way),
-                "state": one.state,
-                "answers": [_row(answer) for answer in one.answers],
+                "way": dataclasses.asdict(result.way),
+                "state": result.state,
+                "answers": [_row(answer) for answer in result.answers],
             }
-            for one in results
+            for result in results
         ]
         self._kept.append({"questions": _digests(questions), "results": rows})
         self._write()
@@ -152,7 +154,7 @@ class ResultsFile:
 
 
 def _digests(questions: Sequence[QAQuestion]) -> list[str]:
-    texts = (f"{one.text}\t{one.documents}\t{one.answers}" for one in questions)
+    texts = (f"{question.text}\t{question.documents}\t{question.answers}" for question in questions)
     return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
 

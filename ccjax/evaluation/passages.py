@@ -61,4 +61,4 @@ def map_reduce(ask: Ask, question: str, documents: Sequence[Document]) -> Combin
 
 def _confidence(response: Response) -> float:
     logprobs = response.logprobs or ()
-    return sum(one.logprob for one in logprobs) / len(logprobs) if logprobs else float("-inf")
+    return sum(token.logprob for token in logprobs) / len(logprobs) if logprobs else float("-inf")

@@ -74,14 +74,16 @@ def _question(
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"wanted a non-empty string under 'question', got {text!r}")
     if documents is None and find is not None:
-        documents = [{"text": one.text, "title": one.title} for one in find(text)]
+        documents = [{"text": document.text, "title": document.title} for document in find(text)]
     if not isinstance(documents, Sequence) or isinstance(documents, str) or not documents:
         raise ValueError(f"wanted a list of passages under 'docs', got {documents!r:.80}")
     if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(f"wanted a list of strings under 'answers', got {answers!r:.80}")
     passages = [
-        document_from_mapping({name: one[name] for name in ("text", "title") if name in one}, argument=f"docs[{index}]")
-        for index, one in enumerate(documents[:num_documents])
+        document_from_mapping(
+            {name: document[name] for name in ("text", "title") if name in document}, argument=f"docs[{index}]"
+        )
+        for index, document in enumerate(documents[:num_documents])
     ]
     return QAQuestion(
         question_id=str(value.get("id", number)),

@@ -39,16 +39,18 @@ def squad5(questions: Sequence[QAQuestion]) -> tuple[QAQuestion, ...]:
             got = f"{len(question.documents)} passages of question {question.question_id}"
             raise ValueError(f"questions: wanted the right paragraph of each alone, got {got}")
         by_article.setdefault(question.documents[0].title, {})[question.documents[0]] = None
-    shuffled = sorted(questions, key=lambda one: random.Random(f"squad5/{one.question_id}").random())
-    found = (dataclasses.replace(one, documents=_passages(one, by_article)) for one in shuffled)
-    return tuple(one for one in found if sum(len(passage.text) for passage in one.documents) <= MAX_CHARACTERS)
+    shuffled = sorted(questions, key=lambda question: random.Random(f"squad5/{question.question_id}").random())
+    found = (dataclasses.replace(question, documents=_passages(question, by_article)) for question in shuffled)
+    return tuple(
+        question for question in found if sum(len(passage.text) for passage in question.documents) <= MAX_CHARACTERS
+    )
 
 
 def _passages(question: QAQuestion, by_article: Mapping[str | None, Mapping[Document, None]]) -> tuple[Document, ...]:
     rng = random.Random(f"squad5/{question.question_id}/passages")
     (right,) = question.documents
-    same = [one for one in by_article[right.title] if one != right]
-    others = [one for title, passages in by_article.items() if title != right.title for one in passages]
+    same = [passage for passage in by_article[right.title] if passage != right]
+    others = [passage for title, passages in by_article.items() if title != right.title for passage in passages]
     chosen = [right, *rng.sample(same, min(NUM_OF_ARTICLE, len(same)))]
     missing = NUM_PASSAGES - len(chosen)
     if len(others) < missing:
@@ -69,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         lines = [
             {
-                "id": one.question_id,
-                "question": one.text,
-                "answers": one.answers,
-                "docs": [{"title": passage.title or "", "text": passage.text} for passage in one.documents],
+                "id": question.question_id,
+                "question": question.text,
+                "answers": question.answers,
+                "docs": [{"title": passage.title or "", "text": passage.text} for passage in question.documents],
             }
-            for one in squad5(read_questions(args.source))
+            for question in squad5(read_questions(args.source))
         ]
         args.output.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     except (ValueError, OSError) as error:

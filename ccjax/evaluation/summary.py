@@ -27,14 +27,14 @@ def figures(outcomes: Sequence[WayResults]) -> list[dict[str, Any]]:
 def _way(outcome: WayResults, full: WayResults) -> dict[str, Any]:
     way = outcome.way
     answers = outcome.answers
-    known = [index for index, one in enumerate(answers) if one.question.answers]
+    known = [index for index, answer in enumerate(answers) if answer.question.answers]
     gold = {name: [_gold(answers[index], name) for index in known] for name in TEXT_SCORES}
     full_gold = {name: [_gold(full.answers[index], name) for index in known] for name in TEXT_SCORES}
     against = {
-        name: [score(one.text, whole.text) for one, whole in zip(answers, full.answers, strict=True)]
+        name: [score(answer.text, whole.text) for answer, whole in zip(answers, full.answers, strict=True)]
         for name, score in TEXT_SCORES.items()
     }
-    kinds = dict.fromkeys(one.question.kind for one in answers if one.question.kind)
+    kinds = dict.fromkeys(answer.question.kind for answer in answers if answer.question.kind)
     return {
         "way": str(way),
         "state": outcome.state,
@@ -43,14 +43,14 @@ def _way(outcome: WayResults, full: WayResults) -> dict[str, Any]:
         "ratio": way.recompute_ratio,
         "ranking_layers": way.ranking_layers,
         "alpha": way.alpha,
-        "computed_share": _mean(one.computed_ratio for one in answers),
-        "mean_cfo": _mean(one.cfo for one in answers),
-        "ttft_s": float(np.median([one.ttft_s for one in answers])),
+        "computed_share": _mean(answer.computed_ratio for answer in answers),
+        "mean_cfo": _mean(answer.cfo for answer in answers),
+        "ttft_s": float(np.median([answer.ttft_s for answer in answers])),
         "gold": {name: _interval(values) for name, values in gold.items()} if len(known) > 1 else {},
         "of_full": _of_full(gold, full_gold) if len(known) > 1 else None,
         "against_full": {name: _interval(values) for name, values in against.items()},
-        "first_kl": _interval([one.first_kl for one in answers], may_be_share=False),
-        "same_share": _interval([float(one.is_same) for one in answers]),
+        "first_kl": _interval([answer.first_kl for answer in answers], may_be_share=False),
+        "same_share": _interval([float(answer.is_same) for answer in answers]),
         "forced": _forced(outcome, full),
         "kinds": {kind: _of_kind(outcome, full, kind) for kind in kinds},
     }
@@ -76,8 +76,8 @@ def _forced(outcome: WayResults, full: WayResults) -> dict[str, Any] | None:
 
 
 def _of_kind(outcome: WayResults, full: WayResults, kind: str) -> dict[str, Any]:
-    picked = [index for index, one in enumerate(outcome.answers) if one.question.kind == kind]
-    own, whole = ([_gold(one.answers[index], "exact_match") for index in picked] for one in (outcome, full))
+    picked = [index for index, answer in enumerate(outcome.answers) if answer.question.kind == kind]
+    own, whole = ([_gold(results.answers[index], "exact_match") for index in picked] for results in (outcome, full))
     guesses = [outcome.answers[index].question.guess_ratio for index in picked]
     known = [guess for guess in guesses if guess is not None]
     ratio = ratio_interval(own, whole) if len(picked) > 1 else None

@@ -61,8 +61,8 @@ def _tables(result: Mapping[str, Any]) -> list[Rows]:
         kinds = full["kinds"]
         if len(kinds) > 1:
             rows = [[way["way"], _share(way["computed_share"]), *map(_kind, way["kinds"].values())] for way in ways]
-            if all(one["guess"] is not None for one in kinds.values()):
-                rows.append(["best guess", "", *[_share(one["guess"]) for one in kinds.values()]])
+            if all(kind["guess"] is not None for kind in kinds.values()):
+                rows.append(["best guess", "", *[_share(kind["guess"]) for kind in kinds.values()]])
             found.append((f"{title}: exact match by kind of question", ("way", "computed", *kinds), rows))
     return found
 
@@ -86,8 +86,8 @@ def _against_gold(way: Mapping[str, Any]) -> list[str]:
     return [way["way"], _percent(gold["contains"]), kept, *scores]
 
 
-def _kind(one: Mapping[str, Any]) -> str:
-    return "" if one["exact_match"] is None else _percent(one["exact_match"])
+def _kind(kind: Mapping[str, Any]) -> str:
+    return "" if kind["exact_match"] is None else _percent(kind["exact_match"])
 
 
 def _percent(found: Mapping[str, float]) -> str:

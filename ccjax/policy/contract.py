@@ -87,7 +87,11 @@ def _bound_as_set(settings: PlannerSettings, calibration: Calibration) -> float 
     """The share of answers kept by the trial that recomputes most among those that recompute no more than `settings`;
     None if there is none."""
     share = settings.recompute_cap if settings.recompute_ratio is None else settings.recompute_ratio
-    below = [one for one in calibration.trials[settings.strategy] if one.focus_window is None and _share(one) <= share]
+    below = [
+        trial
+        for trial in calibration.trials[settings.strategy]
+        if trial.focus_window is None and _share(trial) <= share
+    ]
     return calibration.bound(settings.strategy, max(below, key=_share)) if below else None
 
 

@@ -29,7 +29,7 @@ class PrefillGrid:
         for name, values, least in (("cached", self.cached, 0), ("new", self.new, 1)):
             for value in values:
                 check_count(name, value, least=least)
-            if len(values) < 2 or any(one >= other for one, other in itertools.pairwise(values)):
+            if len(values) < 2 or any(earlier >= later for earlier, later in itertools.pairwise(values)):
                 raise ValueError(f"{name}: wanted at least two ascending numbers, got {values}")
         if len(self.seconds) != len(self.cached) or any(len(row) != len(self.new) for row in self.seconds):
             raise ValueError(f"seconds: wanted {len(self.cached)} rows of {len(self.new)} values")

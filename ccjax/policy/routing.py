@@ -149,7 +149,7 @@ def _two_choices(replicas: Sequence[ReplicaState], draw: float) -> list[str]:
     # The fraction left over by the first choice selects the second among the others.
     second = [rest[int((start - first) * len(rest))]] if rest else []
     two = sorted([ordered[first], *second], key=lambda replica: replica.num_under_way)
-    others = sorted((one for one in rest if one not in two), key=lambda replica: replica.num_under_way)
+    others = sorted((replica for replica in rest if replica not in two), key=lambda replica: replica.num_under_way)
     return [replica.replica_id for replica in (*two, *others)]
 
 
@@ -157,8 +157,8 @@ def _places(chunk_id: ChunkId, num_bits: int) -> list[int]:
     """Bit positions of a chunk: double hashing of the id's own digits, which are a sha256 already (Kirsch,
     Mitzenmacher)."""
     number = int(chunk_id[:32], 16)
-    one, step = number >> 64, number & (2**64 - 1) | 1
-    return [(one + probe * step) % num_bits for probe in range(NUM_PROBES)]
+    start, step = number >> 64, number & (2**64 - 1) | 1
+    return [(start + probe * step) % num_bits for probe in range(NUM_PROBES)]
 
 
 def _rendezvous(chunk_id: ChunkId, replica_id: str) -> bytes:

@@ -150,7 +150,7 @@ def make_plan(
 
     def unit(number: int, before: Sequence[Chunk], others: int = 0, **fields: Any) -> Unit:
         chunk = chunks[number]
-        prefix_ids = (*around.prefix_ids, *(one.chunk_id for one in before))
+        prefix_ids = (*around.prefix_ids, *(earlier.chunk_id for earlier in before))
         variant_id = make_variant_id(chunk.chunk_id, prefix_ids, "exact")
         num_tokens = len(chunk.token_ids)
         fields = {"behind": (), **fields, "variant_id": variant_id, "num_tokens": num_tokens}
@@ -175,8 +175,8 @@ def make_plan(
     for number in fitting if num_neighbours else ():
         behind = choose_neighbours(number, neighbours.get(number, ()), chunks, num_neighbours, around.room)
         if behind:
-            others = sum(lengths[one] for one in behind[1:])
-            conditioned.append(unit(number, [chunks[one] for one in behind], others, behind=behind))
+            others = sum(lengths[neighbour] for neighbour in behind[1:])
+            conditioned.append(unit(number, [chunks[neighbour] for neighbour in behind], others, behind=behind))
     too_long = tuple(number for number, length in enumerate(lengths) if length > around.room)
     return Plan(tuple(alone), tuple(framed), tuple(conditioned), too_long)
 
@@ -186,7 +186,7 @@ def batches(units: Sequence[Unit], num_tokens: int, most: int) -> list[tuple[Uni
     cut: list[tuple[Unit, ...]] = []
     batch: list[Unit] = []
     for unit in units:
-        if batch and (len(batch) == most or sum(one.computed_tokens for one in batch) >= num_tokens):
+        if batch and (len(batch) == most or sum(batched.computed_tokens for batched in batch) >= num_tokens):
             cut.append(tuple(batch))
             batch = []
         batch.append(unit)

@@ -63,7 +63,7 @@ def measure_quality(
     """
 
     def find(text: str) -> list:
-        return [one.as_document() for one in retriever.search(text, top_k)]
+        return [passage.as_document() for passage in retriever.search(text, top_k)]
 
     questions = read_questions(path, limit=limit, find=find)
     if len(questions) < 2:
@@ -86,10 +86,10 @@ def measure_quality(
         num_questions=len(questions),
         num_documents=float(np.mean([len(question.documents) for question in questions])),
         strategy=config.strategy,
-        same_answers=mean_interval([exact_match(one.text, whole.text) for one, whole in pairs]),
-        same_tokens=mean_interval([float(one.is_same) for one, _ in pairs]),
-        first_kl=float(np.mean([one.first_kl for one, _ in pairs])),
-        computed_share=float(np.mean([one.computed_ratio for one, _ in pairs])),
+        same_answers=mean_interval([exact_match(answer.text, whole.text) for answer, whole in pairs]),
+        same_tokens=mean_interval([float(answer.is_same) for answer, _ in pairs]),
+        first_kl=float(np.mean([answer.first_kl for answer, _ in pairs])),
+        computed_share=float(np.mean([answer.computed_ratio for answer, _ in pairs])),
         num_known=len(known),
         right=share_right(0),
         right_full=share_right(1),

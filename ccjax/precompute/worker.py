@@ -77,8 +77,8 @@ class Worker:
         """Reads, splits and embeds the documents as a server does, and determines what the store lacks."""
         settings, model, config = self._settings, self._model, self._config
         self._retriever = retriever = self._open_documents()
-        passages = [one for document_id in retriever.document_ids for one in retriever.passages(document_id)]
-        documents = tuple(one.as_document() for one in passages)
+        passages = [passage for document_id in retriever.document_ids for passage in retriever.passages(document_id)]
+        documents = tuple(passage.as_document() for passage in passages)
         # Without a store, so that an estimate leaves no trace in it.
         with Engine(model, config.replace(store=None, store_key_file=None, encrypt_store=False)) as engine:
             system, num_tokens = engine.documents.prompt_overhead()
@@ -87,9 +87,9 @@ class Worker:
             self._chunks = engine.documents.passage_chunks(documents)
         neighbours: dict[int, list[int]] = {}
         if settings.num_neighbours:
-            numbers = {one.passage_id: number for number, one in enumerate(passages)}
+            numbers = {passage.passage_id: number for number, passage in enumerate(passages)}
             found = retriever.neighbours(settings.num_neighbours + SPARE_NEIGHBOURS)
-            neighbours = {numbers[key]: [numbers[one] for one in others] for key, others in found.items()}
+            neighbours = {numbers[key]: [numbers[neighbour] for neighbour in others] for key, others in found.items()}
         spec = kv_spec_of(model.config, config.dtype)
         storage = StorageFormat(config.disk_kv_dtype, config.disk_compression, config.encrypt_store)
         plan = make_plan(

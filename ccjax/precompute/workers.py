@@ -92,7 +92,7 @@ class Workers:
         if self._is_stopped():
             raise StoppedError
         if not self._ready:
-            by_connection: dict[Any, WorkerProcess] = {one.connection: one for one in self.alive}
+            by_connection: dict[Any, WorkerProcess] = {worker.connection: worker for worker in self.alive}
             found = multiprocessing.connection.wait(list(by_connection), POLL_S)
             self._ready = [by_connection[connection] for connection in found]
         if not self._ready:

@@ -79,7 +79,7 @@ def find_changes(
         else:
             finder.file(name, path)
     progress(len(files), len(files))
-    changes.removed = [one for one in versions if one not in finder.present]
+    changes.removed = [document_id for document_id in versions if document_id not in finder.present]
     changes.digests |= {source: None for source in digests if source not in files}
     return changes
 

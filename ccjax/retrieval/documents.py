@@ -53,13 +53,13 @@ def plain_metadata(value: Any) -> dict[str, str | float | bool]:
     if not isinstance(value, Mapping):
         return {}
     plain: dict[str, str | float | bool] = {}
-    for name, one in value.items():
-        if isinstance(one, datetime.date):
-            one = one.isoformat()
-        if isinstance(one, str):
-            plain[without_controls(str(name))] = without_controls(one)
-        elif isinstance(one, int | float) and -_MOST <= one <= _MOST:
-            plain[without_controls(str(name))] = one
+    for name, item in value.items():
+        if isinstance(item, datetime.date):
+            item = item.isoformat()
+        if isinstance(item, str):
+            plain[without_controls(str(name))] = without_controls(item)
+        elif isinstance(item, int | float) and -_MOST <= item <= _MOST:
+            plain[without_controls(str(name))] = item
     return plain
 
 

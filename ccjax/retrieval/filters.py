@@ -55,7 +55,9 @@ def _parse(value: Any, where: str, depth: int) -> tuple[str, list[Any]]:
         if not isinstance(parts, list) or not parts:
             raise ValueError(f"{where}.filters: wanted a list with at least one filter, got {_short(parts)}")
         parsed = [_parse(part, f"{where}.filters[{index}]", depth + 1) for index, part in enumerate(parts)]
-        return f"({_JOINS[kind].join(sql for sql, _ in parsed)})", [one for _, many in parsed for one in many]
+        return f"({_JOINS[kind].join(sql for sql, _ in parsed)})", [
+            parameter for _, many in parsed for parameter in many
+        ]
     if not isinstance(kind, str) or kind not in _COMPARISONS:
         raise ValueError(f"{where}.type: wanted one of {', '.join([*_COMPARISONS, *_JOINS])}, got {_short(kind)}")
     _check_names(value, {"type", "key", "value"}, where)
@@ -71,11 +73,11 @@ def _comparison(kind: str, key: Any, wanted: Any, where: str) -> tuple[str, list
         values, right = wanted, f"({', '.join('?' * len(wanted))})"
     else:
         values, right = [wanted], "?"
-    for one in values:
-        if not isinstance(one, METADATA_TYPES) or (isinstance(one, float) and not math.isfinite(one)):
-            raise ValueError(f"{where}.value: wanted text, numbers or truth values, got {_short(one)}")
-        if isinstance(one, int) and not -(2**63) <= one < 2**63:
-            raise ValueError(f"{where}.value: wanted an integer of 64 bits, got {_short(one)}")
+    for value in values:
+        if not isinstance(value, METADATA_TYPES) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{where}.value: wanted text, numbers or truth values, got {_short(value)}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{where}.value: wanted an integer of 64 bits, got {_short(value)}")
     if key == "document_id":
         left, parameters = "document_id", []
     else:

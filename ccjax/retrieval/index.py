@@ -253,7 +253,7 @@ class PassageIndex:
             with self._catalog.transaction():
                 gone = self._catalog.remove([*removed, *ids])
                 parts = np.split(vectors, np.cumsum(counts)[:-1]) if documents else []
-                rows = [self._catalog.add(one, part) for one, part in zip(documents, parts, strict=True)]
+                rows = [self._catalog.add(document, part) for document, part in zip(documents, parts, strict=True)]
                 for source, digest in (digests or {}).items():
                     self._catalog.set_digest(source, digest)
             if self._stamp != self._catalog.stamp:
@@ -265,7 +265,7 @@ class PassageIndex:
             if len(added):
                 segments = appended(segments, IndexSegment.flat(added, vectors))
                 view = dataclasses.replace(view, last_row=int(added[-1]))
-            self._show(dataclasses.replace(view, segments=tuple(one for one in segments if one.num_alive)))
+            self._show(dataclasses.replace(view, segments=tuple(segment for segment in segments if segment.num_alive)))
 
     def improve(self, progress: Progress = lambda stage, done, total: None) -> Trained | None:
         """Trains the index of `kind` if it is missing or too much has changed; None if nothing was done. Takes minutes
@@ -291,7 +291,7 @@ class PassageIndex:
                 self.settings.dim,
                 directory,
                 recall=self._recall,
-                like=next((one for one in view.segments if not one.is_flat), None) if keeps else None,
+                like=next((segment for segment in view.segments if not segment.is_flat), None) if keeps else None,
                 num_trained=old.num_trained if old is not None else 0,
                 progress=progress,
             )
@@ -375,7 +375,7 @@ class PassageIndex:
         if new:
             rows, vectors = np.concatenate([rows for rows, _ in new]), np.concatenate([some for _, some in new])
             segments, last_row = appended(segments, IndexSegment.flat(rows, vectors)), int(rows[-1])
-        living = (one.without(np.setdiff1d(one.rows, alive, assume_unique=True)) for one in segments)
+        living = (segment.without(np.setdiff1d(segment.rows, alive, assume_unique=True)) for segment in segments)
         segments = tuple(segment for segment in living if segment.num_alive)
         self._show(dataclasses.replace(view, segments=segments, last_row=last_row))
         self._stamp = stamp

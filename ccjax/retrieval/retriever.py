@@ -343,7 +343,7 @@ class Retriever:
             index.improve(self._progress)
             changed = set(changes.changed)
             self.report = RefreshReport(
-                added=tuple(one.document_id for one in changes.new if one.document_id not in changed),
+                added=tuple(document.document_id for document in changes.new if document.document_id not in changed),
                 changed=tuple(changes.changed),
                 removed=tuple(changes.removed),
                 failed=tuple((problem.path, problem.reason) for problem in changes.problems),

@@ -16,7 +16,7 @@ from ccjax.requests import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draw:
+class SampleSpec:
     """How to sample token number `index` of an answer; the result does not depend on the rest of the batch."""
 
     sampling: SamplingParams
@@ -25,7 +25,7 @@ class Draw:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledToken:
     """A sampled token: its id, its log-probability under the model, and the likeliest tokens as (id, log-probability).
 
     `logits` [V], float32: the logits it was sampled from; only for the first token of an answer, and only if requested.
@@ -45,31 +45,31 @@ def seed_of(seed: int, answer: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{answer}".encode()).digest()[:8], "big")
 
 
-def draw(logits: jax.Array, draws: Sequence[Draw]) -> list[Drawn]:
-    """Samples a token for each of the first `len(draws)` rows of `logits` `[B, V]`."""
+def sample_tokens(logits: jax.Array, specs: Sequence[SampleSpec]) -> list[SampledToken]:
+    """Samples a token for each of the first `len(specs)` rows of `logits` `[B, V]`."""
     size = logits.shape[0]
-    num_top = max((one.sampling.logprobs or 0 for one in draws), default=0)
+    num_top = max((spec.sampling.logprobs or 0 for spec in specs), default=0)
     temperature, top_p = np.zeros(size, np.float32), np.ones(size, np.float32)
     seeds, index = np.zeros((size, 2), np.uint32), np.zeros(size, np.int32)
-    for row, one in enumerate(draws):
-        temperature[row], top_p[row] = one.sampling.temperature, one.sampling.top_p
-        seeds[row], index[row] = seed_words(one.seed), one.index
+    for row, spec in enumerate(specs):
+        temperature[row], top_p[row] = spec.sampling.temperature, spec.sampling.top_p
+        seeds[row], index[row] = seed_words(spec.seed), spec.index
     out = sample_step(logits, temperature, top_p, seeds, index, num_top=_top_bucket(num_top))
-    wanted = [row for row, one in enumerate(draws) if one.sampling.first_logits and one.index == 0]
+    wanted = [row for row, spec in enumerate(specs) if spec.sampling.first_logits and spec.index == 0]
     kept = fetch(logits).astype(np.float32) if wanted else None
     return [
-        dataclasses.replace(drawn, logits=kept[row].copy()) if kept is not None and row in wanted else drawn
-        for row, drawn in enumerate(_drawn(fetch(out), draws))
+        dataclasses.replace(token, logits=kept[row].copy()) if kept is not None and row in wanted else token
+        for row, token in enumerate(_sampled(fetch(out), specs))
     ]
 
 
-def _drawn(out: SampleOutput, draws: Sequence[Draw]) -> list[Drawn]:
-    drawn = []
-    for row, one in enumerate(draws):
-        count = one.sampling.logprobs or 0
+def _sampled(out: SampleOutput, specs: Sequence[SampleSpec]) -> list[SampledToken]:
+    sampled = []
+    for row, spec in enumerate(specs):
+        count = spec.sampling.logprobs or 0
         top = zip(out.top_ids[row, :count].tolist(), out.top_logprobs[row, :count].tolist(), strict=True)
-        drawn.append(Drawn(int(out.token_ids[row]), float(out.logprobs[row]), tuple(top)))
-    return drawn
+        sampled.append(SampledToken(int(out.token_ids[row]), float(out.logprobs[row]), tuple(top)))
+    return sampled
 
 
 def _top_bucket(num_top: int) -> int:

@@ -30,7 +30,7 @@ from ccjax.runner.compiled_sizes import Key
 from ccjax.runner.compiler_threads import lower_compilers
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pool import DevicePool
-from ccjax.runner.sampling import draw
+from ccjax.runner.sampling import sample_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class StepCompiler:
     def _compile_logits(self, batch: int) -> None:
         """Compiles the steps after the last layer: logits and sampling."""
         x = embed_step(self._model.top, self._model.put(np.zeros(batch, np.int32)))
-        draw(logits_step(self._model.top, x, config=self._model.config), [])
+        sample_tokens(logits_step(self._model.top, x, config=self._model.config), [])
         self._model.sizes.note("batch", (batch,))
 
 

@@ -89,7 +89,7 @@ class DocumentPreparation:
             with self._lock:
                 while not self._passages and self._documents:
                     found = self._retriever.passages(self._documents.popleft())
-                    self._passages.extend(one.as_document() for one in found)
+                    self._passages.extend(passage.as_document() for passage in found)
                 passage = self._passages.popleft() if self._passages else None
             if passage is None:
                 self._report("all documents are prepared")

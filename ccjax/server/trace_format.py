@@ -47,7 +47,7 @@ def trace_json(
         "loads": spans["load"],
         "layers": spans["layer"],
         "num_layers": trace.num_layers,
-        "token_s": [one - arrived_s for one in trace.token_s],
+        "token_s": [at_s - arrived_s for at_s in trace.token_s],
         "segments": [_segment(segment, tokenizer) for segment in trace.segments],
     }
 

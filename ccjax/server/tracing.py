@@ -157,7 +157,7 @@ def _attributes(telemetry: RequestTelemetry, operation: str, facts: Mapping[str,
 def _prefill_attributes(job: Job) -> dict[str, Any]:
     assert job.response is not None
     report = job.response.reuse
-    tiers = sorted({one.tier for one in report.per_document if one.tier is not None})
+    tiers = sorted({document.tier for document in report.per_document if document.tier is not None})
     return {
         "ccjax.load.bytes": report.loaded_bytes,
         "ccjax.load.wait_seconds": report.load_wait_s,

@@ -322,9 +322,9 @@ class SimulatedReplica:
         for preempted in step.preempted:
             self._preempt(preempted)
         jobs = [self._jobs[sequence_id] for sequence_id in step.sequence_ids]
-        for sequence_id in step.draws:
+        for sequence_id in step.allocating:
             self._jobs[sequence_id].own_pages += 1
-        self._free_pages -= len(step.draws)
+        self._free_pages -= len(step.allocating)
         if jobs:
             seconds = self._costs.decode_s(len(jobs), sum(job.context for job in jobs))
             self._decode_step_s = 0.9 * self._decode_step_s + 0.1 * seconds if self._decode_step_s else seconds

@@ -7,22 +7,22 @@ import pytest
 from ccjax.engine import SamplingParams
 from ccjax.engine.answer import Answer
 from ccjax.errors import RequestError
-from ccjax.runner.sampling import Drawn
+from ccjax.runner.sampling import SampledToken
 
 END, WORD = 1, 2
 
 
-def drawn(tokens: list[int], **sampling) -> Answer:
+def sampled(tokens: list[int], **sampling) -> Answer:
     answer = Answer(SamplingParams(**sampling), None, frozenset({END}), ())
     for token in tokens:
-        answer.push(Drawn(token, 0.0, ()))
+        answer.push(SampledToken(token, 0.0, ()))
     return answer
 
 
 def test_an_end_of_text_token_ends_the_answer_unless_it_is_ignored() -> None:
-    ended = drawn([WORD, END])
+    ended = sampled([WORD, END])
     assert (ended.finish_reason, ended.num_tokens) == ("stop", 1)
-    ignored = drawn([WORD, END, WORD], ignore_eos=True)
+    ignored = sampled([WORD, END, WORD], ignore_eos=True)
     assert (ignored.finish_reason, ignored.num_tokens, ignored.last_token) == (None, 3, WORD)
 
 

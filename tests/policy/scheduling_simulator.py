@@ -315,11 +315,11 @@ class SimulatedEngine:
             lost = self.jobs[name]
             assert all(job.rank < lost.rank for job in survivors), "a less important one was kept"
             is_reader = not lost.num_pages  # without it its prompt can be dropped to free space for the next step
-            assert is_reader or any(self.jobs[name].rank < lost.rank for name in step.draws), (
+            assert is_reader or any(self.jobs[name].rank < lost.rank for name in step.allocating), (
                 "preempted for nobody's sake"
             )
         self._preempt(step.preempted)
-        for name in step.draws:
+        for name in step.allocating:
             assert name in step.sequence_ids
             self.jobs[name].num_pages += 1
         assert self.free_pages >= 0, "next_decode drew pages that are not free"

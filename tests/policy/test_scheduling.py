@@ -227,16 +227,16 @@ class TestDecode:
         scheduler.add(SequenceWork("a", 5, 2, 50))
         scheduler.add(SequenceWork("b", 7, 3, 50, tail_slots=2))
         start(scheduler)
-        draws = [decode(scheduler).draws for _ in range(8)]
-        assert draws == [("a",), (), ("b",), (), ("a",), (), ("b",), ()]
+        allocating = [decode(scheduler).allocating for _ in range(8)]
+        assert allocating == [("a",), (), ("b",), (), ("a",), (), ("b",), ()]
 
     def test_newest_request_is_preempted_and_later_resumed_first(self):
         scheduler = self.run_pair()
         scheduler.add(SequenceWork("c", 5, 3, 5))
-        assert decode(scheduler, 2).draws == ("a", "b")
+        assert decode(scheduler, 2).allocating == ("a", "b")
         for _ in range(3):
             assert decode(scheduler, 0) == DecodeStep(sequence_ids=("a", "b"))
-        assert decode(scheduler, 0) == DecodeStep(preempted=("b",), sequence_ids=("a",), draws=("a",))
+        assert decode(scheduler, 0) == DecodeStep(preempted=("b",), sequence_ids=("a",), allocating=("a",))
         # b has 5 tokens: 4 with slots from decode steps, and the last is prefilled as well; so 3 + 2 pages
         assert start(scheduler, 4) == ScheduledPack()
         assert start(scheduler, 8).pieces == (
@@ -246,9 +246,9 @@ class TestDecode:
 
     def test_sequence_without_a_page_or_a_preemptible_one_skips_the_step(self):
         scheduler = self.run_pair()
-        assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a",), draws=("a",))
+        assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a",), allocating=("a",))
         assert decode(scheduler, 0) == DecodeStep(sequence_ids=("a",))
-        assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a", "b"), draws=("b",))
+        assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a", "b"), allocating=("b",))
 
     def test_request_in_prefill_can_be_preempted_and_restarts(self):
         scheduler = build(max_num_batched_tokens=10)

@@ -70,7 +70,7 @@ def test_preempting_one_reader_does_not_free_a_shared_prompt() -> None:
     scheduler.pack_done(0.0)
     step = decode(scheduler, free_pages=0)  # "old" needs a new page
     assert step.preempted == ("a/1",)
-    assert (step.sequence_ids, step.draws) == (("old", "a/0"), ("old",))
+    assert (step.sequence_ids, step.allocating) == (("old", "a/0"), ("old",))
 
 
 def test_preempting_the_computing_request_does_not_free_shared_pages_at_once() -> None:
@@ -85,8 +85,8 @@ def test_preempting_the_computing_request_does_not_free_shared_pages_at_once() -
     start(scheduler)
     step = decode(scheduler, free_pages=0)
     assert step.preempted == ("a/1", "a/0")
-    assert step.draws == ("old",)
-    assert decode(scheduler, free_pages=3).draws == ("older",)
+    assert step.allocating == ("old",)
+    assert decode(scheduler, free_pages=3).allocating == ("older",)
 
 
 def test_preempted_sibling_prefills_one_prompt_token_and_its_answer() -> None:

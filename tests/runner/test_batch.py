@@ -16,7 +16,7 @@ from ccjax.runner.job import PrefillJob
 from ccjax.runner.pack import Pack, Piece
 from ccjax.runner.pages import RequestPages, shared_segments
 from ccjax.runner.pool import PAGE_TOKENS
-from ccjax.runner.sampling import Draw, draw
+from ccjax.runner.sampling import SampleSpec, sample_tokens
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=13)
@@ -75,7 +75,7 @@ class Batch:
         return Running(PrefillJob(token_ids, plan, pages, contexts=contexts), ticket, stack)
 
     def prefill(self, pieces):
-        """Runs a pack of (request, number of tokens); those that are through draw their next token."""
+        """Runs a pack of (request, number of tokens); those that are through sample their next token."""
         work = [Piece(one.job, one.done, one.done + count) for one, count in pieces]
         for one, count in pieces:
             one.done += count
@@ -84,17 +84,17 @@ class Batch:
             pack.run_layer()
         jobs, logits = pack.logits()
         if jobs:
-            self.append_drawn([next(one for one, _ in pieces if one.job is job) for job in jobs], logits)
+            self.append_sampled([next(one for one, _ in pieces if one.job is job) for job in jobs], logits)
 
     def decode(self, requests):
         logits = self.decoder.step([one.job.pages for one in requests], [one.tokens[-1] for one in requests])
-        self.append_drawn(requests, logits)
+        self.append_sampled(requests, logits)
 
-    def append_drawn(self, requests, logits):
-        draws = [Draw(SAMPLING, 0, len(one.tokens)) for one in requests]
-        for one, drawn in zip(requests, draw(logits, draws), strict=True):
-            one.tokens.append(drawn.token_id)
-            one.logprobs.append(drawn.logprob)
+    def append_sampled(self, requests, logits):
+        specs = [SampleSpec(SAMPLING, 0, len(one.tokens)) for one in requests]
+        for one, token in zip(requests, sample_tokens(logits, specs), strict=True):
+            one.tokens.append(token.token_id)
+            one.logprobs.append(token.logprob)
 
     def end(self, one):
         one.stack.close()
@@ -244,7 +244,7 @@ def test_pack_continues_after_a_job_is_dropped():
             pack.run_layer()
         jobs, logits = pack.logits()
         assert jobs == [running[0].job, running[2].job]
-        batch.append_drawn([running[0], running[2]], logits)
+        batch.append_sampled([running[0], running[2]], logits)
         assert [running[0].tokens[0], running[2].tokens[0]] == [wanted[0][0][0], wanted[2][0][0]]
         for one in running:
             pack.drop(one.job)
@@ -295,7 +295,7 @@ def test_failed_load_fails_only_its_own_request():
         while not pack.is_done:
             pack.run_layer()
         _, logits = pack.logits()
-        batch.append_drawn([running[0], running[2]], logits)
+        batch.append_sampled([running[0], running[2]], logits)
         layers = list(range(MODEL.config.num_layers))
         assert [one.job.contexts.taken for one in running] == [layers, [0], layers]
         assert [running[n].tokens[0] for n in (0, 2)] == [wanted[n][0][0] for n in (0, 2)]

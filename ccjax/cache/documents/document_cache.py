@@ -226,7 +226,7 @@ class DocumentCache:
 
     def _reconcile(self) -> None:
         gone = [variant_id for variant_id in self._variants.ids() if self._store.tier_of(variant_id) is None]
-        stored = (one.variant_id for one in self._store.summaries())
+        stored = (summary.variant_id for summary in self._store.summaries())
         self._variants.apply_changes([key for key in stored if key not in self._variants], gone)
 
     def _carry_out(self, erasure: Erasure) -> tuple[int, dict[str, int], tuple[str, ...]]:
@@ -254,7 +254,7 @@ class DocumentCache:
 
     def _drop_unprepared(self) -> None:
         """Drops erased passages from those that idle time would compute."""
-        self._unprepared.drop(lambda one: self.registry.is_erased(one, Origin(frozenset({one}))))
+        self._unprepared.drop(lambda chunk_id: self.registry.is_erased(chunk_id, Origin(frozenset({chunk_id}))))
 
     def _erase(self, erasure: Erasure, covered: set[str]) -> tuple[str, ...]:
         """Deletes these variants and any others on disk that the erasure covers: other processes write until they learn

@@ -54,7 +54,9 @@ class PassageFrame:
 
     def __init__(self, documents: Sequence[Document], builder: PromptBuilder | None) -> None:
         self.documents = tuple(documents) if builder is not None else ()
-        self._token_ids = tuple(builder.document_ids(one) for one in self.documents) if builder is not None else ()
+        self._token_ids = (
+            tuple(builder.document_ids(document) for document in self.documents) if builder is not None else ()
+        )
 
     def chunks(self, tenant: str) -> tuple[Chunk, ...]:
         """The frame's passages as chunks of a tenant (`ccjax.prompts.tenant_tag`)."""
@@ -72,7 +74,7 @@ class PassageFrame:
     def stands_in(self, prompt: Prompt) -> bool:
         """True if exactly the frame stands between the instructions and the last passage of a prompt."""
         between = tuple(chunk.chunk_id for chunk in prompt.chunks[int(prompt.has_system) : -1])
-        return bool(between) and between == tuple(one.chunk_id for one in self.chunks(tenant_of(between[0])))
+        return bool(between) and between == tuple(chunk.chunk_id for chunk in self.chunks(tenant_of(between[0])))
 
     def variant_ids(self, prompt: Prompt) -> frozenset[VariantId]:
         """The ids of the variants of the prompt's passages behind the frame."""
@@ -82,5 +84,7 @@ class PassageFrame:
         for chunk in prompt.chunks[first:]:
             before = self.chunks(tenant_of(chunk.chunk_id))
             if before:
-                found.add(make_variant_id(chunk.chunk_id, (*system, *(one.chunk_id for one in before)), "exact"))
+                found.add(
+                    make_variant_id(chunk.chunk_id, (*system, *(passage.chunk_id for passage in before)), "exact")
+                )
         return frozenset(found)

@@ -41,7 +41,9 @@ def prune(variants: VariantIndex, registry: DocumentRegistry, store: TieredStore
         if chunk_id not in stays and all(link.passage_id is not None for _, link in found)
     }
     variants.load_all_records()
-    covered = [one for one in variants.ids() if not variants.origin_of(one).seen.isdisjoint(gone.keys())]
+    covered = [
+        variant_id for variant_id in variants.ids() if not variants.origin_of(variant_id).seen.isdisjoint(gone.keys())
+    ]
     num_bytes = sum(store.charge_bytes(DISK, variant_id) or 0 for variant_id in covered)
     for variant_id in covered:
         variants.discard(variant_id)

@@ -53,5 +53,5 @@ class UnpreparedPassages:
     def drop(self, is_gone: Callable[[ChunkId], bool]) -> None:
         """Forgets passages that were erased."""
         for kept in (self._reused, self._computed):
-            for chunk_id in [one for one in kept if is_gone(one)]:
+            for chunk_id in [key for key in kept if is_gone(key)]:
                 del kept[chunk_id]

@@ -67,7 +67,7 @@ class PrefillOrder:
                 raise ValueError(f"order: wanted version {_VERSION}, got {value['version']!r}")
             if not isinstance(value["tenant"], str) or not _TENANT.fullmatch(value["tenant"]):
                 raise ValueError(f"order: wanted a tenant's tag or none, got {value['tenant']!r:.80}")
-            chunks = tuple(_chunk(one, value["tenant"]) for one in value["chunks"])
+            chunks = tuple(_chunk(chunk, value["tenant"]) for chunk in value["chunks"])
             return PrefillOrder(chunks, value["has_system"] is True)
         except (KeyError, TypeError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"order: malformed: {error!r}") from error

@@ -28,14 +28,14 @@ class AvailablePages:
     def num_pages(self) -> int:
         """Free pages, plus those of unused cached chunks and of shared prompts that no admitted sequence reads."""
         return self._num_evictable + sum(
-            one.shared_prompt.num_pages for one in self.shared if one.shared_prompt and one.is_unread
+            group.shared_prompt.num_pages for group in self.shared if group.shared_prompt and group.is_unread
         )
 
     def reclaim(self, num_pages: int) -> list[tuple[SequenceGroup, SharedPrompt]]:
         """Frees pages until `num_pages` are free, if possible. Returns the shared prompts dropped for this, oldest
         first; as few as possible, since computing a prompt again takes longer than loading a cached chunk."""
         dropped = []
-        for group in [one for one in self.shared if one.is_unread]:
+        for group in [group for group in self.shared if group.is_unread]:
             if num_pages <= self._num_evictable:
                 break
             dropped.append((group, self.drop(group)))

@@ -34,7 +34,7 @@ from ccjax.runner.decode import DecodeBatch
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pack import Pack, Piece
 from ccjax.runner.pool import DevicePool
-from ccjax.runner.sampling import Drawn, draw
+from ccjax.runner.sampling import SampledToken, sample_tokens
 from ccjax.runner.split_prompt import SplitPrompt
 from ccjax.store.tiered import TieredStore
 
@@ -123,7 +123,7 @@ class BatchLoop:
         """The sequences that never left the queue, unordered; one may leave it at the moment of the call."""
         with self._changed:
             known = [*self._sequences.all(), *self._new]
-        return [one for one in known if one.group.started_s is None]
+        return [sequence for sequence in known if sequence.group.started_s is None]
 
     def check_queue_limit(self, flow: str) -> None:
         """Raises OverloadError if `submit` would for a request of this flow."""
@@ -292,7 +292,7 @@ class BatchLoop:
 
     def _run_pack(self, pieces: list[tuple[TokenSequence, Piece]]) -> None:
         sequences = self._sequences
-        done: list[tuple[TokenSequence, Drawn]] = []
+        done: list[tuple[TokenSequence, SampledToken]] = []
         try:
             done = self._run_layers(pieces)
         except Exception as error:
@@ -302,7 +302,7 @@ class BatchLoop:
         sequences.pack = None
         self._scheduler.pack_done(time.perf_counter())
         finished = []
-        for sequence, drawn in done:
+        for sequence, token in done:
             planned, kept = sequence.prefill, None
             try:
                 prefilled = sequence.finish_prefill()
@@ -311,7 +311,7 @@ class BatchLoop:
                 logger.exception("a request failed after its prefill")
                 sequences.fail(sequence, error)
             else:
-                kept = prefilled if sequences.append_token(sequence, drawn) else None
+                kept = prefilled if sequences.append_token(sequence, token) else None
             finished.append((sequence.group.keep, planned, kept))
         for keep, planned, prefilled in finished:  # after the first tokens are emitted, except in answers of one token
             if prefilled is not None:
@@ -319,7 +319,7 @@ class BatchLoop:
             planned.release_claims()
         sequences.settle()
 
-    def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, Drawn]]:
+    def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, SampledToken]]:
         """Runs a pack through all layers; returns the sequences whose prompt is complete, with their next tokens."""
         sequences, started_s, decoded_s = self._sequences, time.perf_counter(), 0.0
         pack = sequences.pack = self._pack_of([piece for _, piece in pieces])
@@ -360,11 +360,11 @@ class BatchLoop:
             for tracer in tracers:
                 tracer.layers(ends_s, has_new_sizes=pack.has_new_sizes)
         jobs, logits = pack.logits()
-        drawn = [] if logits is None else draw(logits, [by_job[job].draw for job in jobs])
+        sampled = [] if logits is None else sample_tokens(logits, [by_job[job].sample_spec for job in jobs])
         if not pack.has_new_sizes and pack.num_computed:
             waited_s = sum(job.contexts.waited_s for job in by_job if job.contexts is not None)
             self._rates.compute.add(pack.num_computed, time.perf_counter() - started_s - decoded_s - waited_s)
-        return [(by_job[job], one) for job, one in zip(jobs, drawn, strict=True)]
+        return [(by_job[job], token) for job, token in zip(jobs, sampled, strict=True)]
 
     def _pack_of(self, pieces: list[Piece]) -> Pack | SplitPrompt:
         """Packs the pieces; one with more tokens than a pack is a whole prompt that drops tokens on the way."""
@@ -382,25 +382,27 @@ class BatchLoop:
         sequences, started_s = self._sequences, time.perf_counter()
         step = self._scheduler.next_decode(sequences.pages.num_pages, self._costs(), alone=alone)
         sequences.preempt(step.preempted)
-        sequences.reclaim(len(step.draws))
+        sequences.reclaim(len(step.allocating))
         decoding = [sequences[sequence_id] for sequence_id in step.sequence_ids]
-        drawn, on_device_s = [], started_s
+        sampled, on_device_s = [], started_s
         try:
             if decoding:
-                logits = self._decoder.step([one.pages for one in decoding], [one.last_token for one in decoding])
+                logits = self._decoder.step(
+                    [sequence.pages for sequence in decoding], [sequence.last_token for sequence in decoding]
+                )
                 if sequences.pack is not None:
                     sequences.pack.wait()  # the step is queued after the pack's layers, whose time is not counted
                     on_device_s = time.perf_counter()
-                drawn = draw(logits, [one.draw for one in decoding])
+                sampled = sample_tokens(logits, [sequence.sample_spec for sequence in decoding])
         except Exception as error:
             logger.exception("a decode step failed")
             sequences.retry(decoding, error)
             decoding = []
-        if drawn and alone is None:
+        if sampled and alone is None:
             seconds = time.perf_counter() - on_device_s
             self._decode_step_s = seconds if not self._decode_step_s else 0.9 * self._decode_step_s + 0.1 * seconds
         self._scheduler.decode_done(time.perf_counter())
-        for sequence, token in zip(decoding, drawn, strict=True):
+        for sequence, token in zip(decoding, sampled, strict=True):
             sequences.append_token(sequence, token)
             if alone is not None:
                 sequences.rejoin(sequence)

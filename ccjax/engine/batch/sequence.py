@@ -19,7 +19,7 @@ from ccjax.runner.job import PrefillJob
 from ccjax.runner.pages import RequestPages, shared_segments
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
-from ccjax.runner.sampling import Draw, Drawn, seed_of
+from ccjax.runner.sampling import SampledToken, SampleSpec, seed_of
 from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, ReuseReport, VariantId
 
@@ -99,7 +99,7 @@ class SequenceGroup:
     @property
     def is_unread(self) -> bool:
         """True if the shared prompt is in the pool and no admitted sequence reads it."""
-        return self.shared_prompt is not None and not any(one.reads_prompt for one in self.open)
+        return self.shared_prompt is not None and not any(sequence.reads_prompt for sequence in self.open)
 
     def mark_started(self) -> None:
         """Records when a sequence first left the queue; later calls have no effect."""
@@ -194,14 +194,14 @@ class TokenSequence:
         return self._tokens[-1]
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         """Number of tokens sampled so far."""
         return len(self._tokens)
 
     @property
-    def draw(self) -> Draw:
+    def sample_spec(self) -> SampleSpec:
         """How to sample its next token."""
-        return Draw(self.group.sampling, self._seed, len(self._tokens))
+        return SampleSpec(self.group.sampling, self._seed, len(self._tokens))
 
     @property
     def pages(self) -> RequestPages:
@@ -365,11 +365,11 @@ class TokenSequence:
         self._work = sharing_work(self._work)
         return self._work
 
-    def append_token(self, drawn: Drawn) -> bool:
+    def append_token(self, token: SampledToken) -> bool:
         """Adds a token and emits the text it completes; True if it ends the answer: then `finish` emits the rest."""
         self.group.record_token()
-        self._tokens.append(drawn.token_id)
-        delta = self._answer.push(drawn)
+        self._tokens.append(token.token_id)
+        delta = self._answer.push(token)
         if self._answer.finish_reason is None:
             if delta.token_ids:
                 self.group.emit(delta)

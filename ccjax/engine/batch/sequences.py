@@ -18,7 +18,7 @@ from ccjax.policy.scheduling import NeverFitsError
 from ccjax.runner.cancellation import PrefillCancelledError
 from ccjax.runner.pack import Pack
 from ccjax.runner.pool import DevicePool
-from ccjax.runner.sampling import Drawn
+from ccjax.runner.sampling import SampledToken
 from ccjax.runner.split_prompt import SplitPrompt
 from ccjax.store.errors import TierFullError
 from ccjax.store.tiered import TieredStore
@@ -90,11 +90,11 @@ class Sequences:
     @property
     def is_prefilling(self) -> bool:
         """True if a sequence is in prefill."""
-        return any(one.job is not None and not one.is_decoding for one in self._by_id.values())
+        return any(sequence.job is not None and not sequence.is_decoding for sequence in self._by_id.values())
 
     def add(self, sequences: Iterable[TokenSequence]) -> None:
         """Adds sequences that the scheduler already knows."""
-        self._by_id.update({one.sequence_id: one for one in sequences})
+        self._by_id.update({sequence.sequence_id: sequence for sequence in sequences})
 
     # -- from the queue to the first step ------------------------------------------------------------------------------
 
@@ -128,8 +128,8 @@ class Sequences:
     def plan_waiting(self) -> None:
         """Plans the first sequences in the queue; again if variants of their chunks have changed since."""
         self._apply_changes()
-        unshared = [one for one in self._by_id.values() if one.group.shared_prompt is None]
-        waiting = [one for one in unshared if one.job is None and one not in self._held]
+        unshared = [sequence for sequence in self._by_id.values() if sequence.group.shared_prompt is None]
+        waiting = [sequence for sequence in unshared if sequence.job is None and sequence not in self._held]
         num_free = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
         # Several, even if only one can be admitted: the order of the flows depends on how much each one computes. At
         # least one even without a free slot, since it may preempt a less important sequence.
@@ -202,7 +202,7 @@ class Sequences:
 
     def drop_unread_prompts(self) -> bool:
         """Drops the shared prompts that no admitted sequence reads; False if there was none."""
-        unread = [one for one in self.pages.shared if one.is_unread]
+        unread = [group for group in self.pages.shared if group.is_unread]
         for group in unread:
             self._dropped(group, self.pages.drop(group))
         return bool(unread)
@@ -227,11 +227,11 @@ class Sequences:
             return
         self._scheduler.share(sequence.share())
         self.pages.shared.append(group)
-        for one in new:
-            self._scheduler.add(one.work(self._store.tier_of), after=sequence.sequence_id)
+        for fork in new:
+            self._scheduler.add(fork.work(self._store.tier_of), after=sequence.sequence_id)
         self.add(new)
-        for one in waiting:
-            self._replan(one)
+        for member in waiting:
+            self._replan(member)
 
     def _dropped(self, group: SequenceGroup, prompt: SharedPrompt) -> None:
         """Makes the waiting sequences of a group compute their dropped prompt again."""
@@ -241,7 +241,7 @@ class Sequences:
             self._replan(sequence)
 
     def _waiting(self, group: SequenceGroup) -> list[TokenSequence]:
-        return [one for one in group.open if one.job is None and one not in self._held]
+        return [sequence for sequence in group.open if sequence.job is None and sequence not in self._held]
 
     def _take_pages(self, sequence: TokenSequence) -> None:
         self._release_pages(sequence)
@@ -255,17 +255,17 @@ class Sequences:
 
     # -- tokens and ends -----------------------------------------------------------------------------------------------
 
-    def append_token(self, sequence: TokenSequence, drawn: Drawn) -> bool:
+    def append_token(self, sequence: TokenSequence, token: SampledToken) -> bool:
         """Adds a token to a sequence and ends the sequence if it was the last one; False if the request failed over
         it."""
         try:
-            is_last = sequence.append_token(drawn)
+            is_last = sequence.append_token(token)
         except Exception as error:
             logger.exception("a request failed over a token of its answer")
             self.fail(sequence, error)
             return False
         if is_last:
-            tokens, mean = float(sequence.num_drawn), self.answer_tokens
+            tokens, mean = float(sequence.num_sampled), self.answer_tokens
             self.answer_tokens = tokens if mean is None else 0.9 * mean + 0.1 * tokens
             self._forget(sequence)
             self._closing.append(sequence.prefill)
@@ -289,9 +289,9 @@ class Sequences:
     def fail(self, sequence: TokenSequence, error: Exception) -> None:
         """Ends all sequences of the group of `sequence` with an error."""
         group = sequence.group
-        for one in tuple(group.open):
-            self._forget(one)
-            one.prefill.close(ok=False)
+        for member in tuple(group.open):
+            self._forget(member)
+            member.prefill.close(ok=False)
         try:
             group.emit(as_request_error(error))
         except Exception:

@@ -41,7 +41,9 @@ class SharedPrompt:
             segments.pop()
         last = dataclasses.replace(question, start=plan.num_tokens - 1, num_tokens=1)
         self.plan = PrefillPlan((*segments, last))
-        self.shards = {one.variant_id: shard for one, shard in zip(segments, shards, strict=False) if one.variant_id}
+        self.shards = {
+            segment.variant_id: shard for segment, shard in zip(segments, shards, strict=False) if segment.variant_id
+        }
         self.num_pages = sum(shard.num_pages for shard in self._own)
         self.prefill = prefill
 

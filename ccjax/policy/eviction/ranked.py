@@ -204,7 +204,7 @@ class RankedPolicy:
         """Everything the order depends on, as JSON values with times relative to `now`."""
         uses = self._past | {key: entry.uses for key, entry in self._entries.items()}
         state: dict[str, Any] = {
-            "uses": {key: _as_json(self.rebased(one, now)) for key, one in uses.items() if one.num_uses}
+            "uses": {key: _as_json(self.rebased(history, now)) for key, history in uses.items() if history.num_uses}
         }
         if self.is_tree:  # the caller that adopts them may not have checked that
             parents = {key: entry.info.parent for key, entry in self._entries.items()}
@@ -216,8 +216,8 @@ class RankedPolicy:
         or damaged parts are skipped."""
         uses = state.get("uses") if isinstance(state, dict) else None
         for key, values in uses.items() if isinstance(uses, dict) else ():
-            if (self._num_remembered or key in held) and (one := _uses_from_json(values)) is not None:
-                self._past[key] = one
+            if (self._num_remembered or key in held) and (history := _uses_from_json(values)) is not None:
+                self._past[key] = history
         parents = state.get("parents") if isinstance(state, dict) and self.is_tree else None
         for key, parent in parents.items() if isinstance(parents, dict) else ():
             if key in held and isinstance(parent, str) and parent != key:

@@ -13,9 +13,9 @@ decode step of all running sequences may run. A single thread owns the scheduler
 4. For each layer: run it, repeat 1 and 2, then call `after_layer` once; if it returns True, run a decode step (6).
 5. `pack_done`, once the first tokens are sampled: it returns the requests that have one. `remove` those that end there.
 6. A decode step, also whenever there is no pack and `num_decoding` is not 0: `expire`, then `next_decode`; carry out
-   `preempted` (for requests in the running pack as in 1), allocate a page for each of `draws`, run `sequence_ids`, call
-   `decode_done`, and `remove` the requests that end. The scheduler counts tokens, but only the engine ends a request.
-   In the same way run one step for each of `decoding_alone`, between two packs.
+   `preempted` (for requests in the running pack as in 1), allocate a page for each of `allocating`, run
+   `sequence_ids`, call `decode_done`, and `remove` the requests that end. The scheduler counts tokens, but only the
+   engine ends a request. In the same way run one step for each of `decoding_alone`, between two packs.
 7. With neither a pack nor decoding: wait for a request or the next deadline. If `num_waiting` is not 0 at that point,
    the pages that the head of the queue needs are held outside the scheduler: free them.
 

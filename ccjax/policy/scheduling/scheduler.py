@@ -62,7 +62,11 @@ class Scheduler:
     @property
     def decoding_alone(self) -> tuple[str, ...]:
         """Ids of the sequences that need decode steps of their own, most important first."""
-        return tuple(one.sequence_id for one in sorted(self._decoding(), key=lambda one: one.rank) if one.is_alone)
+        return tuple(
+            sequence.sequence_id
+            for sequence in sorted(self._decoding(), key=lambda sequence: sequence.rank)
+            if sequence.is_alone
+        )
 
     def waiting_tokens(self) -> int:
         """Tokens still to be prefilled, over all sequences without a first token."""
@@ -291,7 +295,7 @@ class Scheduler:
         self._step_s = costs.decode_step_s
         self._step = {}
         preempted: list[str] = []
-        draws: list[str] = []
+        allocating: list[str] = []
         ranked = sorted((r for r in self._admitted.values() if not r.is_complete), key=lambda r: r.rank)
         victims = list(ranked)
         for sequence in ranked:
@@ -299,7 +303,7 @@ class Scheduler:
                 continue
             if sequence.sequence_id != alone if alone is not None else sequence.is_alone:
                 continue
-            if sequence.draws_page:
+            if sequence.allocates_page:
                 while not free_pages and victims[-1] is not sequence:
                     victim = victims.pop()
                     free_pages += victim.own_pages
@@ -307,9 +311,9 @@ class Scheduler:
                 if not free_pages:
                     continue
                 free_pages -= 1
-                draws.append(sequence.sequence_id)
+                allocating.append(sequence.sequence_id)
             self._step[sequence.sequence_id] = sequence
-        return DecodeStep(tuple(preempted), tuple(self._step), tuple(draws))
+        return DecodeStep(tuple(preempted), tuple(self._step), tuple(allocating))
 
     def decode_done(self, now_s: float) -> None:
         """Ends the decode step: every sequence in it that was not removed meanwhile has one more token."""
@@ -350,7 +354,9 @@ class Scheduler:
             self._deadlines.put(sequence.sequence_id, (sequence.work.deadline_s, sequence.number))
 
     def _decoding(self) -> list[ScheduledSequence]:
-        return [one for one in self._admitted.values() if one.state == "decode" and not one.is_complete]
+        return [
+            sequence for sequence in self._admitted.values() if sequence.state == "decode" and not sequence.is_complete
+        ]
 
     def _sharing(self) -> list[ScheduledSequence]:
         if any(self._sequences[name].is_alone for name in self._pack):

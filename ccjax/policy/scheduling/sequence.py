@@ -76,7 +76,7 @@ class ScheduledSequence:
         return self.work.pages_with(self.num_answered - (self.state == "decode"), self.page_tokens)
 
     @property
-    def draws_page(self) -> bool:
+    def allocates_page(self) -> bool:
         """True when its next decode step needs a new page."""
         return self.work.pages_with(self.num_answered, self.page_tokens) > self.own_pages
 

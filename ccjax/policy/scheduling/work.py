@@ -212,9 +212,9 @@ class DecodeStep:
     Attributes:
       preempted: sequences that free pages for it, to be carried out first, least important first.
       sequence_ids: sequences that decode, most important first; may be empty.
-      draws: those of them that allocate one more page first.
+      allocating: those of them that allocate one more page first.
     """
 
     preempted: tuple[str, ...] = ()
     sequence_ids: tuple[str, ...] = ()
-    draws: tuple[str, ...] = ()
+    allocating: tuple[str, ...] = ()
