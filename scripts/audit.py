@@ -65,18 +65,18 @@ def _skipped(why: str) -> int:
 def judge(packages: Sequence[dict[str, Any]]) -> int:
     """Prints pip-audit's JSON findings for `packages`; returns the exit code. pip-audit itself reports packages that
     the index does not know as clean."""
-    unknown = [one["name"] for one in packages if "skip_reason" in one and one["name"] != OURS]
-    known = [one for one in packages if "skip_reason" not in one]
-    for one in known:
-        for flaw in one["vulns"]:
+    unknown = [package["name"] for package in packages if "skip_reason" in package and package["name"] != OURS]
+    known = [package for package in packages if "skip_reason" not in package]
+    for package in known:
+        for flaw in package["vulns"]:
             fixed = ", ".join(flaw["fix_versions"]) or "none yet"
-            print(f"{one['name']} {one['version']}: {flaw['id']}, fixed in {fixed}")
+            print(f"{package['name']} {package['version']}: {flaw['id']}, fixed in {fixed}")
     if unknown:
         print(f"audit.py: the index does not know {len(unknown)}: {', '.join(sorted(unknown))}", file=sys.stderr)
     if not known:
         print("audit.py: SKIPPED: the index knows none of the packages; nothing was checked", file=sys.stderr)
         return SKIPPED
-    flawed = sum(bool(one["vulns"]) for one in known)
+    flawed = sum(bool(package["vulns"]) for package in known)
     print(f"audit.py: {flawed} of {len(known)} packages have known vulnerabilities")
     return 1 if flawed else 0
 

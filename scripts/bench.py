@@ -30,14 +30,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in BENCHMARKS:
-        one = parsers.add_parser(name, help=_summary(name))
+        subparser = parsers.add_parser(name, help=_summary(name))
         if name not in argv:
             continue  # others may need packages that are not installed here
         module = importlib.import_module(f"scripts.benchmarks.{name}")
-        one.add_argument("--json", action="store_true", help="print raw figures as one JSON object on the last line")
-        one.add_argument("--quick", action="store_true", help="small sizes, under a minute, to see that it runs")
-        module.add_arguments(one)
-        one.set_defaults(run=module.run)
+        subparser.add_argument(
+            "--json", action="store_true", help="print raw figures as one JSON object on the last line"
+        )
+        subparser.add_argument("--quick", action="store_true", help="small sizes, under a minute, to see that it runs")
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
     # Two thread pools share the machine: idle torch threads must sleep, not spin, while JAX is timed.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -76,8 +76,8 @@ def nearest_tests(changed: Iterable[str]) -> dict[str, int]:
     """Test files that reach a changed file, with the number of steps, nearest first."""
     users: dict[str, set[str]] = collections.defaultdict(set)
     for path, used in imports().items():
-        for one in used:
-            users[one].add(path)
+        for dependency in used:
+            users[dependency].add(path)
     steps = dict.fromkeys((path for path in changed if path.endswith(".py")), 0)
     waiting = collections.deque(steps)
     while waiting:

@@ -86,8 +86,8 @@ def _size(args: argparse.Namespace) -> dict:
         def simulate(size: DeploymentSize) -> dict:
             task = progress.add_task(f"{size.host_cache_bytes / 1e9:.1f} GB x {size.replicas}", total=len(workload))
             cache = dataclasses.replace(deployment.cache, host_cache_bytes=size.host_cache_bytes)
-            one = dataclasses.replace(deployment, cache=cache, replicas=size.replicas)
-            outcome = Simulation(one, workload, seed=args.seed).run(lambda done: progress.advance(task, done))
+            candidate = dataclasses.replace(deployment, cache=cache, replicas=size.replicas)
+            outcome = Simulation(candidate, workload, seed=args.seed).run(lambda done: progress.advance(task, done))
             progress.remove_task(task)
             return outcome.figures(workload, warmup=args.warmup)
 
@@ -97,7 +97,9 @@ def _size(args: argparse.Namespace) -> dict:
         "settings": _settings(args),
         "goal": dataclasses.asdict(goal),
         "needed": [dataclasses.asdict(size) for size in needed.values()],
-        "tried": [{**dataclasses.asdict(one.size), "is_met": one.is_met, "figures": one.figures} for one in tried],
+        "tried": [
+            {**dataclasses.asdict(trial.size), "is_met": trial.is_met, "figures": trial.figures} for trial in tried
+        ],
     }
 
 

@@ -86,7 +86,7 @@ class ArrayDriver:
         """
         if folder is not None:
             packed = isinstance(prepared, bytes)
-            chunks = [] if packed else [one for layer in prepared for one in _inner_chunks(layer, _groups(layout))]
+            chunks = [] if packed else [chunk for layer in prepared for chunk in _inner_chunks(layer, _groups(layout))]
             write_object(folder / _OBJECT_KEY, [prepared] if packed else [*chunks, shard_index(chunks)])
             return
         if isinstance(prepared, bytes):

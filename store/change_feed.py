@@ -197,7 +197,7 @@ class ChangeFeed:
                 self._is_sending = True
             is_sent = False
             try:
-                self.index.notify({key: one for key, (_, one) in added.items()}, removed, is_complete=is_complete)
+                self.index.notify({key: record for key, (_, record) in added.items()}, removed, is_complete=is_complete)
                 is_sent = True
             finally:
                 with self._changed:

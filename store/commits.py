@@ -425,4 +425,6 @@ class CommittedShards:
         self._cataloged = frozenset(shard.object_id for shard in shards)
         self._num_changes = len(shards) + len(self._shards)  # upper bound; counted exactly when needed
         self._is_catalog_damaged = bool(wrong)
-        return {one.variant_id: one for one in shards if one.variant_id in wanted and has_known_version(one.raw)}
+        return {
+            shard.variant_id: shard for shard in shards if shard.variant_id in wanted and has_known_version(shard.raw)
+        }

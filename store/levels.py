@@ -37,18 +37,18 @@ class Levels:
     def summaries(self) -> list[ShardSummary]:
         """Summaries of the committed variants of all tiers, each once. Reads nothing."""
         with self._lock:
-            found = {one.variant_id: one for tier in self._levels.values() for one in tier.summaries()}
+            found = {summary.variant_id: summary for tier in self._levels.values() for summary in tier.summaries()}
         return list(found.values())
 
     def ids(self, tier: str) -> tuple[str, ...]:
         """Ids of the committed variants of one tier."""
         with self._lock:
-            return tuple(one.variant_id for one in self._tier(tier).summaries())
+            return tuple(summary.variant_id for summary in self._tier(tier).summaries())
 
     def chunk_ids(self, tiers: Collection[str]) -> frozenset[str]:
         """The chunks with a variant in one of these tiers. Reads nothing."""
         with self._lock:
-            return frozenset(one.chunk_id for name in tiers for one in self._tier(name).summaries())
+            return frozenset(summary.chunk_id for name in tiers for summary in self._tier(name).summaries())
 
     def get_summary(self, variant_id: str) -> ShardSummary | None:
         """Summary of a committed variant of any tier, or None. Reads nothing."""
@@ -58,7 +58,7 @@ class Levels:
 
     def records(self) -> list[ShardRecord]:
         """The full records behind `summaries`."""
-        found = (self.get_record(one.variant_id) for one in self.summaries())
+        found = (self.get_record(summary.variant_id) for summary in self.summaries())
         return [record for record in found if record is not None]
 
     def get_record(self, variant_id: str, tier: str | None = None) -> ShardRecord | None:

@@ -80,7 +80,7 @@ def encode_record(
         "dtype": kv_spec.dtype,
         "head_groups": layout.head_groups,
         "object_id": object_id,
-        "checksums": [f"{one:0{width}x}" for one in layout.checksums],
+        "checksums": [f"{checksum:0{width}x}" for checksum in layout.checksums],
         "meta": record.meta,
     }
     if layout.storage != AS_IT_IS:
@@ -198,7 +198,7 @@ def _layout(body: dict[str, Any], kv_spec: KVSpec, identity: StoreIdentity) -> O
     digest = identity.digest
     if body.get("digest", "xxh3") != digest:
         raise ShardCorruptError(f"record of variant {body['variant_id']}: wanted digests by {digest}")
-    groups, checksums = body["head_groups"], tuple(int(one, 16) for one in body["checksums"])
+    groups, checksums = body["head_groups"], tuple(int(digits, 16) for digits in body["checksums"])
     positive_int("head_groups", groups)
     if len(checksums) != kv_spec.num_layers * groups:
         raise ValueError(f"checksums: wanted {kv_spec.num_layers * groups}, got {len(checksums)}")

@@ -132,8 +132,8 @@ class TieredStore(Levels):
         """Bytes of a memory tier that `evict` could free: those of variants without an open load."""
         with self._lock:
             held = self._memory[tier].summaries()
-            free = (one for one in held if one.variant_id not in self._pins)
-            return sum(self._memory[tier].charge_bytes(one.num_tokens) for one in free)
+            free = (summary for summary in held if summary.variant_id not in self._pins)
+            return sum(self._memory[tier].charge_bytes(summary.num_tokens) for summary in free)
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Applies changes of other processes to the disk tier: `(added, removed)` variant ids, both empty while the

@@ -31,7 +31,9 @@ def read_part(
     index = tuple(slice(None) for _ in spec.shape) if index is None else index
     ranges = [range(*cut.indices(length)) for cut, length in zip(index, spec.shape, strict=True)]
     if spec.layout == "as_is":
-        return np.ascontiguousarray(tensors[0][tuple(slice(one.start, one.stop) for one in ranges)], dtype=dtype)
+        return np.ascontiguousarray(
+            tensors[0][tuple(slice(bounds.start, bounds.stop) for bounds in ranges)], dtype=dtype
+        )
     lengths = spec.shape
     if spec.num_experts:
         experts, *ranges = ranges

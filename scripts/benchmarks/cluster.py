@@ -200,7 +200,9 @@ def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None
 def _capacity(url: str, workload: ClusterWorkload, num_documents: int, concurrency: int) -> float:
     """Answers a second without any cache, in closed loop."""
     questions = workload.questions[: max(8, len(workload.questions) // 2)]
-    records = closed_loop(url, [_body(one, num_documents, reuse="off") for one in questions], concurrency, TIMEOUT_S)
+    records = closed_loop(
+        url, [_body(question, num_documents, reuse="off") for question in questions], concurrency, TIMEOUT_S
+    )
     _check(records)
     return len(records) / max(record.end_s for record in records)
 

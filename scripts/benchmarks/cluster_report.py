@@ -47,9 +47,11 @@ def gains(figures: Figures, case: Mapping[str, Any]) -> tuple[float | None, floa
     """Throughput over the baseline's same pass, and the share by which latency is lower; None without a baseline."""
     same = ("documents", "pass")
     base = [
-        one
-        for one in figures["cases"]
-        if one["system"] == "none" and all(one[name] == case[name] for name in same) and case["system"] != "none"
+        candidate
+        for candidate in figures["cases"]
+        if candidate["system"] == "none"
+        and all(candidate[name] == case[name] for name in same)
+        and case["system"] != "none"
     ]
     if not base:
         return None, None
@@ -62,7 +64,7 @@ def says(figures: Figures) -> list[str]:
     lines = []
     for number in dict.fromkeys(case["documents"] for case in figures["cases"]):
         for system in ("shared", "generator"):
-            cases = [one for one in figures["cases"] if one["documents"] == number and one["system"] == system]
+            cases = [case for case in figures["cases"] if case["documents"] == number and case["system"] == system]
             both = [gains(figures, case) for case in cases]
             if not both or both[0][0] is None or both[-1][0] is None or both[0][1] is None or both[-1][1] is None:
                 continue

@@ -105,8 +105,8 @@ def _rate(engine: Engine, count: int, num_prompt_tokens: int, num_answer_tokens:
         thread.start()
     for thread in threads:
         thread.join()
-    begin, end = max(one[0] for one in times), min(one[-1] for one in times)
-    return sum(begin < moment <= end for one in times for moment in one) / (end - begin)
+    begin, end = max(moments[0] for moments in times), min(moments[-1] for moments in times)
+    return sum(begin < moment <= end for moments in times for moment in moments) / (end - begin)
 
 
 def _print(cases: list[dict[str, Any]], counts: list[int]) -> None:

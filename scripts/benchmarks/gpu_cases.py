@@ -237,7 +237,9 @@ def _loading(record: CheckRecord, engine: Engine, case: GpuCase, runs: list[Run]
     last = [response.reuse for response in runs[-1].responses]
     num_bytes = sum(report.loaded_bytes for report in last)
     row: dict[str, Any] = {"loaded_bytes": num_bytes}
-    row["load_wait_s"] = statistics.median(max(one.reuse.load_wait_s for one in run.responses) for run in runs)
+    row["load_wait_s"] = statistics.median(
+        max(response.reuse.load_wait_s for response in run.responses) for run in runs
+    )
     row["tiers"] = sorted({str(document.tier) for report in last for document in report.per_document})
     row["given_up_loads"] = sum(report.given_up_loads for report in last)
     row["failed_loads"] = sum(report.failed_loads for report in last)

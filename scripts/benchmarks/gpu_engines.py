@@ -69,7 +69,10 @@ class Prompts:
         """Prompts that store the first passages one by one, each behind a text that no case has, so that none is ever
         reused exactly."""
         behind = [self._system, self._filler]
-        return [[*behind, self._question], *([*behind, one, self._question] for one in self._passages[:num_passages])]
+        return [
+            [*behind, self._question],
+            *([*behind, passage, self._question] for passage in self._passages[:num_passages]),
+        ]
 
 
 class Engines:
@@ -211,12 +214,12 @@ def run_prompts(
             times[number].append(at_s - started_s)
         if event.response is not None:
             responses[number] = event.response
-    return Run([one[0] for one in times], _steps(times), [responses[number] for number in range(len(prompts))])
+    return Run([moments[0] for moments in times], _steps(times), [responses[number] for number in range(len(prompts))])
 
 
 def _steps(times: Sequence[Sequence[float]]) -> list[float]:
     """Seconds between tokens while all answers decoded, without the first such step."""
-    from_s, to_s = max(one[0] for one in times), min(one[-1] for one in times)
-    inside = [np.diff([at for at in one if from_s <= at <= to_s])[1:] for one in times]
+    from_s, to_s = max(moments[0] for moments in times), min(moments[-1] for moments in times)
+    inside = [np.diff([at for at in moments if from_s <= at <= to_s])[1:] for moments in times]
     count = min(map(len, inside))
     return [float(np.median([gaps[number] for gaps in inside])) for number in range(count)]

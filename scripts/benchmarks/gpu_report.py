@@ -97,7 +97,7 @@ def tables(results: dict[str, Any]) -> list[str]:
             for row in sorted(decoded, key=lambda row: (row["batch"], row["context"]))
         ]
         shown.append(table("Decode", ("tokens x batch", "ms a step", "GB/s", "% of copy"), steps))
-    verdicts = [(one.name, one.wanted, one.got, one.verdict) for one in targets(results)]
+    verdicts = [(target.name, target.wanted, target.got, target.verdict) for target in targets(results)]
     shown.append(table("Targets", ("what", "wanted", "got", "verdict"), verdicts))
     return shown
 

@@ -52,7 +52,7 @@ def prefill_s(program: Path | None, model: Path, lengths: Sequence[int], repetit
     try:
         environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))}
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        found = {int(one["n_prompt"]): [ns / 1e9 for ns in one["samples_ns"]] for one in json.loads(done.stdout)}
+        found = {int(row["n_prompt"]): [ns / 1e9 for ns in row["samples_ns"]] for row in json.loads(done.stdout)}
         return {length: found[length] for length in lengths}
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]

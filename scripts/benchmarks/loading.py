@@ -159,8 +159,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         cases = [case("device", "layer"), case("host", "sync"), case("host", "layer")]
         for _ in range(3):
             ideal.measure()
-            for one in cases:  # the first run promotes the KV to memory
-                one.measure(request)
+            for loading_case in cases:  # the first run promotes the KV to memory
+                loading_case.measure(request)
             progress.advance(task)
         prefill_s, kv_bytes = min(ideal.runs_s), cases[0].reports[0].loaded_bytes
         for ratio in ratios:
@@ -168,13 +168,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             cases += [case("disk", mode, load_s, ThrottledLink(kv_bytes / load_s)) for mode in MODES]
         for _ in range(repetitions + 1):
             ideal.measure()
-            for one in cases:
-                one.measure(request)
+            for loading_case in cases:
+                loading_case.measure(request)
                 progress.advance(task)
         ideal_s = median(ideal.runs_s[-repetitions:])
-        rows = [_row(one, ideal_s, layers, repetitions) for one in cases]
-        for one in cases:
-            one.engine.close()
+        rows = [_row(loading_case, ideal_s, layers, repetitions) for loading_case in cases]
+        for loading_case in cases:
+            loading_case.engine.close()
     _print(rows, ideal_s)
     shapes = {
         **shapes_of(config),
@@ -204,7 +204,7 @@ def _requests(vocab_size: int, length: int) -> tuple[Request, Request, list[int]
     one_token = SamplingParams(max_new_tokens=1)
     fill = Request(segments=[system, *passages, question], sampling=one_token)
     request = Request(segments=[system, *passages[::-1], question], sampling=one_token)
-    return fill, request, [len(one) for one in (system, *passages, question)]
+    return fill, request, [len(segment) for segment in (system, *passages, question)]
 
 
 def _plan(lengths: Sequence[int], recompute_ratio: float) -> PrefillPlan:

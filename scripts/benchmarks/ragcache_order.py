@@ -94,23 +94,25 @@ def _measure(bench: ReplayBench, workload: str) -> list[dict[str, Any]]:
                 "budget_bytes": bench.budget_bytes(share),
             }
             rounds = [one_round(strategy, share, number) for number in range(options.order_rounds)]
-            cases.append({**about, **median_round(rounds), "mean_gains": [one["mean_gain"] for one in rounds]})
+            cases.append({**about, **median_round(rounds), "mean_gains": [result["mean_gain"] for result in rounds]})
     bench.progress.remove_task(task)
     return cases
 
 
 def median_round(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The round with the median gain in mean TTFT; of an even number the lower of the middle two."""
-    return sorted(rounds, key=lambda one: one["mean_gain"])[(len(rounds) - 1) // 2]
+    return sorted(rounds, key=lambda result: result["mean_gain"])[(len(rounds) - 1) // 2]
 
 
 def figures(served: Sequence[Served]) -> dict[str, Any]:
     """Figures of one run, without intervals: requests of one queue wait for each other, so they are not independent."""
-    num_hits, num_documents = (sum(getattr(one, name) for one in served) for name in ("num_hits", "num_documents"))
+    num_hits, num_documents = (
+        sum(getattr(answer, name) for answer in served) for name in ("num_hits", "num_documents")
+    )
     return {
-        "ttft_ms": spread([one.ttft_s for one in served]),
+        "ttft_ms": spread([answer.ttft_s for answer in served]),
         "hit_ratio": num_hits / num_documents,
-        "computed_share": sum(one.computed_share for one in served) / len(served),
+        "computed_share": sum(answer.computed_share for answer in served) / len(served),
     }
 
 

@@ -58,11 +58,13 @@ def in_turns(
 
 def figures(served: Mapping[str, Sequence[Served]]) -> dict[str, dict[str, Any]]:
     """Figures by policy; intervals are bootstraps over requests, in pairs with the reference."""
-    reference = [1e3 * one.ttft_s for one in served[REFERENCE]]
+    reference = [1e3 * answer.ttft_s for answer in served[REFERENCE]]
     rows = {}
     for policy, answers in served.items():
-        ttft_ms = [1e3 * one.ttft_s for one in answers]
-        num_hits, num_documents = (sum(getattr(one, name) for one in answers) for name in ("num_hits", "num_documents"))
+        ttft_ms = [1e3 * answer.ttft_s for answer in answers]
+        num_hits, num_documents = (
+            sum(getattr(answer, name) for answer in answers) for name in ("num_hits", "num_documents")
+        )
         ratio = None if policy == REFERENCE else ratio_interval(ttft_ms, reference)
         rows[policy] = {
             "hits": num_hits,
@@ -70,6 +72,6 @@ def figures(served: Mapping[str, Sequence[Served]]) -> dict[str, dict[str, Any]]
             "hit_ratio": num_hits / num_documents,
             "ttft_ms": dataclasses.asdict(mean_interval(ttft_ms)),
             "ttft_over_pgdsf": None if ratio is None else dataclasses.asdict(ratio),
-            "computed_share": sum(one.computed_share for one in answers) / len(answers),
+            "computed_share": sum(answer.computed_share for answer in answers) / len(answers),
         }
     return rows

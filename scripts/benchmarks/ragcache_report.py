@@ -67,30 +67,30 @@ def _sections(result: Figures) -> Iterator[Section]:
 def _policies(cases: Sequence[Figures]) -> Section:
     head = ("strategy", "budget", *POLICIES)
     tables = [
-        ("Hit rate, %", head, _by_policy(cases, lambda one: f"{100 * one['hit_ratio']:.1f}")),
-        ("Mean TTFT, ms (95 % interval)", head, _by_policy(cases, lambda one: interval(one["ttft_ms"], ".1f"))),
+        ("Hit rate, %", head, _by_policy(cases, lambda case: f"{100 * case['hit_ratio']:.1f}")),
+        ("Mean TTFT, ms (95 % interval)", head, _by_policy(cases, lambda case: interval(case["ttft_ms"], ".1f"))),
         ("TTFT over that with PGDSF, same requests", head, _by_policy(cases, _over_reference)),
     ]
-    strategies = list(dict.fromkeys(one["strategy"] for one in cases))
+    strategies = list(dict.fromkeys(case["strategy"] for case in cases))
     return "policies", "Eviction policies", tables, [line for name in strategies for line in policy_lines(cases, name)]
 
 
 def _by_policy(cases: Sequence[Figures], cell: Any) -> list[list[str]]:
-    keys = dict.fromkeys((one["strategy"], one["budget_share"]) for one in cases)
-    found = {(one["strategy"], one["budget_share"], one["policy"]): one for one in cases}
+    keys = dict.fromkeys((case["strategy"], case["budget_share"]) for case in cases)
+    found = {(case["strategy"], case["budget_share"], case["policy"]): case for case in cases}
     return [[key[0], _share(key[1]), *(cell(found[*key, policy]) for policy in POLICIES)] for key in keys]
 
 
-def _over_reference(one: Figures) -> str:
-    return interval(one["ttft_over_pgdsf"], ".3f")
+def _over_reference(case: Figures) -> str:
+    return interval(case["ttft_over_pgdsf"], ".3f")
 
 
 def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
     """At how many budgets PGDSF has most hits, their ratios to the others', and significant differences in TTFT."""
-    own = [one for one in cases if one["strategy"] == strategy]
+    own = [case for case in cases if case["strategy"] == strategy]
     hits: dict[float, dict[str, int]] = {}
-    for one in own:
-        hits.setdefault(one["budget_share"], {})[one["policy"]] = one["hits"]
+    for case in own:
+        hits.setdefault(case["budget_share"], {})[case["policy"]] = case["hits"]
     most = sum(values[REFERENCE] == max(values.values()) for values in hits.values())
     lines = [f"{strategy}: no policy has more hits than PGDSF at {most} of {len(hits)} budgets."]
     spans, times = [], []
@@ -99,8 +99,8 @@ def policy_lines(cases: Sequence[Figures], strategy: str) -> list[str]:
         paper = f", paper {PAPERS_HITS[policy]}" if policy in PAPERS_HITS else ""
         if ratios:
             spans.append(f"{min(ratios):.2f} to {max(ratios):.2f} times those of {policy}{paper}")
-        against = [one["ttft_over_pgdsf"] for one in own if one["policy"] == policy]
-        higher, lower = sum(one["low"] > 1.0 for one in against), sum(one["high"] < 1.0 for one in against)
+        against = [case["ttft_over_pgdsf"] for case in own if case["policy"] == policy]
+        higher, lower = sum(ratio["low"] > 1.0 for ratio in against), sum(ratio["high"] < 1.0 for ratio in against)
         times.append(f"{policy} higher at {higher}, lower at {lower}")
     if spans:
         lines.append(f"{strategy}: PGDSF's hits are {'; '.join(spans)}.")
@@ -112,24 +112,24 @@ def _order(order: Figures) -> Section:
     head = ("workload", "strategy", "budget", "hits", "arrivals a second", "mean off", "mean on", "mean gain")
     head += ("of all rounds", "p99 off", "p99 on", "p99 gain")
     rows = []
-    for one in order["cases"]:
-        hits = f"{one['off']['hit_ratio']:.0%}"
-        cells = [one["workload"], one["strategy"], _share(one["budget_share"]), hits, f"{one['rate']:.1f}"]
+    for case in order["cases"]:
+        hits = f"{case['off']['hit_ratio']:.0%}"
+        cells = [case["workload"], case["strategy"], _share(case["budget_share"]), hits, f"{case['rate']:.1f}"]
         for name in ("mean", "p99"):
-            cells += [f"{one[way]['ttft_ms'][name]:.0f}" for way in ("off", "on")] + [f"{one[f'{name}_gain']:.2f}"]
+            cells += [f"{case[way]['ttft_ms'][name]:.0f}" for way in ("off", "on")] + [f"{case[f'{name}_gain']:.2f}"]
             if name == "mean":
-                cells.append(f"{min(one['mean_gains']):.2f}-{max(one['mean_gains']):.2f}")
+                cells.append(f"{min(case['mean_gains']):.2f}-{max(case['mean_gains']):.2f}")
         rows.append(cells)
     lines = [
-        f"{workload}: {order_line([one for one in order['cases'] if one['workload'] == workload])}"
-        for workload in dict.fromkeys(one["workload"] for one in order["cases"])
+        f"{workload}: {order_line([case for case in order['cases'] if case['workload'] == workload])}"
+        for workload in dict.fromkeys(case["workload"] for case in order["cases"])
     ]
     return "order", "Cache-aware order", [("TTFT from arrival, ms", head, rows)], lines
 
 
 def order_line(cases: Sequence[Figures]) -> str:
     """The range of gains in mean TTFT, and the number of runs that reach the target."""
-    gains = [one["mean_gain"] for one in cases]
+    gains = [case["mean_gain"] for case in cases]
     reached = sum(gain >= ORDER_TARGET for gain in gains)
     return (
         f"Mean TTFT is {min(gains):.2f} to {max(gains):.2f} times lower with the order on (paper 1.2 to 2.1); at least "
@@ -141,16 +141,16 @@ def _speculation(found: Figures) -> Section:
     head = ("searched", "off, ms", "on, ms", "gain", "known early", "right", "wrong a request", "TTFT off", "TTFT on")
     rows = [
         [
-            _share(one["search_ratio"]),
-            interval(one["search_ms"], ".1f"),
-            interval(one["exposed_ms"], ".1f"),
-            interval(one["gain"], ".2f"),
-            f"{one['known_ms']:.1f} ms, {_share(one['known_early_share'])}",
-            _share(one["right_share"]),
-            f"{one['wrong_per_request']:.2f}",
-            *(interval(one["ttft_ms"][way], ".0f") for way in ("off", "on")),
+            _share(case["search_ratio"]),
+            interval(case["search_ms"], ".1f"),
+            interval(case["exposed_ms"], ".1f"),
+            interval(case["gain"], ".2f"),
+            f"{case['known_ms']:.1f} ms, {_share(case['known_early_share'])}",
+            _share(case["right_share"]),
+            f"{case['wrong_per_request']:.2f}",
+            *(interval(case["ttft_ms"][way], ".0f") for way in ("off", "on")),
         ]
-        for one in found["cases"]
+        for case in found["cases"]
     ]
     title = "Search time that no answer overlaps with (95 % interval)"
     says = speculation_lines(found["cases"])
@@ -159,7 +159,7 @@ def _speculation(found: Figures) -> Section:
 
 def speculation_lines(cases: Sequence[Figures]) -> list[str]:
     """The reduction of the exposed search time compared with the targets."""
-    gains = {one["search_ratio"]: one["gain"]["mean"] for one in cases if one["gain"] is not None}
+    gains = {case["search_ratio"]: case["gain"]["mean"] for case in cases if case["gain"] is not None}
     reached = sum(gain >= SEARCH_TARGET for gain in gains.values())
     lines = [
         f"The exposed search time is {min(gains.values()):.2f} to {max(gains.values()):.2f} times shorter (paper 1.5 "
@@ -174,15 +174,15 @@ def speculation_lines(cases: Sequence[Figures]) -> list[str]:
 def _scheduling(found: Figures) -> Section:
     head = ("decision", "mean, ms", "p99, ms", "processor, mean ms")
     rows = [
-        [_PARTS[one["part"]], *(f"{one[name]:.3f}" for name in ("mean_ms", "p99_ms", "mean_cpu_ms"))]
-        for one in found["cases"]
+        [_PARTS[case["part"]], *(f"{case[name]:.3f}" for name in ("mean_ms", "p99_ms", "mean_cpu_ms"))]
+        for case in found["cases"]
     ]
     return "scheduling", "Time for decisions", [("Per request", head, rows)], [scheduling_line(found["cases"])]
 
 
 def scheduling_line(cases: Sequence[Figures]) -> str:
     """Whether the decisions for a request stay below the bound."""
-    (total,) = (one for one in cases if one["part"] == "total")
+    (total,) = (case for case in cases if case["part"] == "total")
     verdict = "below" if total["mean_ms"] < DECISION_TARGET_MS else "not below"
     return (
         f"All decisions for a request take {total['mean_ms']:.3f} ms on average, p99 {total['p99_ms']:.3f} ms: on "

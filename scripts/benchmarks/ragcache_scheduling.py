@@ -96,7 +96,9 @@ class Tree:
         """Informs the policy of a prefill, and credits the reused variants."""
         num_new = computed_tokens(plan)
         self.index.describe_prefill(plan.num_tokens - num_new, num_new)
-        self.index.credit([(one.variant_id, one.cfo or 0.0) for one in plan.segments if one.variant_id is not None])
+        self.index.credit(
+            [(segment.variant_id, segment.cfo or 0.0) for segment in plan.segments if segment.variant_id is not None]
+        )
 
     def insert(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Stores the computed chunks, evicting those worth least."""
@@ -131,7 +133,10 @@ def _meta(chunk: Chunk, prefix: Sequence[ChunkId]) -> VariantMeta:
 
 def computed_tokens(plan: PrefillPlan) -> int:
     """Tokens that a plan runs through the model."""
-    return sum(one.num_tokens if one.action == "compute" else len(one.recompute_offsets) for one in plan.segments)
+    return sum(
+        segment.num_tokens if segment.action == "compute" else len(segment.recompute_offsets)
+        for segment in plan.segments
+    )
 
 
 def work_of(sequence_id: str, plan: PrefillPlan) -> SequenceWork:
@@ -212,18 +217,18 @@ def figures(spent: Spent) -> list[dict[str, Any]]:
     """Milliseconds of each kind of decision, and of all for one request (without `window`)."""
     parts = {name: getattr(spent, name) for name in ("plan", "uses", "insert", "schedule")}
     total = [
-        CallCost(sum(one.wall_s for one in costs), sum(one.cpu_s for one in costs))
+        CallCost(sum(cost.wall_s for cost in costs), sum(cost.cpu_s for cost in costs))
         for costs in zip(*parts.values(), strict=True)
     ]
     rows = []
     for name, costs in {**parts, "total": total, "window": spent.window}.items():
-        wall_ms = [1e3 * one.wall_s for one in costs]
+        wall_ms = [1e3 * cost.wall_s for cost in costs]
         rows.append(
             {
                 "part": name,
                 "mean_ms": float(np.mean(wall_ms)),
                 "p99_ms": float(np.percentile(wall_ms, 99)),
-                "mean_cpu_ms": float(np.mean([1e3 * one.cpu_s for one in costs])),
+                "mean_cpu_ms": float(np.mean([1e3 * cost.cpu_s for cost in costs])),
             }
         )
     return rows

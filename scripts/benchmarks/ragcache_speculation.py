@@ -62,7 +62,7 @@ def measure(bench: ReplayBench) -> dict[str, Any]:
     """Searches at every ratio, alternating with and without answers that begin early; each way has its own engine,
     which keeps its cache."""
     options = bench.options
-    questions = sorted((*bench.measured, *bench.past), key=lambda one: not one.is_real)[: options.searches]
+    questions = sorted((*bench.measured, *bench.past), key=lambda question: not question.is_real)[: options.searches]
     corpus, vectors = corpus_of(bench, questions)
     task = bench.progress.add_task("", total=2 * len(options.ratios) * len(questions))
     cases = []
@@ -190,19 +190,19 @@ def known_at(stages: Sequence[tuple[float, tuple[int, ...]]]) -> tuple[float, bo
 
 def figures(off: Sequence[Searched], on: Sequence[Searched]) -> dict[str, Any]:
     """Figures of one ratio; intervals are bootstraps over searches, in pairs for gains."""
-    searches = [1e3 * one.search_s for one in off]
-    exposed = [1e3 * one.exposed_s for one in on]
-    ttft = {name: [1e3 * one.ttft_s for one in found] for name, found in (("off", off), ("on", on))}
+    searches = [1e3 * searched.search_s for searched in off]
+    exposed = [1e3 * searched.exposed_s for searched in on]
+    ttft = {name: [1e3 * searched.ttft_s for searched in found] for name, found in (("off", off), ("on", on))}
     gain, ttft_gain = ratio_interval(searches, exposed), ratio_interval(ttft["off"], ttft["on"])
     return {
         "search_ms": dataclasses.asdict(mean_interval(searches)),
         "exposed_ms": dataclasses.asdict(mean_interval(exposed)),
         "gain": None if gain is None else dataclasses.asdict(gain),
-        "staged_search_ms": statistics.fmean([1e3 * one.search_s for one in on]),
-        "known_ms": statistics.fmean([1e3 * one.known_s for one in on]),
-        "known_early_share": statistics.fmean([one.is_early for one in on]),
-        "right_share": statistics.fmean([one.was_right for one in on]),
-        "wrong_per_request": statistics.fmean([one.num_started - one.was_right for one in on]),
+        "staged_search_ms": statistics.fmean([1e3 * searched.search_s for searched in on]),
+        "known_ms": statistics.fmean([1e3 * searched.known_s for searched in on]),
+        "known_early_share": statistics.fmean([searched.is_early for searched in on]),
+        "right_share": statistics.fmean([searched.was_right for searched in on]),
+        "wrong_per_request": statistics.fmean([searched.num_started - searched.was_right for searched in on]),
         "ttft_ms": {name: dataclasses.asdict(mean_interval(values)) for name, values in ttft.items()},
         "ttft_gain": None if ttft_gain is None else dataclasses.asdict(ttft_gain),
     }

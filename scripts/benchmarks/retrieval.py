@@ -152,19 +152,21 @@ class _Bench:
         replaced, removed = ids[0::100], ids[50::100]
         rng = np.random.default_rng(7)
         vectors = real[rng.integers(0, len(real), len(replaced))]
-        documents = [IndexedDocument(one, "t", "w", ("A new text.",), "", {"per_mille": 0}) for one in replaced]
+        documents = [
+            IndexedDocument(document_id, "t", "w", ("A new text.",), "", {"per_mille": 0}) for document_id in replaced
+        ]
         seconds = 0.0
         for start in range(0, len(documents), DOCUMENTS_PER_WRITE):
             part = slice(start, start + DOCUMENTS_PER_WRITE)
             seconds += timed(lambda p=part: index.write(documents[p], vectors[p], removed=removed[p]))[0].wall_s
-        one = timed(lambda: index.write(documents[:1], vectors[:1]))[0].wall_s
-        found = {"documents": len(replaced) + len(removed), "seconds": seconds, "one_document_ms": 1e3 * one}
+        write_s = timed(lambda: index.write(documents[:1], vectors[:1]))[0].wall_s
+        found = {"documents": len(replaced) + len(removed), "seconds": seconds, "one_document_ms": 1e3 * write_s}
         return {"changed": {**found, **self._searches(index), "trains_again": index.improve() is not None}}
 
 
 def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str], list[str]]:
     passages, rows = rows_of(data / "rag_trace/musique_docs.jsonl"), rows_of(data / "qa/rag_top5_musique.jsonl")
-    texts = [f"{one['title']}\n{one['text']}" for one in passages[:num_passages]]
+    texts = [f"{passage['title']}\n{passage['text']}" for passage in passages[:num_passages]]
     return texts, [row["question"] for row in rows[:num_questions]]
 
 
@@ -197,8 +199,8 @@ def _print(figures: dict[str, Any]) -> None:
         "search, p50 / p99 ms": _latency(figures["searched"]),
         "known after, share of a staged search": f"{figures['staged']['mean_known_after_share']:.0%}",
         **{
-            f"filter for {one['per_mille'] / 10:g} %, p50 / p99 ms; first": f"{_latency(one)}; {one['first_ms']:.0f}"
-            for one in figures["filtered"]
+            f"filter for {case['per_mille'] / 10:g} %, p50 / p99 ms; first": f"{_latency(case)}; {case['first_ms']:.0f}"
+            for case in figures["filtered"]
         },
         "documents changed and deleted / s": f"{figures['changed']['documents'] / figures['changed']['seconds']:,.0f}",
         "one document changed, ms": f"{figures['changed']['one_document_ms']:.1f}",
@@ -208,5 +210,5 @@ def _print(figures: dict[str, Any]) -> None:
     show(("what", "figure"), rows.items(), title)
 
 
-def _latency(one: dict[str, float]) -> str:
-    return f"{one['p50_ms']:.1f} / {one['p99_ms']:.1f}"
+def _latency(figures: dict[str, float]) -> str:
+    return f"{figures['p50_ms']:.1f} / {figures['p99_ms']:.1f}"

@@ -159,19 +159,19 @@ def _measure(bench: ServeBench, model: BenchModel, task: Any) -> list[dict[str, 
             show(f"{strategy}: start the server")
             url = stack.enter_context(serving(_flags(options, strategy, model), show))
             runs.append(StrategyRun(bench, strategy, url))
-        for one in runs:
-            show(f"{one.strategy}: earlier requests")
-            unloaded_s = one.warm_up()
+        for strategy_run in runs:
+            show(f"{strategy_run.strategy}: earlier requests")
+            unloaded_s = strategy_run.warm_up()
             bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
-        for one in runs:
-            show(f"{one.strategy}: {options.concurrency} at a time", advance=1)
-            throughput = one.closed(bench.windows[0], options.concurrency)["request_throughput"]
+        for strategy_run in runs:
+            show(f"{strategy_run.strategy}: {options.concurrency} at a time", advance=1)
+            throughput = strategy_run.closed(bench.windows[0], options.concurrency)["request_throughput"]
             bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
         for rate, window in zip(bench.rates, bench.windows[1:], strict=False):
-            for one in runs:
-                show(f"{one.strategy}: {rate:.3g} a second", advance=1)
-                one.open(window, rate)
-    return [case for one in runs for case in one.cases]
+            for strategy_run in runs:
+                show(f"{strategy_run.strategy}: {rate:.3g} a second", advance=1)
+                strategy_run.open(window, rate)
+    return [case for strategy_run in runs for case in strategy_run.cases]
 
 
 def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> list[str]:

@@ -97,7 +97,7 @@ def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any
     first, again = [], []
     rng = random.Random(2)
     for _ in range(num_plans):
-        chunks = [ChunkId(one.chunk_id) for one in rng.sample(store.summaries(), PLANNED_CHUNKS)]
+        chunks = [ChunkId(summary.chunk_id) for summary in rng.sample(store.summaries(), PLANNED_CHUNKS)]
         first.append(timed(lambda chunks=chunks: _plan(index, chunks))[0])
         again.append(timed(lambda chunks=chunks: _plan(index, chunks))[0])
     unchanged = timed(store.refresh)[0]
@@ -180,5 +180,10 @@ def _print(cases: list[dict[str, Any]], record_bytes: int) -> None:
 if __name__ == "__main__":
     figures = measure_index(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     print(
-        json.dumps({key: dataclasses.asdict(one) if isinstance(one, CallCost) else one for key, one in figures.items()})
+        json.dumps(
+            {
+                key: dataclasses.asdict(figure) if isinstance(figure, CallCost) else figure
+                for key, figure in figures.items()
+            }
+        )
     )

@@ -153,9 +153,9 @@ def _read(path: Path, buffer: np.ndarray) -> np.ndarray:
 
 def _print(rows: list[dict[str, Any]]) -> None:
     cells = [
-        (row["variant"], name.replace("_", " "), f"{one['tier_gb_per_s']:.2f}", f"{one['plain_gb_per_s']:.2f}")
-        + (f"{one['ratio']:.0%}",)
+        (row["variant"], name.replace("_", " "), f"{rates['tier_gb_per_s']:.2f}", f"{rates['plain_gb_per_s']:.2f}")
+        + (f"{rates['ratio']:.0%}",)
         for row in rows
-        for name, one in ((name, row[name]) for name in ("write", "cold_read", "warm_read"))
+        for name, rates in ((name, row[name]) for name in ("write", "cold_read", "warm_read"))
     ]
     show(("variant", "operation", "tier", "plain", "ratio"), cells, "Disk tier against plain files, GB/s")

@@ -274,5 +274,7 @@ def _any(data: bytes) -> None:
         pass
 
 
-ANY = FuzzTarget(_any, (), tuple(bytes([i]) + seed for i, one in enumerate(TARGETS.values()) for seed in one.seeds))
+ANY = FuzzTarget(
+    _any, (), tuple(bytes([i]) + seed for i, target in enumerate(TARGETS.values()) for seed in target.seeds)
+)
 """All targets at once, for a short run of each."""

@@ -46,31 +46,37 @@ def run(record: CheckRecord) -> None:
     def engine(model: LoadedModel = model, dtype: Dtype = "bfloat16", **settings: Any) -> Engine:
         return Engine(model, EngineConfig(dtype=dtype, max_model_len=512, **settings))
 
-    with engine() as one:
-        plain = _ask(one, prompt, "off")
-        again = _ask(one, prompt, "off")
+    with engine() as instance:
+        plain = _ask(instance, prompt, "off")
+        again = _ask(instance, prompt, "off")
         _same(record, "a full prefill, and once more", again, plain)
-        _same(record, "an empty store, mode bounded", _ask(one, prompt, "bounded"), plain)
-        warm = _ask(one, prompt, "exact")
+        _same(record, "an empty store, mode bounded", _ask(instance, prompt, "bounded"), plain)
+        warm = _ask(instance, prompt, "exact")
         _close(record, "all reused behind the same prefix", warm, plain, is_exact=True)
-        _close(record, "the same in mode bounded", _ask(one, prompt, "bounded"), plain, is_exact=True)
-        _close(record, "mode exact in another order", _ask(one, other, "exact"), _ask(one, other, "off"), is_exact=True)
-    with engine(recompute_ratio=1.0) as one:
-        _ask(one, prompt, "exact")
-        _same(record, "everything recomputed", _ask(one, other, "bounded"), _ask(one, other, "off"))
-    with engine(strategy="reuse", device_cache_bytes=_POOL_BYTES) as one:
-        _ask(one, prompt, "exact")
-        on_device = _ask(one, prompt, "exact")
+        _close(record, "the same in mode bounded", _ask(instance, prompt, "bounded"), plain, is_exact=True)
+        _close(
+            record,
+            "mode exact in another order",
+            _ask(instance, other, "exact"),
+            _ask(instance, other, "off"),
+            is_exact=True,
+        )
+    with engine(recompute_ratio=1.0) as instance:
+        _ask(instance, prompt, "exact")
+        _same(record, "everything recomputed", _ask(instance, other, "bounded"), _ask(instance, other, "off"))
+    with engine(strategy="reuse", device_cache_bytes=_POOL_BYTES) as instance:
+        _ask(instance, prompt, "exact")
+        on_device = _ask(instance, prompt, "exact")
         _same(record, "KV on the device against host memory", on_device, warm)
         tiers = {document.tier for document in on_device.reuse.per_document}
         if tiers != {"device"}:
             record.fail(f"{SUITE}: wanted every chunk on the device, got {sorted(map(str, tiers))}")
-        naive, full = _ask(one, other, "bounded"), _ask(one, other, "off")
+        naive, full = _ask(instance, other, "bounded"), _ask(instance, other, "off")
         record.compare(SUITE, _distance(naive, full), ROUNDING, mutant="nothing recomputed", name="naive reuse")
         record.compare(SUITE, _distance(naive, plain), ROUNDING, mutant="another prompt", name="another order")
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-    with engine(dataclasses.replace(model, params=wide), "float32") as one:
-        in_float32 = _ask(one, prompt, "off")
+    with engine(dataclasses.replace(model, params=wide), "float32") as instance:
+        in_float32 = _ask(instance, prompt, "off")
     wanted = _on_the_host(wide, prompt)
     for mutant, got in ((None, in_float32), ("bfloat16", plain)):
         error = _apart(got.first_logits, wanted)

@@ -84,8 +84,8 @@ def timed_jax(function: Callable[..., Any], arrays: Sequence[Any], calls: int) -
 
 def interleaved(timed: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
     """Seconds per call, one sample a round after an uncounted one: all in turn, every other round backwards."""
-    for one in timed.values():
-        one.sample()
+    for function in timed.values():
+        function.sample()
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(rounds):
         for name in list(timed)[:: -1 if number % 2 else 1]:
@@ -95,7 +95,7 @@ def interleaved(timed: Mapping[str, Timed], rounds: int) -> dict[str, list[float
 
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
     """Median over rounds of one time over the other of the same round."""
-    return statistics.median(one / other for one, other in zip(seconds, others, strict=True))
+    return statistics.median(own / other for own, other in zip(seconds, others, strict=True))
 
 
 def random_bfloat16(seed: int, *shape: int) -> jax.Array:

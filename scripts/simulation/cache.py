@@ -185,7 +185,7 @@ class ReplicaCache:
         plan, view = planned.plan, planned.view
         self.index.describe_prefill(planned.num_tokens - planned.computed, planned.computed)
         self.index.credit(planned.uses)
-        computed = [place for place, one in enumerate(plan.segments[:-1]) if _is_new(one, plan)]
+        computed = [place for place, segment in enumerate(plan.segments[:-1]) if _is_new(segment, plan)]
         if not computed:
             return
         known = self.index.of_chunks({view.ids[place] for place in computed})
@@ -201,8 +201,10 @@ class ReplicaCache:
         """Unchanged reused segments, read in place if the device tier has them."""
         return frozenset(
             place
-            for place, one in enumerate(planned.plan.segments)
-            if one.variant_id is not None and not one.recompute_offsets and ticket.tiers.get(one.variant_id) == DEVICE
+            for place, segment in enumerate(planned.plan.segments)
+            if segment.variant_id is not None
+            and not segment.recompute_offsets
+            and ticket.tiers.get(segment.variant_id) == DEVICE
         )
 
     def _make(self, view: PromptView, question_tokens: int, without: frozenset[VariantId]) -> PrefillPlan:
@@ -219,15 +221,15 @@ class ReplicaCache:
         computed = hits = documents = 0
         recomputed = 0.0
         uses = []
-        for one in plan.segments:
-            documents += one.role == "document"
-            if one.action == "compute":
-                computed += one.num_tokens
+        for segment in plan.segments:
+            documents += segment.role == "document"
+            if segment.action == "compute":
+                computed += segment.num_tokens
             else:
-                assert one.variant_id is not None
-                recomputed += plan.recomputed_tokens(one)
-                hits += one.role == "document"
-                uses.append((one.variant_id, plan.recomputed_tokens(one) / one.num_tokens))
+                assert segment.variant_id is not None
+                recomputed += plan.recomputed_tokens(segment)
+                hits += segment.role == "document"
+                uses.append((segment.variant_id, plan.recomputed_tokens(segment) / segment.num_tokens))
         at = self.index.changes.count
         again = round(recomputed)
         return Planned(view, plan, at, computed + again, again, plan.num_tokens, tuple(uses), documents, hits)
@@ -240,7 +242,7 @@ class ReplicaCache:
             variant_id=make_variant_id(view.ids[place], prefix, segment.fidelity),
             chunk_id=view.ids[place],
             prefix_ids=prefix,
-            inter_by_prefix=tuple(float(one.num_tokens * (one.role != "system")) for one in view.chunks[:place]),
+            inter_by_prefix=tuple(float(chunk.num_tokens * (chunk.role != "system")) for chunk in view.chunks[:place]),
             a_mean=1.0,
             b_mean=INTRA_OVER_INTER,
             cci=self.settings.cci if len(prefix) > has_system else 0.5,

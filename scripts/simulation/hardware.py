@@ -55,8 +55,8 @@ _GPU_HOST = {"PCIe 4.0 x16": 25e9, "PCIe 5.0 x16": 50e9}
 """Four fifths of a direction's 31.5 and 63 GB/s, as pinned copies reach."""
 
 HARDWARE: Mapping[str, Hardware] = {
-    one.name: one
-    for one in (
+    device.name: device
+    for device in (
         # NVIDIA A100 80 GB SXM data sheet: 312 TFLOPS bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways.
         Hardware("a100", 312e12, 80 * _GB, 2039e9, _GPU_HOST["PCIe 4.0 x16"], link_bytes_per_s=300e9),
         # NVIDIA H100 SXM data sheet: 989 TFLOPS dense bfloat16, 3.35 TB/s, NVLink 900 GB/s both ways.

@@ -125,9 +125,9 @@ def fit(prefills: Sequence[Prefill], costs: GridCosts, batched_tokens: int) -> S
     jitter *= sum(taken) / wanted.sum() / jitter.mean()
     before_s = statistics.fmean(before)
     after_s = max(0.0, statistics.fmean(behind) - before_s)
-    apart_s = max(0.0, statistics.fmean(one.ttft_s - (one.ended_s - one.arrived_s) for one in prefills))
+    apart_s = max(0.0, statistics.fmean(prefill.ttft_s - (prefill.ended_s - prefill.arrived_s) for prefill in prefills))
     host_work = HostWork(before_s, after_s, pack_s, piece_s, wake_s, apart_s, tuple(jitter.tolist()))
-    head_s = statistics.median(one.ended_s - one.layers_s for one in prefills)
+    head_s = statistics.median(prefill.ended_s - prefill.layers_s for prefill in prefills)
     return Speed(scale, head_s / scale, host_work, len(rows))
 
 
@@ -135,10 +135,10 @@ def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
     """All packs in order. A prompt that ends in a pack has all its remaining tokens there; if only one prompt continues
     after the pack, it has the rest of the pack's tokens."""
     members: dict[float, list[int]] = {}
-    for number, one in enumerate(prefills):
-        for started_s in one.packs_s:
+    for number, prefill in enumerate(prefills):
+        for started_s in prefill.packs_s:
             members.setdefault(started_s, []).append(number)
-    left: dict[int, int | None] = {number: one.new for number, one in enumerate(prefills)}
+    left: dict[int, int | None] = {number: prefill.new for number, prefill in enumerate(prefills)}
     for started_s, numbers in sorted(members.items()):
         ending = [number for number in numbers if prefills[number].packs_s[-1] == started_s]
         going_on = [number for number in numbers if number not in ending]
@@ -153,8 +153,8 @@ def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
             was_left = left[number]
             left[number] = None if size is None or was_left is None else was_left - size
             if size is not None and was_left is not None:
-                one = prefills[number]
-                pieces.append(SimulatedPiece(size, one.cached + one.new - was_left + size, number in ending))
+                prefill = prefills[number]
+                pieces.append(SimulatedPiece(size, prefill.cached + prefill.new - was_left + size, number in ending))
         begun = [prefills[number] for number in numbers if prefills[number].packs_s[0] == started_s]
         yield _Pack(
             started_s,
@@ -162,5 +162,5 @@ def _packs(prefills: Sequence[Prefill], batched_tokens: int) -> Iterator[_Pack]:
             tuple(pieces) if len(pieces) == len(numbers) else None,
             len(begun),
             len(ending),
-            min((one.arrived_s for one in begun), default=None),
+            min((prefill.arrived_s for prefill in begun), default=None),
         )

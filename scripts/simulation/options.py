@@ -142,7 +142,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     usable = _USED_SHARE * device.memory_bytes * args.tensor_parallel_size
     left = int(usable - _WEIGHTS_IN_WORKSPACE * roofline.weight_bytes - args.device_cache_bytes)
     page_bytes = kv_spec.num_bytes(PAGE_TOKENS)
-    longest = workload.system_tokens + max(sum(one.num_tokens) for one in workload.lists)
+    longest = workload.system_tokens + max(sum(passages.num_tokens) for passages in workload.lists)
     longest += workload.question_tokens + int(workload.answer_tokens.max())
     pool = args.pool_bytes
     if pool is None:
@@ -195,7 +195,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
 def _lengths(path: Path) -> dict[int, int] | list[int]:
     found = json.loads(path.read_text("utf-8"))
     values = list(found.values()) if isinstance(found, dict) else found
-    if not isinstance(values, list) or not values or not all(type(one) is int and one > 0 for one in values):
+    if not isinstance(values, list) or not values or not all(type(value) is int and value > 0 for value in values):
         raise ValueError(f"--lengths: wanted positive integers in an object by passage id, or in a list, in {path}")
     return {int(key): value for key, value in found.items()} if isinstance(found, dict) else found
 

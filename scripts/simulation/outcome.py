@@ -45,11 +45,11 @@ class SimulationResults:
         self.hits[number] = planned.num_hits
         self.documents[number] = planned.num_documents
         if ticket.tiers:
-            for one in planned.plan.segments:
-                if one.variant_id is not None and one.role == "document":
-                    tier = ticket.tiers.get(one.variant_id)
+            for segment in planned.plan.segments:
+                if segment.variant_id is not None and segment.role == "document":
+                    tier = ticket.tiers.get(segment.variant_id)
                     if tier is not None:
-                        self.tier_tokens[tier][number] += one.num_tokens
+                        self.tier_tokens[tier][number] += segment.num_tokens
 
     def figures(self, workload: Workload, *, warmup: int = 0) -> dict[str, Any]:
         """Plain JSON values over the requests after the first `warmup`.

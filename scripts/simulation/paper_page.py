@@ -38,8 +38,8 @@ def _mean(row: Row, key: str = "ttft_s") -> float:
     return row[key]["mean"]
 
 
-def _ratio(one: float, other: float) -> str:
-    return f"{one / other:.2f}" if other else ""
+def _ratio(value: float, other: float) -> str:
+    return f"{value / other:.2f}" if other else ""
 
 
 def _span(values: Iterable[float]) -> str:
@@ -49,8 +49,8 @@ def _span(values: Iterable[float]) -> str:
 
 def _is_saturated(row: Row, rows: Sequence[Row], *keys: str) -> bool:
     """Whether the system of a row is saturated, relative to the lowest rate of the rows that agree in `keys`."""
-    own = [one for one in rows if all(one[key] == row[key] for key in ("system", *keys))]
-    return _mean(row) > _SATURATED * _mean(min(own, key=lambda one: one["rate"]))
+    own = [other for other in rows if all(other[key] == row[key] for key in ("system", *keys))]
+    return _mean(row) > _SATURATED * _mean(min(own, key=lambda other: other["rate"]))
 
 
 def _craft_22(rows: Sequence[Row]) -> str:
@@ -61,10 +61,10 @@ def _craft_22(rows: Sequence[Row]) -> str:
         for name in (DEFAULT.name, FULL.name, PREFIX.name, NAIVE.name, CRAFT_30.name):
             cells.append(f"{60 * group[name]['throughput']:.0f} / {_mean(group[name], 'latency_s'):.2f} s")
         for name in (DEFAULT.name, NAIVE.name, CRAFT_30.name):
-            one = group[name]
+            row = group[name]
             cells.append(
-                f"{_ratio(one['throughput'], full['throughput'])} / "
-                f"{_ratio(_mean(full, 'latency_s'), _mean(one, 'latency_s'))}"
+                f"{_ratio(row['throughput'], full['throughput'])} / "
+                f"{_ratio(_mean(full, 'latency_s'), _mean(row, 'latency_s'))}"
             )
         lines.append(cells)
     head = ("model", "queries a minute", "default options", "full prefill", "prefix", "none recomputed", "30 %")
@@ -74,39 +74,39 @@ def _craft_22(rows: Sequence[Row]) -> str:
 
 def _craft_23a(lengths: Sequence[Row]) -> str:
     rows = []
-    for one in lengths:
-        prefix, craft = one["ttft_s"][PREFIX.name], one["ttft_s"][CRAFT_39.name]
-        rows.append((one["tokens"], str(one["requests"]), f"{prefix:.3f} s", f"{craft:.3f} s", _ratio(prefix, craft)))
+    for case in lengths:
+        prefix, craft = case["ttft_s"][PREFIX.name], case["ttft_s"][CRAFT_39.name]
+        rows.append((case["tokens"], str(case["requests"]), f"{prefix:.3f} s", f"{craft:.3f} s", _ratio(prefix, craft)))
     return markdown_table(("input tokens", "requests", "prefix", "Cache-Craft", "gain"), rows)
 
 
 def _craft_23bcd(batches: Sequence[Row]) -> str:
     cases = [
         (
-            f"{one['panel']}: {one['model']}, {one['devices']} A100",
-            f"{one['tokens']:,} x {one['batch']}",
-            f"{one['full_s']:.2f} s",
-            f"{one['prefix_s']:.2f} s",
-            f"{one['craft_s']:.2f} s",
-            _ratio(one["full_s"], one["craft_s"]),
+            f"{batch['panel']}: {batch['model']}, {batch['devices']} A100",
+            f"{batch['tokens']:,} x {batch['batch']}",
+            f"{batch['full_s']:.2f} s",
+            f"{batch['prefix_s']:.2f} s",
+            f"{batch['craft_s']:.2f} s",
+            _ratio(batch["full_s"], batch["craft_s"]),
         )
-        for one in batches
+        for batch in batches
     ]
     return markdown_table(("panel", "tokens x batch", "full", "prefix", "Cache-Craft", "gain over full"), cases)
 
 
 def _craft_24_25(found: Found) -> str:
-    prefix, craft = (next(one for one in found["systems"] if one["system"] == s.name) for s in (PREFIX, CRAFT_30))
+    prefix, craft = (next(row for row in found["systems"] if row["system"] == s.name) for s in (PREFIX, CRAFT_30))
     rows = [
         (
-            one["system"],
-            f"{_mean(one):.3f} s",
-            f"{one['ttft_s']['p99']:.3f} s",
-            f"{one['computed_share']:.1%}",
-            f"{one['hit_ratio']:.1%}",
-            f"{one['all_hit_share']:.1%}",
+            row["system"],
+            f"{_mean(row):.3f} s",
+            f"{row['ttft_s']['p99']:.3f} s",
+            f"{row['computed_share']:.1%}",
+            f"{row['hit_ratio']:.1%}",
+            f"{row['all_hit_share']:.1%}",
         )
-        for one in (prefix, craft)
+        for row in (prefix, craft)
     ]
     variants = found["variants"]
     head = ("system", "mean TTFT", "p99", "tokens computed", "passages reused", "all five reused")
@@ -136,7 +136,7 @@ def _ragcache_15(rows: Sequence[Row]) -> str:
         lines.append(cells)
         highest = most.setdefault((model, dataset), {})
         highest |= {name: max(highest.get(name, 0.0), rate) for name, free in is_free.items() if free}
-    throughput = [one[RAGCACHE.name] / one[VLLM.name] for one in most.values()]
+    throughput = [rates[RAGCACHE.name] / rates[VLLM.name] for rates in most.values()]
     head = ("model", "dataset", "rate", "vLLM", "SGLang", "RAGCache", "hits", "over vLLM", "over SGLang")
     return (
         f"{markdown_table(head, lines)}\n\n"

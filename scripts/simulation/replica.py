@@ -216,11 +216,13 @@ class SimulatedReplica:
         if self.cache.settings.device_cache_bytes:
             tier_of = self.cache.store.tier_of
             shared = tuple(
-                one.num_tokens
-                for one in planned.plan.segments
-                if one.variant_id is not None and not one.recompute_offsets and tier_of(one.variant_id) == DEVICE
+                segment.num_tokens
+                for segment in planned.plan.segments
+                if segment.variant_id is not None
+                and not segment.recompute_offsets
+                and tier_of(segment.variant_id) == DEVICE
             )
-        pages = sum(num_pages(one.num_tokens) for one in planned.plan.segments) - sum(map(num_pages, shared))
+        pages = sum(num_pages(segment.num_tokens) for segment in planned.plan.segments) - sum(map(num_pages, shared))
         job.work = SequenceWork(
             job.sequence_id,
             prefill_tokens=planned.computed,
@@ -259,11 +261,11 @@ class SimulatedReplica:
     def _load(self, job: SimulatedJob, planned: Planned, ticket: LoadTicket) -> None:
         """Starts the loads; sets the time at which the request's KV will be on the device."""
         host_tokens = disk_tokens = 0
-        for one in planned.plan.segments:
-            tier = ticket.tiers.get(one.variant_id) if one.variant_id is not None else None
+        for segment in planned.plan.segments:
+            tier = ticket.tiers.get(segment.variant_id) if segment.variant_id is not None else None
             if tier is not None and tier != DEVICE:
-                host_tokens += one.num_tokens
-                disk_tokens += one.num_tokens if tier == DISK else 0
+                host_tokens += segment.num_tokens
+                disk_tokens += segment.num_tokens if tier == DISK else 0
         job.loaded_at_s = self.now_s
         if disk_tokens:
             if job.disk_at_s is None:

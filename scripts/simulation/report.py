@@ -13,7 +13,7 @@ def print_figures(figures: Mapping[str, Any], took: Mapping[str, float]) -> None
     """Prints the figures of one run."""
     parts = ("mean", "p50", "p90", "p99")
     times = (("TTFT", figures["ttft_s"]), ("whole answer", figures["latency_s"]))
-    rows = [(name, *("" if found is None else f"{found[one]:.4f}" for one in parts)) for name, found in times]
+    rows = [(name, *("" if found is None else f"{found[part]:.4f}" for part in parts)) for name, found in times]
     show(("", *parts), rows, "seconds")
     shares = figures["tier_share"]
     counts = (
@@ -34,15 +34,15 @@ def print_sizes(goal: str, needed: Mapping[int, DeploymentSize], tried: Sequence
     """Prints the result of a search."""
     rows = [
         (
-            f"{one.size.host_cache_bytes / 1e9:.1f} GB",
-            f"{one.size.host_cache_bytes / distinct_bytes:.0%}",
-            str(one.size.replicas),
-            f"{one.value:.3f} s",
-            text(one.figures["computed_share"], ".1%"),
-            text(one.figures["busy_share"], ".2f"),
-            "fewest" if needed.get(one.size.host_cache_bytes) == one.size else "met" if one.is_met else "",
+            f"{trial.size.host_cache_bytes / 1e9:.1f} GB",
+            f"{trial.size.host_cache_bytes / distinct_bytes:.0%}",
+            str(trial.size.replicas),
+            f"{trial.value:.3f} s",
+            text(trial.figures["computed_share"], ".1%"),
+            text(trial.figures["busy_share"], ".2f"),
+            "fewest" if needed.get(trial.size.host_cache_bytes) == trial.size else "met" if trial.is_met else "",
         )
-        for one in sorted(tried, key=lambda one: (one.size.host_cache_bytes, one.size.replicas))
+        for trial in sorted(tried, key=lambda trial: (trial.size.host_cache_bytes, trial.size.replicas))
     ]
     head = ("host budget", "of all passages", "replicas", "value", "tokens computed", "busy", "")
     show(head, rows, goal, () if needed else ["no size that was tried meets the goal"])

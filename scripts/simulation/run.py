@@ -87,8 +87,8 @@ class Simulation:
         for number, (at_s, place, answer) in enumerate(zip(times, which, answers, strict=True)):
             passages = lists[place]
             if self._router is not None:
-                for one in self.replicas:
-                    one.advance(at_s)
+                for peer in self.replicas:
+                    peer.advance(at_s)
                 prompt = self._summary(number, replica)
                 replica = self._router.choose(at_s, prompt, self._rng.random())
             else:
@@ -96,8 +96,8 @@ class Simulation:
             replica.submit(number, passages, at_s, answer)
             if number % _ADVANCE_EVERY == _ADVANCE_EVERY - 1:
                 progress(_ADVANCE_EVERY)
-        for one in self.replicas:
-            one.finish()
+        for replica in self.replicas:
+            replica.finish()
         progress(len(workload) % _ADVANCE_EVERY)
         return self.outcome
 
@@ -112,7 +112,7 @@ class _Router:
     """The state of `ccjax.cluster.router`: each replica's last summary, and the requests sent there since."""
 
     def __init__(self, replicas: list[SimulatedReplica], deployment: Deployment) -> None:
-        self._replicas = {str(name): one for name, one in enumerate(replicas)}
+        self._replicas = {str(name): replica for name, replica in enumerate(replicas)}
         self._interval_s = deployment.summary_interval_s
         self._next_s = 0.0
         self._summaries: dict[str, Summary] = {}
@@ -130,19 +130,19 @@ class _Router:
             self._publish()
             self._next_s = now_s + self._interval_s
         states = [
-            ReplicaState(name, self._summaries[name], self._sent[name], one.num_under_way)
-            for name, one in self._replicas.items()
+            ReplicaState(name, self._summaries[name], self._sent[name], replica.num_under_way)
+            for name, replica in self._replicas.items()
         ]
         name = rank(states, prompt, draw)[0]
         self._sent[name] += prompt.other_tokens + sum(length for _, length in prompt.chunks)
         return self._replicas[name]
 
     def _publish(self) -> None:
-        for name, one in self._replicas.items():
-            count, store = one.cache.index.changes.count, one.cache.store
+        for name, replica in self._replicas.items():
+            count, store = replica.cache.index.changes.count, replica.cache.store
             if name not in self._filters or self._filters[name][0] != count:
                 held = (ChunkId(key) for key in store.chunk_ids(store.memory_tiers))
                 self._filters[name] = (count, ChunkFilter.of(held))
-            waiting = one.scheduler.waiting_tokens()
+            waiting = replica.scheduler.waiting_tokens()
             self._summaries[name] = Summary(self._filters[name][1], waiting, self._load_cost)
             self._sent[name] = 0.0

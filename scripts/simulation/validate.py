@@ -128,7 +128,7 @@ def _measure(
 def _profile(bench: ReplayBench) -> PrefillProfile:
     """The least times of several profiles, to exclude slow moments of this machine."""
     profiles = [measure_profile(bench) for _ in range(_NUM_PROFILES)]
-    least = np.min([one.grid.seconds for one in profiles], axis=0)
+    least = np.min([profile.grid.seconds for profile in profiles], axis=0)
     grid = dataclasses.replace(profiles[0].grid, seconds=tuple(map(tuple, least.tolist())))
     return dataclasses.replace(profiles[0], grid=grid)
 
@@ -152,19 +152,20 @@ def _case(
             bench.measured,
             times_s.tolist(),
             advance,
-            on_traced=lambda response, one: prefills.append(Prefill.of(response, one.ttft_s)),
+            on_traced=lambda response, answer: prefills.append(Prefill.of(response, answer.ttft_s)),
         )
     costs = GridCosts(grid, SHAPE[0], decode_fixed_s=0.0)
     speed = fit(prefills, costs, BATCHED_TOKENS)
     costs = dataclasses.replace(costs, head_s=speed.head_s, scale=speed.scale)
     simulated, share = _simulate(bench, prompts, times_s, strategy, costs, speed.host_work)
-    measured = np.asarray([one.ttft_s for one in served])
+    measured = np.asarray([answer.ttft_s for answer in served])
     return {
         "strategy": strategy,
         "load": load,
         "rate": rate,
         "speed": dataclasses.asdict(speed),
-        "measured": _spread(measured) | {"computed_share": statistics.fmean(one.computed_share for one in served)},
+        "measured": _spread(measured)
+        | {"computed_share": statistics.fmean(answer.computed_share for answer in served)},
         "simulated": _spread(simulated) | {"computed_share": share},
     }
 
@@ -206,12 +207,12 @@ def _simulate(
         own = tuple(numbers.setdefault(chunk.chunk_id, len(numbers)) for chunk in passages)
         lists.append(Passages(own, tuple(len(chunk.token_ids) for chunk in passages)))
     distinct = list(dict.fromkeys(lists))
-    place = {one: index for index, one in enumerate(distinct)}
+    place = {combination: index for index, combination in enumerate(distinct)}
     num_past = len(bench.past)
     arrivals = np.concatenate([np.arange(num_past) * _APART_S, num_past * _APART_S + times_s])
     workload = Workload(
         arrivals,
-        np.asarray([place[one] for one in lists]),
+        np.asarray([place[combination] for combination in lists]),
         distinct,
         question_tokens=round(statistics.fmean(len(prompt.question) for prompt in prompts)),
         answer_tokens=np.ones(len(prompts), int),
@@ -249,10 +250,12 @@ def _print(cases: Sequence[dict[str, Any]]) -> None:
     for case in cases:
         own = [case["strategy"], f"{case['load']:g}", f"{case['rate']:.1f}"]
         for way, about in (("measured", own), ("simulated", ["", "", ""])):
-            one, other = case[way], case["measured"]
-            off = ["" if way == "measured" else f" ({one[key] / other[key] - 1:+.0%})" for key in ("mean_s", "p99_s")]
-            times = [f"{1e3 * one[key]:.1f} ms{by}" for key, by in zip(("mean_s", "p99_s"), off, strict=True)]
-            rows.append([*about, way, *times, f"{one['computed_share']:.1%}"])
+            figures, other = case[way], case["measured"]
+            off = [
+                "" if way == "measured" else f" ({figures[key] / other[key] - 1:+.0%})" for key in ("mean_s", "p99_s")
+            ]
+            times = [f"{1e3 * figures[key]:.1f} ms{by}" for key, by in zip(("mean_s", "p99_s"), off, strict=True)]
+            rows.append([*about, way, *times, f"{figures['computed_share']:.1%}"])
     ratios = [case["simulated"][key] / case["measured"][key] for case in cases for key in ("mean_s", "p99_s")]
     close = sum(abs(ratio - 1) <= TARGET for ratio in ratios)
     says = [f"{close} of {len(ratios)} figures are within {TARGET:.0%}"]

@@ -81,7 +81,11 @@ class Workload:
     @property
     def distinct_tokens(self) -> int:
         """Tokens of all passages that occur in some request, each counted once."""
-        return sum(dict(pair for one in self.lists for pair in zip(one.numbers, one.num_tokens, strict=True)).values())
+        return sum(
+            dict(
+                pair for passages in self.lists for pair in zip(passages.numbers, passages.num_tokens, strict=True)
+            ).values()
+        )
 
 
 def chunk_of(number: int) -> Chunk:
@@ -142,14 +146,15 @@ def trace_lists(path: Path, lengths: Sequence[int] | dict[int, int], top_k: int)
         row = json.loads(line)
         if not isinstance(row, dict) or not isinstance(row.get("docs"), list):
             raise ValueError(f"{path}: wanted an object with 'docs' in line {number + 1}, got {line[:80]!r}")
-        numbers = tuple(dict.fromkeys(int(one) for one in row["docs"]))[:top_k]
+        numbers = tuple(dict.fromkeys(int(passage) for passage in row["docs"]))[:top_k]
         if isinstance(lengths, dict):
-            missing = [one for one in numbers if one not in lengths]
+            missing = [passage for passage in numbers if passage not in lengths]
             if missing:
                 raise ValueError(f"{path}: wanted the length of each passage, got none of passage {missing[0]}")
         found.append(
             Passages(
-                numbers, tuple(lengths[one if isinstance(lengths, dict) else one % len(lengths)] for one in numbers)
+                numbers,
+                tuple(lengths[passage if isinstance(lengths, dict) else passage % len(lengths)] for passage in numbers),
             )
         )
     return found
@@ -184,9 +189,9 @@ def recorded(path: Path) -> tuple[np.ndarray, np.ndarray]:
                     answers.append(int(row["GeneratedTokens"]))
             else:
                 for line in lines:
-                    one = json.loads(line)
-                    times.append(one["timestamp"] / 1e3)
-                    answers.append(int(one["output_length"]))
+                    row = json.loads(line)
+                    times.append(row["timestamp"] / 1e3)
+                    answers.append(int(row["output_length"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: wanted arrivals like Azure's .csv or Mooncake's .jsonl: {error!r}") from error
     if not times:

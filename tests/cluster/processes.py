@@ -179,8 +179,8 @@ def loading(cluster: Serving, num_clients: int = 3, max_tokens: int = 20) -> Ite
             yield load
         finally:
             is_over.set()
-        for one in clients:
-            one.result()
+        for future in clients:
+            future.result()
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -46,7 +46,7 @@ def test_listing_merges_replicas_and_deduplicates_versions():
     first = listing(document("a", "1"), document("b"), document("b", "2"))
     second = listing(document("a"), document("a", "1"), document("c"))
     found = together(DOCUMENTS, first, second)
-    names = [(one["id"], one["version"]) for one in found["data"]]
+    names = [(entry["id"], entry["version"]) for entry in found["data"]]
     assert names == [("a", None), ("a", "1"), ("b", None), ("b", "2"), ("c", None)]  # the order of one listing
     assert (found["total"], found["has_more"], found["replicas"], found["object"]) == (5, False, 2, "list")
 
@@ -65,7 +65,7 @@ def test_pagination_covers_all_documents(query, names, has_more):
     found = together(
         DOCUMENTS, listing(document("b"), document("d")), listing(document("a"), document("c")), query=query
     )
-    assert "".join(one["id"] for one in found["data"]) == names
+    assert "".join(entry["id"] for entry in found["data"]) == names
     assert (found["total"], found["has_more"]) == (4, has_more)
 
 
@@ -135,10 +135,10 @@ def test_live_view_has_totals_and_each_replica():
     assert found["tiers"][1] == disk_of_all
     assert (found["num_variants"], found["answered"], found["uptime_s"]) == (6, 5, 9.0)
     assert found["tokens"] == {"reused": 14, "recomputed": 0, "computed": 2}
-    assert [one["at"] for one in found["recent"]] == [1.0, 2.0, 4.0]
+    assert [answer["at"] for answer in found["recent"]] == [1.0, 2.0, 4.0]
     both = {"requests": 4, "tokens": 12, "reused_tokens": 6, "last_used": 1.0}
     assert found["documents"] == [{"id": "a", "title": None} | both]
-    assert [one["answered"] for one in found["replicas"]] == [4, 1]
+    assert [replica["answered"] for replica in found["replicas"]] == [4, 1]
     assert found["replicas"][0]["queue"] == {"running": 1, "waiting": 2}
 
 
@@ -158,7 +158,7 @@ def test_live_view_lists_do_not_grow_with_the_number_of_replicas():
 
     found = together("/v1/live", much(0), much(1))
     assert len(found["recent"]) == NUM_RECENT and found["recent"][-1]["at"] == 2 * NUM_RECENT - 1
-    assert [one["requests"] for one in found["documents"]] == sorted(
+    assert [entry["requests"] for entry in found["documents"]] == sorted(
         [9 - rank for rank in range(NUM_HOTTEST)] * 2, reverse=True
     )[:NUM_HOTTEST]
 
@@ -185,20 +185,20 @@ def test_front_listing_covers_all_replicas(cluster):
     first, second, third = ({"id": name, "text": text} for name, text in zip(names, texts, strict=True))
     for asked in ((first, third), (second, third)):  # one replica after the other
         assert cluster.post(CHAT, chat(*asked)).status_code == 200
-    known = [{one.document_id for one in server.engine.documents.list()} for server in cluster.servers]
+    known = [{entry.document_id for entry in server.engine.documents.list()} for server in cluster.servers]
     assert names[0] not in known[1] and names[1] not in known[0]
     found = cluster.ask("GET", DOCUMENTS).json()
-    ids = [one["id"] for one in found["data"]]
+    ids = [entry["id"] for entry in found["data"]]
     assert set(ids) == known[0] | known[1] and ids == sorted(ids) and len(ids) == len(set(ids)) == found["total"]
     assert found["replicas"] == 2
-    held = {one["id"]: one["bytes"]["host"] for one in found["data"]}
+    held = {entry["id"]: entry["bytes"]["host"] for entry in found["data"]}
     of_each = [server.engine.documents.list(names[2])[0].num_bytes["host"] for server in cluster.servers]
     assert held[names[2]] == sum(of_each) and min(of_each) > 0
     pages = [cluster.ask("GET", f"{DOCUMENTS}?limit=1&offset={number}").json() for number in range(len(ids) + 1)]
-    assert [one["id"] for page in pages for one in page["data"]] == ids
+    assert [entry["id"] for page in pages for entry in page["data"]] == ids
     assert [page["has_more"] for page in pages[-3:]] == [True, False, False]
     single = cluster.ask("GET", f"{DOCUMENTS}/{names[0]}").json()
-    assert [one["id"] for one in single["data"]] == [names[0]] and single["replicas"] == 1
+    assert [entry["id"] for entry in single["data"]] == [names[0]] and single["replicas"] == 1
     assert cluster.ask("GET", f"{DOCUMENTS}/{names[2]}").json()["replicas"] == 2
 
 
@@ -252,7 +252,9 @@ def test_front_serves_the_page_without_replicas(cluster, servers):
     for path in ("/", "/page/app.js", "/page/style.css"):
         wanted, found = (httpx.get(f"{url}{path}", timeout=60) for url in (servers[0].url, cluster.url))
         assert (found.status_code, found.content) == (200, wanted.content)
-        kept = [{k: v for k, v in one.headers.items() if k not in ("date", "server")} for one in (wanted, found)]
+        kept = [
+            {k: v for k, v in response.headers.items() if k not in ("date", "server")} for response in (wanted, found)
+        ]
         assert kept[0] == kept[1] and "content-security-policy" in kept[1]
         head = httpx.head(f"{cluster.url}{path}", timeout=60)
         assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", found.headers["etag"])

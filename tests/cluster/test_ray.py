@@ -84,7 +84,7 @@ def test_answers_match_those_of_one_server(cluster: Serving, folder: Path) -> No
         streamed = [
             json.loads(line) for line in server.stream(question, retrieval=True, reuse="exact", max_tokens=12)[:-1]
         ]
-        pieces = "".join(one["choices"][0]["delta"].get("content") or "" for one in streamed if one["choices"])
+        pieces = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed if chunk["choices"])
         return [choice["message"]["content"], [token["token"] for token in choice["logprobs"]["content"]], pieces]
 
     with serving(folder, "--no-repair") as single:
@@ -101,7 +101,7 @@ def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: 
     before = requests_by_replica(cluster)
     for number in range(5):
         report = cluster.chat(f"What is number {number}?", documents=passages, reuse="exact").json()["reuse"]
-        assert [one["tier"] for one in report["per_document"] if one["role"] == "document"] == ["host"] * 3
+        assert [row["tier"] for row in report["per_document"] if row["role"] == "document"] == ["host"] * 3
     grown = [requests_by_replica(cluster)[name] - before[name] for name in before]
     assert sorted(grown) == [0, 5]
     before = requests_by_replica(cluster)

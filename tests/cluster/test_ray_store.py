@@ -82,7 +82,7 @@ def cluster(running: Serving) -> Serving:
 def tiers(cluster: Serving, name: str) -> set[str | None]:
     """The tiers of these documents' passages."""
     report = cluster.chat("What is it?", documents=documents(name), reuse="exact").json()["reuse"]
-    return {one["tier"] for one in report["per_document"] if one["role"] == "document"}
+    return {document["tier"] for document in report["per_document"] if document["role"] == "document"}
 
 
 def stored(cluster: Serving) -> float:

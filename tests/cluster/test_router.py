@@ -72,8 +72,8 @@ def pending(prompt=PROMPT, name="r"):
 
 def order(router, replicas, prompt=PROMPT):
     ranks = asyncio.run(choose(router, replicas, prompt))
-    assert all(len(one) == 1 for one in ranks) and len(ranks) == len(replicas)
-    return [one[0].name for one in ranks]
+    assert all(len(rank) == 1 for rank in ranks) and len(ranks) == len(replicas)
+    return [rank[0].name for rank in ranks]
 
 
 async def choose(router, replicas, prompt):
@@ -141,11 +141,11 @@ def test_without_chunks_the_least_loaded_replica_is_first(router):
 
 
 def test_state_of_a_dead_replica_is_dropped(router, monkeypatch):
-    one = Replica("one")
-    one.publish(1, CHUNKS)
-    order(router, [one])
+    replica = Replica("one")
+    replica.publish(1, CHUNKS)
+    order(router, [replica])
     monkeypatch.setattr(module.RequestRouter, "on_replica_actor_died", lambda *_: None)
     assert list(router._books) == ["one"]
-    router.on_replica_actor_died(one.replica_id)
+    router.on_replica_actor_died(replica.replica_id)
     assert router._books == {}
-    router.on_request_completed(one.replica_id, "late")  # its requests end after it
+    router.on_request_completed(replica.replica_id, "late")  # its requests end after it

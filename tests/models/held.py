@@ -19,6 +19,6 @@ class Held:
         self._arrays: list[weakref.ref[np.ndarray]] = []
 
     def show(self, array: np.ndarray) -> np.ndarray:
-        self._arrays = [one for one in self._arrays if one() is not None] + [weakref.ref(array)]
+        self._arrays = [reference for reference in self._arrays if reference() is not None] + [weakref.ref(array)]
         self.most = max(self.most, len(self._arrays))
         return array

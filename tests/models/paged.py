@@ -177,17 +177,17 @@ ALONE = 128
 def pack(work: Sequence[Work], *, rows: int, slots: int) -> Pack:
     """Flattens the work, padded to `rows` computed tokens and `slots` context tokens."""
     none = work[0].request.pool.num_slots
-    tables = [one.request.slots() for one in work]
-    spare_rows, spare_slots = rows - sum(len(one.positions) for one in work), slots - sum(map(len, tables))
+    tables = [piece.request.slots() for piece in work]
+    spare_rows, spare_slots = rows - sum(len(piece.positions) for piece in work), slots - sum(map(len, tables))
 
     def joined(parts: list[Any], size: int, fill: int | None) -> np.ndarray:
         parts = [np.asarray(part, np.int32) for part in parts]
         return np.concatenate([*parts, np.full(size, parts[-1][-1] if fill is None else fill, np.int32)])
 
     return Pack(
-        q_pos=joined([one.positions for one in work], spare_rows, None),
-        q_slot=joined([table[one.positions] for table, one in zip(tables, work, strict=True)], spare_rows, none),
-        q_request=joined([[n] * len(one.positions) for n, one in enumerate(work)], spare_rows, None),
+        q_pos=joined([piece.positions for piece in work], spare_rows, None),
+        q_slot=joined([table[piece.positions] for table, piece in zip(tables, work, strict=True)], spare_rows, none),
+        q_request=joined([[n] * len(piece.positions) for n, piece in enumerate(work)], spare_rows, None),
         slots=joined(tables, spare_slots, none),
         k_pos=joined([np.arange(len(table)) for table in tables], spare_slots, UNUSED),
         k_request=joined([[n] * len(table) for n, table in enumerate(tables)], spare_slots, None),
@@ -214,7 +214,7 @@ def run_packed(
 ) -> list[Computed]:
     """Computes all requests in one pack; returns the result of each. `change` may corrupt the pack."""
     packed = pack(work, rows=rows, slots=slots)
-    token_ids = np.concatenate([one.token_ids for one in work]).astype(np.int32)
+    token_ids = np.concatenate([piece.token_ids for piece in work]).astype(np.int32)
     x = embed_step(model.params, jnp.asarray(np.pad(token_ids, (0, rows - len(token_ids)))))
     if change is not None:
         change(packed)
@@ -226,11 +226,11 @@ def run_packed(
         layers.append([np.asarray(part) for part in (out.k, out.v, out.mass, out.self_mass)])
     logits = np.asarray(logits_step(model.params, x, config=model.config))
     computed, first = [], 0
-    for n, one in enumerate(work):
-        mine, own = slice(first, first + len(one.positions)), slice(8 * n, 8 * n + 8)
+    for n, piece in enumerate(work):
+        mine, own = slice(first, first + len(piece.positions)), slice(8 * n, 8 * n + 8)
         parts = [(k[mine], v[mine], mass[mine, own], self_mass[mine]) for k, v, mass, self_mass in layers]
         computed.append(Computed(logits[mine], parts))
-        first += len(one.positions)
+        first += len(piece.positions)
     return computed
 
 
@@ -319,5 +319,5 @@ def worst(got: Computed, wanted: Computed) -> float:
     pairs = [(got.logits, wanted.logits)]
     for mine, other in zip(got.layers, wanted.layers, strict=True):
         pairs += zip(mine, other, strict=True)
-    differences = [np.abs(one - other) for one, other in pairs]
-    return float(max(np.where(np.isnan(one), np.inf, one).max() for one in differences))
+    differences = [np.abs(part - other) for part, other in pairs]
+    return float(max(np.where(np.isnan(difference), np.inf, difference).max() for difference in differences))

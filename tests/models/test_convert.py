@@ -77,8 +77,8 @@ def test_loaded_model_matches_the_oracle(tmp_path, shards, tied, shape):
 @pytest.mark.parametrize("swap", [("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm")])
 def test_swapped_tensors_exceed_the_tolerance(tmp_path, swap):
     weights, config = random_llama(1)
-    one, other = swap
-    names = {name: name.replace(one, other) if one in name else name.replace(other, one) for name in weights}
+    part, other = swap
+    names = {name: name.replace(part, other) if part in name else name.replace(other, part) for name in weights}
     swapped = {names[name]: w for name, w in weights.items()}
     expected, _ = llama_forward(weights, config, TOKENS)
     assert np.abs(logits_of(write(tmp_path, swapped, config)) - expected).max() > 1e-2

@@ -138,8 +138,8 @@ def test_wrong_routing_exceeds_the_tolerance(mutant):
 def test_wrong_expert_weights_exceed_the_tolerance(swap):
     layer, weights = make(8, 2)
     x = tokens(130)
-    one, other = swap
-    changed = {one: getattr(layer, other)[::-1] if one == other else getattr(layer, other)}
+    field, other = swap
+    changed = {field: getattr(layer, other)[::-1] if field == other else getattr(layer, other)}
     got = run("chosen", x, dataclasses.replace(layer, **changed))
     assert np.abs(got - wanted(x, layer, weights)).max() > 1e-2
 

@@ -53,8 +53,8 @@ def test_requests_joining_and_leaving_a_batch_get_the_same_tokens_as_alone(model
         if joining:
             waiting = waiting[len(joining) :]
             work = [whole(pool, prompts[number]) for number in joining]
-            for number, one, computed in zip(joining, work, run_packed(model, pool, work), strict=True):
-                running[number] = one.request
+            for number, piece, computed in zip(joining, work, run_packed(model, pool, work), strict=True):
+                running[number] = piece.request
                 answers[number] = [int(computed.logits[-1].argmax())]
         if not running:
             continue
@@ -140,13 +140,13 @@ def test_number_of_traces_is_bounded_by_the_sizes(tiny):
     for _ in range(12):
         count = int(random.integers(1, 5))
         work = [whole(pool, draw(random, model, int(length))) for length in random.integers(1, 40, count)]
-        rows = 64 if sum(len(one.positions) for one in work) <= 64 else 160
+        rows = 64 if sum(len(piece.positions) for piece in work) <= 64 else 160
         sizes.add((rows, 2 * rows))
         run_packed(model, pool, work, rows=rows, slots=2 * rows)
         batch = int(random.choice([4, 8]))
         batches.add(batch)
-        decode(model, [one.request for one in work], [1] * count, batch=batch)
-        for one in work:
-            one.request.leave()
+        decode(model, [piece.request for piece in work], [1] * count, batch=batch)
+        for piece in work:
+            piece.request.leave()
     grown = [step._cache_size() - old for step, old in zip(steps, before, strict=True)]
     assert grown == [len(sizes), len(batches)] == [2, 2]

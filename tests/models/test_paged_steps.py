@@ -49,9 +49,9 @@ def tiny():
 
 def test_a_packed_batch_equals_each_request_alone(model):
     pool, work = some_work(model)
-    for got, one in zip(run_packed(model, pool, work), work, strict=True):
-        assert worst(got, run_alone(model, one.token_ids)) < TOLERANCE
-        oracle = llama_forward(model.weights, model.raw, one.token_ids.tolist())[0]
+    for got, piece in zip(run_packed(model, pool, work), work, strict=True):
+        assert worst(got, run_alone(model, piece.token_ids)) < TOLERANCE
+        oracle = llama_forward(model.weights, model.raw, piece.token_ids.tolist())[0]
         assert np.abs(oracle).max() > 1
         np.testing.assert_allclose(
             got.logits, oracle, atol=2 * ORACLE_TOLERANCE if oracle.max() > 10 else ORACLE_TOLERANCE
@@ -65,8 +65,8 @@ def test_a_packed_batch_equals_transformers(model, tmp_path):
     save_pretrained(model.params, model.config, tmp_path)
     peer = load_peer(tmp_path, "float32")
     pool, work = some_work(model, seed=1)
-    for got, one in zip(run_packed(model, pool, work), work, strict=True):
-        expected = peer_logits(peer, one.token_ids.astype(np.int64))
+    for got, piece in zip(run_packed(model, pool, work), work, strict=True):
+        expected = peer_logits(peer, piece.token_ids.astype(np.int64))
         np.testing.assert_allclose(got.logits, expected, atol=2 * ATOL if expected.max() > 10 else ATOL)
 
 
@@ -77,7 +77,7 @@ def test_rows_and_context_may_stand_in_any_order(implementation):
     pool, work = some_work(model, lengths=(70, 30, 100))
     order = np.random.default_rng(0).permutation(200)
     packed = pack(work, rows=200, slots=256)
-    token_ids = np.concatenate([one.token_ids for one in work])
+    token_ids = np.concatenate([piece.token_ids for piece in work])
     slot_order = np.random.default_rng(1).permutation(256)
     for name in ("q_pos", "q_slot", "q_request", "slots", "k_pos", "k_request", "k_segment"):
         values = getattr(packed, name)
@@ -86,10 +86,10 @@ def test_rows_and_context_may_stand_in_any_order(implementation):
     settings = dict(config=model.config, num_segments=24, implementation=implementation, mesh=None)
     arguments = packed.on_device(model.config) | settings
     out = paged_steps.paged_layer_step(model.params.layers[0], x, *pool.layers[0], **arguments)
-    for n, one in enumerate(work):
+    for n, piece in enumerate(work):
         mine = np.flatnonzero(packed.q_request == n)
         mine = mine[np.argsort(packed.q_pos[mine])]
-        (k, v, mass, self_mass), *_ = run_alone(model, one.token_ids).layers
+        (k, v, mass, self_mass), *_ = run_alone(model, piece.token_ids).layers
         segments = slice(8 * n, 8 * n + mass.shape[1])
         assert np.abs(np.asarray(out.mass)[mine, segments] - mass).max() < TOLERANCE
         assert np.abs(np.asarray(out.self_mass)[mine] - self_mass).max() < TOLERANCE
@@ -97,8 +97,8 @@ def test_rows_and_context_may_stand_in_any_order(implementation):
     assert np.abs(np.asarray(out.mass).sum(-1) - 1).max() < 1e-4
 
 
-def _swap(values, one, other):
-    values[[one, other]] = values[[other, one]]
+def _swap(values, index, other):
+    values[[index, other]] = values[[other, index]]
 
 
 def _other_request(packed):
@@ -150,14 +150,14 @@ MUTANTS = (
 @pytest.fixture(scope="module")
 def alone(tiny):
     """The result of each request of `some_work` alone."""
-    return [run_alone(tiny, one.token_ids) for one in some_work(tiny)[1]]
+    return [run_alone(tiny, piece.token_ids) for piece in some_work(tiny)[1]]
 
 
 @pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
 def test_wrong_packing_exceeds_the_tolerance(tiny, alone, change):
     pool, work = some_work(tiny)
     got = run_packed(tiny, pool, work, change=change)
-    assert max(worst(one, other) for one, other in zip(got, alone, strict=True)) > 30 * TOLERANCE
+    assert max(worst(computed, other) for computed, other in zip(got, alone, strict=True)) > 30 * TOLERANCE
 
 
 @pytest.fixture
@@ -233,9 +233,9 @@ def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
         work.append(Work(request, prompts[-1][positions], positions))
         cached_at.append(head)
     got = run_packed(model, pool, work)
-    for one, prompt, head, computed in zip(work, prompts, cached_at, got, strict=True):
-        assert worst(computed, run_alone(model, prompt, one.positions, rotated(model, prompt, kv, head))) < TOLERANCE
-        logits = oracle_logits(model, prompt, kv, head, one.positions)
+    for piece, prompt, head, computed in zip(work, prompts, cached_at, got, strict=True):
+        assert worst(computed, run_alone(model, prompt, piece.positions, rotated(model, prompt, kv, head))) < TOLERANCE
+        logits = oracle_logits(model, prompt, kv, head, piece.positions)
         np.testing.assert_allclose(computed.logits[-1], logits, atol=2 * ORACLE_TOLERANCE)
     for pair, old in zip(pool.layers, before, strict=True):
         for part, other in zip(pair, old, strict=True):
@@ -244,10 +244,10 @@ def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
             )
     # Also the first tokens of their answers.
     tokens = [int(computed.logits[-1].argmax()) for computed in got]
-    logits = decode(model, [one.request for one in work], tokens, batch=4)
-    for n, (prompt, token, head, one) in enumerate(zip(prompts, tokens, cached_at, work, strict=True)):
+    logits = decode(model, [piece.request for piece in work], tokens, batch=4)
+    for n, (prompt, token, head, piece) in enumerate(zip(prompts, tokens, cached_at, work, strict=True)):
         longer = np.append(prompt, token).astype(np.int32)
-        positions = np.append(one.positions, len(prompt))
+        positions = np.append(piece.positions, len(prompt))
         alone = run_alone(model, longer, positions, rotated(model, longer, kv, head))
         np.testing.assert_allclose(logits[n], alone.logits[-1], atol=TOLERANCE)
 

@@ -71,8 +71,8 @@ def test_sharded_page_writes_need_no_collectives(writer, monkeypatch):
     split = [NamedSharding(mesh, spec) for spec in (PAGES, EVERYWHERE, KV_ROWS)]
     kinds = (jnp.float32, jnp.int32, jnp.float32)
     arrays = [
-        jax.device_put(jnp.zeros(*one), place)
-        for one, place in zip(zip(shapes, kinds, strict=True), split, strict=True)
+        jax.device_put(jnp.zeros(*arguments), place)
+        for arguments, place in zip(zip(shapes, kinds, strict=True), split, strict=True)
     ]
     compiled = jax.jit(lambda *given: over_four_devices(*given), out_shardings=split[0]).lower(*arrays).compile()
     assert not re.search("all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter", compiled.as_text())

@@ -67,7 +67,9 @@ def test_weights_are_drawn_with_the_std_in_the_table():
         assert values.std() == pytest.approx(spec.init_std, rel=0.01)
     drawn = [leaf for leaf, spec in zip(leaves, specs, strict=True) if spec.init_std is not None]
     same_shape = [np.asarray(leaf) for leaf in drawn if leaf.shape == drawn[1].shape]
-    assert len(same_shape) == config.num_layers and all((one != same_shape[0]).mean() > 0.99 for one in same_shape[1:])
+    assert len(same_shape) == config.num_layers and all(
+        (leaf != same_shape[0]).mean() > 0.99 for leaf in same_shape[1:]
+    )
 
 
 @pytest.mark.parametrize("drawn_at_once", [1 << 23, 1 << 11])

@@ -302,8 +302,8 @@ def test_quantized_demo_model_logits_are_close_to_float32(demo_tokens, name, lea
     def agreement(params) -> tuple[float, float]:
         logits = np.asarray(run(params, config, demo_tokens), np.float64)
         logs = [
-            one - np.log(np.exp(one - one.max(-1, keepdims=True)).sum(-1, keepdims=True)) - one.max(-1, keepdims=True)
-            for one in (plain, logits)
+            raw - np.log(np.exp(raw - raw.max(-1, keepdims=True)).sum(-1, keepdims=True)) - raw.max(-1, keepdims=True)
+            for raw in (plain, logits)
         ]
         kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1).mean()
         return float((plain.argmax(-1) == logits.argmax(-1)).mean()), float(kl)

@@ -25,7 +25,7 @@ def run(logits, temperature=0.0, top_p=1.0, seed=0, index=0, num_top=0):
         jnp.asarray(logits, jnp.float32),
         jnp.asarray(np.broadcast_to(np.float32(temperature), batch)),
         jnp.asarray(np.broadcast_to(np.float32(top_p), batch)),
-        jnp.asarray(np.stack([seed_words(int(one)) for one in np.broadcast_to(np.asarray(seed, object), batch)])),
+        jnp.asarray(np.stack([seed_words(int(value)) for value in np.broadcast_to(np.asarray(seed, object), batch)])),
         jnp.asarray(np.broadcast_to(np.int32(index), batch)),
         num_top=num_top,
     )

@@ -99,7 +99,7 @@ def test_memory_gate_rejects_mutated_steps():
     devices = jax.devices()
     seen = []
     for name, case, implementation, message in step_controls("xla"):
-        usual = small(next(one for one in STEP_CASES if one.name == case.name))
+        usual = small(next(step for step in STEP_CASES if step.name == case.name))
         known = step_figures(compile_step(usual, "xla", devices, "cpu"))
         figures = step_figures(compile_step(small(case), implementation, devices, "cpu"))
         assert violations("cpu", name, known, {}, known) == []

@@ -24,11 +24,11 @@ from scripts.gpucheck.attention_cases import (
 
 LONG = dict(heads=8, kv_heads=1, head_dim=64, queries=130, slots=300, used=290)
 SHAPES = [
-    *((one, dict(heads=4, kv_heads=1, queries=1)) for one in ("xla", *KERNELS)),
-    *((one, dict(heads=14, kv_heads=2, queries=40)) for one in KERNELS),
-    *((one, dict(heads=2, kv_heads=2, queries=200, slots=200, used=200)) for one in ("xla", *KERNELS)),
-    *((one, dict(heads=4, kv_heads=1, head_dim=128, queries=16, dtype="bfloat16")) for one in IMPLEMENTATIONS),
-    *((one, dict(head_dim=24)) for one in ("xla", "mosaic_tpu_interpret")),  # any even head dimension
+    *((kernel, dict(heads=4, kv_heads=1, queries=1)) for kernel in ("xla", *KERNELS)),
+    *((kernel, dict(heads=14, kv_heads=2, queries=40)) for kernel in KERNELS),
+    *((kernel, dict(heads=2, kv_heads=2, queries=200, slots=200, used=200)) for kernel in ("xla", *KERNELS)),
+    *((kernel, dict(heads=4, kv_heads=1, head_dim=128, queries=16, dtype="bfloat16")) for kernel in IMPLEMENTATIONS),
+    *((kernel, dict(head_dim=24)) for kernel in ("xla", "mosaic_tpu_interpret")),  # any even head dimension
 ]
 """Cases that implementations handle differently; `LONG` and the packs below are for all of them."""
 
@@ -49,7 +49,7 @@ def test_agrees_with_the_oracle(implementation, shape):
 @pytest.mark.parametrize(
     ("implementation", "head_dim"),
     # A TPU's registers are 128 wide: heads that fill them are rotated differently from narrower ones.
-    [*((one, 64) for one in IMPLEMENTATIONS), ("mosaic_tpu_interpret", 128)],
+    [*((kernel, 64) for kernel in IMPLEMENTATIONS), ("mosaic_tpu_interpret", 128)],
 )
 def test_precomputed_key_rotation_is_equivalent_to_computing_it(implementation, head_dim):
     case, expected = solved_pack(head_dim, "bfloat16")

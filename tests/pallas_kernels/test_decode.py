@@ -23,9 +23,9 @@ LATE_TOLERANCE = 2e-3
 
 KERNELS = IMPLEMENTATIONS[2:]
 SHAPES = [
-    *((one, dict(heads=4, kv_heads=4, head_dim=64)) for one in KERNELS),
-    *((one, dict(heads=8, kv_heads=1, page_size=32)) for one in IMPLEMENTATIONS),
-    *((one, dict(heads=4, kv_heads=1, head_dim=128, dtype="bfloat16")) for one in ("xla", *KERNELS)),
+    *((kernel, dict(heads=4, kv_heads=4, head_dim=64)) for kernel in KERNELS),
+    *((kernel, dict(heads=8, kv_heads=1, page_size=32)) for kernel in IMPLEMENTATIONS),
+    *((kernel, dict(heads=4, kv_heads=1, head_dim=128, dtype="bfloat16")) for kernel in ("xla", *KERNELS)),
     ("mosaic_tpu_interpret", dict(theta=10000.0, head_dim=128)),
 ]
 """Cases that implementations handle differently; `solved` is for all of them."""
@@ -55,7 +55,7 @@ def test_keys_before_rope_agree_with_the_oracle_and_mutants_do_not(implementatio
 
 @pytest.mark.parametrize(
     ("implementation", "head_dim", "dtype"),
-    [*((one, 64, "bfloat16") for one in IMPLEMENTATIONS[1:]), ("mosaic_tpu_interpret", 32, "float32")],
+    [*((kernel, 64, "bfloat16") for kernel in IMPLEMENTATIONS[1:]), ("mosaic_tpu_interpret", 32, "float32")],
 )
 def test_precomputed_page_rotation_is_equivalent_to_computing_it(implementation, head_dim, dtype):
     case = Case(head_dim=head_dim, theta=10000.0, dtype=dtype)

@@ -68,8 +68,8 @@ def test_leading_batch_axes_are_rotated_independently():
     whole = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies))
     for i in range(2):
         for j in range(3):
-            one = apply_rope(jnp.asarray(x[i, j]), jnp.asarray(positions[i, j]), frequencies)
-            np.testing.assert_allclose(whole[i, j], one, atol=1e-6)
+            part = apply_rope(jnp.asarray(x[i, j]), jnp.asarray(positions[i, j]), frequencies)
+            np.testing.assert_allclose(whole[i, j], part, atol=1e-6)
 
 
 @pytest.mark.parametrize("last", [16, 8192, 131072])

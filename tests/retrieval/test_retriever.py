@@ -183,13 +183,13 @@ def test_a_chunk_limit_below_one_character_is_reported_for_the_file(docs: Path) 
 def test_neighbours_equal_search_results_for_the_passage(docs: Path) -> None:
     (docs / "again.txt").write_text("The moon pulls the ocean.\n\nBy and of the.")
     retriever = open_retriever(docs)
-    passages = [one for name in retriever.document_ids for one in retriever.passages(name)]
+    passages = [passage for name in retriever.document_ids for passage in retriever.passages(name)]
     neighbours = retriever.neighbours(3)
-    assert set(neighbours) == {one.passage_id for one in passages}
-    for one in passages:
-        found = retriever.search(f"{one.title}\n{one.text}", len(passages))
-        wanted = [other.passage_id for other in found if other.passage_id != one.passage_id and other.score > 0]
-        assert list(neighbours[one.passage_id]) == wanted[:3]
+    assert set(neighbours) == {passage.passage_id for passage in passages}
+    for passage in passages:
+        found = retriever.search(f"{passage.title}\n{passage.text}", len(passages))
+        wanted = [other.passage_id for other in found if other.passage_id != passage.passage_id and other.score > 0]
+        assert list(neighbours[passage.passage_id]) == wanted[:3]
     assert any(len(found) == 3 for found in neighbours.values())
     (docs / "moon.md").unlink()
     retriever.refresh()
@@ -226,7 +226,10 @@ def test_an_incremental_index_equals_a_fresh_one(docs: Path, tmp_path: Path) -> 
     second = open_retriever(docs, CountingEmbedder(), index_dir=tmp_path / "b")
     assert first.document_ids == second.document_ids and first.num_passages == second.num_passages
     for query in ("ants", "cheese", "the moon and the ocean"):
-        hits = [sorted(one.search(query, 100), key=lambda hit: (-hit.score, hit.passage_id)) for one in (first, second)]
+        hits = [
+            sorted(retriever.search(query, 100), key=lambda hit: (-hit.score, hit.passage_id))
+            for retriever in (first, second)
+        ]
         assert hits[0] == hits[1] and hits[0]
 
 

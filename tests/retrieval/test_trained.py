@@ -204,7 +204,7 @@ def test_damaged_index_file_is_rebuilt_without_losing_results(
     assert recall(index, clustered(2000, 0), clustered(20, 1)) == 1.0
     again = index.improve()
     assert again is not None and index.trained == again
-    assert [one.name for one in tmp_path.glob("*.faiss")] == [again.file]
+    assert [path.name for path in tmp_path.glob("*.faiss")] == [again.file]
 
 
 def test_index_file_outside_the_directory_is_ignored(

@@ -78,7 +78,7 @@ def test_odd_file_is_read_or_reported(name: str, tmp_path: Path) -> None:
     assert retriever.search("moon", 1)[0].document_id == "tides.md"
     failed = [path for path, _ in first.failed]
     assert len(failed) == len(set(failed)) and all(name in path for path in failed)
-    assert failed or any(name in one for one in first.added)
+    assert failed or any(name in path for path in first.added)
     retriever.refresh()
     (tmp_path / "comets.md").write_text("# Comets\n\nComets have tails.")
     assert retriever.refresh().added == ("comets.md",)

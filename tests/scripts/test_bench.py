@@ -66,7 +66,8 @@ def test_store_prints_cases_with_and_without_a_catalog(monkeypatch):
         decoded.append(0)
         figures = store.measure_index(Path(command[3]), *map(int, command[4:]))
         told = {
-            name: dataclasses.asdict(one) if isinstance(one, store.CallCost) else one for name, one in figures.items()
+            name: dataclasses.asdict(figure) if isinstance(figure, store.CallCost) else figure
+            for name, figure in figures.items()
         }
         return subprocess.CompletedProcess(command, 0, json.dumps(told))
 
@@ -175,9 +176,9 @@ def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):
     _, figures = in_process.figures("retrieval", "--passages", "4000", "--data", test_data())
     assert figures["passages"] == 4000 and figures["trained"]["kind"] == "ivf"
     assert figures["trained"]["recall_of_own_rows"] >= 0.95 and 0.8 < figures["recall_of_questions"] <= 1.0
-    assert [one["per_mille"] for one in figures["filtered"]] == [1, 10, 100, 500]
+    assert [case["per_mille"] for case in figures["filtered"]] == [1, 10, 100, 500]
     assert figures["changed"]["documents"] == 8 and figures["changed"]["trains_again"] is False
     assert 0.0 < figures["staged"]["mean_known_after_share"] <= 1.0
-    for one in (figures["flat"], figures["searched"], figures["changed"], *figures["filtered"]):
-        assert 0.0 < one["p50_ms"] <= one["p99_ms"]
+    for latency in (figures["flat"], figures["searched"], figures["changed"], *figures["filtered"]):
+        assert 0.0 < latency["p50_ms"] <= latency["p99_ms"]
     assert figures["bytes"]["faiss"] > 4000 * 384 * 4

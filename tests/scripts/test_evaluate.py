@@ -95,7 +95,7 @@ class TestFigures:
         texts = zip(("red boat", "x", "x", "x"), "aabb", strict=True)
         own = WayResults(Way("reuse"), tuple(answered(text, kind=kind) for text, kind in texts))
         kinds = figures([full, own])[1]["kinds"]
-        assert {kind: one["exact_match"]["mean"] for kind, one in kinds.items()} == {"a": 0.5, "b": 0.0}
+        assert {kind: scores["exact_match"]["mean"] for kind, scores in kinds.items()} == {"a": 0.5, "b": 0.0}
 
 
 def test_one_run_writes_a_page_and_a_plot(tmp_path):
@@ -189,13 +189,13 @@ class TestTrials:
         shares = [(full, (1.0, 1.0)), (own, (0.5, 1.0))]
         full, own = (
             dataclasses.replace(
-                one,
+                results,
                 answers=tuple(
                     dataclasses.replace(answer, forced=Forced(0.1, share, None))
-                    for answer, share in zip(one.answers, kept, strict=True)
+                    for answer, share in zip(results.answers, kept, strict=True)
                 ),
             )
-            for one, kept in shares
+            for results, kept in shares
         )
         (agreed,) = calibrate.trials("auto", [full, own], "agreement")
         assert (agreed.num_answers, agreed.num_kept, agreed.shares) == (2, 1, (0.5, 1.0))
@@ -258,9 +258,9 @@ def test_calibration_takes_the_results_of_an_evaluation(tmp_path, monkeypatch):
     value = json.loads(path.read_text())
     (part,) = [json.loads(line) for line in results.read_text().splitlines()[1:]]
     shares = [
-        [answer["forced"]["agreement"] for answer in one["answers"]]
-        for one in part["results"]
-        if one["state"] == "prepared"
+        [answer["forced"]["agreement"] for answer in result["answers"]]
+        for result in part["results"]
+        if result["state"] == "prepared"
     ]
     assert [trial["shares"] for trial in value["trials"]["auto"]] == shares and len(shares) == 2
     assert [trial["recompute_ratio"] for trial in value["trials"]["auto"]] == [None, 0.3]

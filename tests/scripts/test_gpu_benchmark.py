@@ -65,10 +65,10 @@ def test_weight_counts_match_the_model():
     assert gpu_plan.layer_weights(LLAMA3_8B) == sum(leaf.size for leaf in matrices)
     tables = params.embedding.size + params.lm_head.size
     assert gpu_plan.weight_bytes(LARGE) == 2 * (sum(leaf.size for leaf in matrices) + tables)
-    one = GpuCase("decode", 8192)
+    case = GpuCase("decode", 8192)
     context = LARGE.prompt_tokens(8192) + LARGE.steps // 2
     table_bytes = 2 * params.embedding.size
-    assert gpu_plan.decode_bytes(one, LARGE) == gpu_plan.weight_bytes(LARGE) - table_bytes + 131072 * context
+    assert gpu_plan.decode_bytes(case, LARGE) == gpu_plan.weight_bytes(LARGE) - table_bytes + 131072 * context
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_prompts_never_repeat_the_prefix_a_passage_was_stored_with():
     prompts = Prompts(QUICK_SCALE)
     case = GpuCase("reuse", 256, 2, 0.15, "device")
     filling = prompts.filling(8)
-    assert [len(one) for one in filling] == [3] + 8 * [4]
-    stored = {tuple(one[2]): tuple(map(tuple, one[:2])) for one in filling[1:]}
+    assert [len(prompt) for prompt in filling] == [3] + 8 * [4]
+    stored = {tuple(prompt[2]): tuple(map(tuple, prompt[:2])) for prompt in filling[1:]}
     drawn = [prompts.of(case) for _ in range(20)]
-    for segments in (one for batch in drawn for one in batch):
+    for segments in (prompt for batch in drawn for prompt in batch):
         assert len(segments) == 10 and sum(map(len, segments)) == QUICK_SCALE.prompt_tokens(256)
         assert set(map(tuple, segments[1:-1])) == set(stored)
         assert (tuple(segments[0]), tuple(segments[1])) not in stored.values()
-    assert len({str(one) for batch in drawn for one in batch}) == 40
+    assert len({str(prompt) for batch in drawn for prompt in batch}) == 40
 
 
 def test_decode_steps_count_only_while_all_requests_decode():
@@ -169,7 +169,7 @@ def test_targets_without_results_are_reported_as_not_measured():
     ]
     found = gpu_report.targets(results(*measured))
     verdicts = ["reached", "NOT reached", "not measured"]
-    assert [one.verdict for one in found] == [*verdicts, "reached", "not measured", "reached"]
+    assert [target.verdict for target in found] == [*verdicts, "reached", "not measured", "reached"]
     assert found[1].got == pytest.approx(0.30 / 0.061) and found[3].got == pytest.approx(61 / 67)
     faster = [row(DEVICE, ttft_s=0.059), *measured[:1]]
     assert gpu_report.targets(results(*faster))[1].verdict == "reached"
@@ -227,9 +227,9 @@ def test_readme_without_markers_is_left_unchanged(tmp_path, text):
 def few_cases(scale):
     """What the targets are judged by, and each other kind, tier, batch and ratio in some."""
     planned = cases(scale)
-    twice = [one for one in planned if one.batch == 2 and one.context == scale.short and one.ratio != 0.30]
+    twice = [case for case in planned if case.batch == 2 and case.context == scale.short and case.ratio != 0.30]
     disk = GpuCase("reuse", scale.short, 1, 0.30, "disk")
-    torch = next(one for one in planned if one.kind == "torch")
+    torch = next(case for case in planned if case.kind == "torch")
     return list(dict.fromkeys([*planned[:7], torch, *twice, disk]))
 
 

@@ -53,7 +53,9 @@ def test_all_mutants_apply_to_this_tree(capsys):
 
 def test_surviving_mutants_and_missing_tests_are_reported(monkeypatch, capsys):
     outcomes = {"1 + 1": ("killed", ""), "1": ("survived", "1 passed")}
-    monkeypatch.setattr(mutants, "_outcome", lambda copy, one, *_: outcomes[one.old] if one else ("survived", ""))
+    monkeypatch.setattr(
+        mutants, "_outcome", lambda copy, mutant, *_: outcomes[mutant.old] if mutant else ("survived", "")
+    )
     assert mutants.run([change()], 1) == 0
     assert mutants.run([change(), change(old="1")], 1) == 1
     assert "survived: store/a.py" in capsys.readouterr().out

@@ -42,29 +42,31 @@ def replay(arrivals_s, sizes, factors=None, host=HOST):
     while line:
         has_paused = not awake and line[0].arrived_s > free_s
         now_s = line[0].arrived_s if has_paused else free_s + after_s
-        waiting = [one for one in line if one.arrived_s <= (now_s if has_paused else free_s)]
+        waiting = [prompt for prompt in line if prompt.arrived_s <= (now_s if has_paused else free_s)]
         room, pieces, ending, begun = PACK, [], [], 0
         members = []
-        for one in waiting:
+        for prompt in waiting:
             if not room:
                 break
-            size = min(one.left, room)
+            size = min(prompt.left, room)
             room -= size
-            one.left -= size
-            begun += not one.packs_s
-            members.append(one)
-            pieces.append(SimulatedPiece(size, one.cached + one.new - one.left, not one.left))
-            ending += [] if one.left else [one]
+            prompt.left -= size
+            begun += not prompt.packs_s
+            members.append(prompt)
+            pieces.append(SimulatedPiece(size, prompt.cached + prompt.new - prompt.left, not prompt.left))
+            ending += [] if prompt.left else [prompt]
         started_s = now_s + max(1, begun) * host.before_s
         taken_s = SCALE * COSTS.pack_s(pieces) + host.pack_s + (len(pieces) - 1) * host.piece_s
         taken_s += host.wake_s if has_paused else 0.0
         free_s = started_s + taken_s * (1.0 if factors is None else next(factors)) - (0.0 if ending else HEAD_S)
-        for one in members:
-            one.packs_s += (started_s,)
-        for one in ending:
-            line.remove(one)
-            ttft_s = free_s - one.arrived_s + host.apart_s
-            found.append(Prefill(one.cached, one.new, one.arrived_s, one.packs_s, free_s - HEAD_S, free_s, ttft_s))
+        for prompt in members:
+            prompt.packs_s += (started_s,)
+        for prompt in ending:
+            line.remove(prompt)
+            ttft_s = free_s - prompt.arrived_s + host.apart_s
+            found.append(
+                Prefill(prompt.cached, prompt.new, prompt.arrived_s, prompt.packs_s, free_s - HEAD_S, free_s, ttft_s)
+            )
         awake, after_s = not ending, len(ending) * host.after_s
     return found
 
@@ -80,22 +82,22 @@ def some(num_prefills=80, mean_pause_s=0.6, **options):
 @pytest.fixture
 def prefills():
     found = some()
-    num_in = collections.Counter(started_s for one in found for started_s in one.packs_s)
+    num_in = collections.Counter(started_s for prefill in found for started_s in prefill.packs_s)
     assert collections.Counter(num_in.values()).keys() >= {1, 2, 3}
-    assert {len(one.packs_s) for one in found} == {1, 2, 3}
+    assert {len(prefill.packs_s) for prefill in found} == {1, 2, 3}
     return found
 
 
 def assert_same(found: HostWork, wanted: HostWork) -> None:
     assert found.jitter == pytest.approx([1.0] * len(found.jitter))
-    seconds = [dataclasses.astuple(dataclasses.replace(one, jitter=())) for one in (found, wanted)]
+    seconds = [dataclasses.astuple(dataclasses.replace(work, jitter=())) for work in (found, wanted)]
     assert seconds[0][:-1] == pytest.approx(seconds[1][:-1])
 
 
 def test_fit_recovers_scale_and_host_work(prefills):
     found = fit(prefills, COSTS, PACK)
-    num_packs = len({started_s for one in prefills for started_s in one.packs_s})
-    assert len({one.ended_s for one in prefills}) == found.num_fitted < num_packs
+    num_packs = len({started_s for prefill in prefills for started_s in prefill.packs_s})
+    assert len({prefill.ended_s for prefill in prefills}) == found.num_fitted < num_packs
     assert found.scale == pytest.approx(SCALE) and found.head_s == pytest.approx(HEAD_S / SCALE)
     assert_same(found.host_work, HOST)
 
@@ -140,10 +142,10 @@ def test_a_traced_answer_says_what_ran_and_when(tmp_path):
     request = dataclasses.replace(request_of("Who?", documents), trace=True)
     with Engine.from_pretrained(str(tmp_path), strategy="prefix", max_model_len=512) as engine:
         first, again = (engine.run(request) for _ in range(2))
-    one, other = (Prefill.of(response, response.ttft_s) for response in (first, again))
-    assert (one.cached, one.new) == (0, first.reuse.prompt_tokens)
+    first_prefill, other = (Prefill.of(response, response.ttft_s) for response in (first, again))
+    assert (first_prefill.cached, first_prefill.new) == (0, first.reuse.prompt_tokens)
     assert (other.cached, other.new) == (again.reuse.reused_tokens, again.reuse.computed_tokens) and other.cached
-    for prefill in (one, other):
+    for prefill in (first_prefill, other):
         assert len(prefill.packs_s) == 1
         assert prefill.arrived_s < prefill.packs_s[0] < prefill.layers_s < prefill.ended_s
-    assert one.ended_s < other.arrived_s
+    assert first_prefill.ended_s < other.arrived_s

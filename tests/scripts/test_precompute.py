@@ -170,7 +170,9 @@ def test_killed_run_is_resumed_by_two_and_the_server_computes_no_passage(start, 
     all_of_it = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
-    wait_until(lambda: all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in all_of_it))
+    wait_until(
+        lambda: all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in all_of_it)
+    )
     before, claimed = records(tmp_path), claims(tmp_path)
     assert not (tmp_path / "killed.json").exists()
 
@@ -253,7 +255,7 @@ def test_precompute_handles_changed_documents_pruning_and_questions(run_here, tm
     assert (found["run"]["computed"], found["passages"]["stored"], found["passages"]["total"]) == (2, left, left)
     assert (found["pruned"]["passages"], found["pruned"]["variants"]) == (2, 4)
     assert len(records(tmp_path) - first) == 2 and len(first - records(tmp_path)) == 4
-    assert [Path(one["path"]).name for one in found["unusable_files"]] == ["ends.pdf"]
+    assert [Path(file["path"]).name for file in found["unusable_files"]] == ["ends.pdf"]
     quality = found["quality"]
     assert (quality["num_questions"], quality["num_documents"], quality["num_known"]) == (3, 1.0, 3)
     assert quality["same_tokens"]["mean"] == 1.0 and 0.0 <= quality["computed_share"] < 1.0

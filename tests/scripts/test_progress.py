@@ -71,8 +71,8 @@ def test_empty_stage_is_shown_as_complete() -> None:
 
 def test_tracked_iteration_is_logged() -> None:
     log, seen = Log(), []
-    for one in log.shown.track(range(4), description="records"):
-        seen.append(one)
+    for number in log.shown.track(range(4), description="records"):
+        seen.append(number)
         log.now_s += 3.0
     assert seen == [0, 1, 2, 3]
     assert [line.partition("] ")[2] for line in log.lines] == ["records\n", "records: 2 of 4\n", "records: 4 of 4\n"]

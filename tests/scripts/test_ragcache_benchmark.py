@@ -34,7 +34,7 @@ def reused(*documents: tuple[int, int, int]) -> ReuseReport:
     """The report of a prompt behind a reused system prompt; of each passage (reused, recomputed, computed) tokens."""
     rows = [
         DocumentReuse("system", None, 10, 10, 0, 0),
-        *(DocumentReuse("document", None, 9, *one) for one in documents),
+        *(DocumentReuse("document", None, 9, *counts) for counts in documents),
     ]
     question = DocumentReuse("question", None, 5, 0, 0, 5)
     return ReuseReport("bounded", "prefix", 42, 0, 0, 0, 0.5, True, per_document=(*rows, question))
@@ -114,8 +114,8 @@ def test_ttft_counts_from_the_planned_arrival(monkeypatch):
     engine = TimedEngine(monkeypatch, 0.25, 4)
     served = replay.open_loop(engine, QUESTIONS[:4], [0.0, 0.0, 0.0, 1.5], lambda: None)  # type: ignore[arg-type]
     # All are handed in by 1.75 s; then each answer takes a quarter of a second.
-    assert [one.ttft_s for one in served] == [2.0, 2.25, 2.5, 1.25]
-    assert [(one.num_hits, one.num_documents) for one in served] == [(1, 2)] * 4
+    assert [answer.ttft_s for answer in served] == [2.0, 2.25, 2.5, 1.25]
+    assert [(answer.num_hits, answer.num_documents) for answer in served] == [(1, 2)] * 4
 
 
 def test_closed_loop_keeps_the_set_number_of_requests_in_flight(monkeypatch):
@@ -190,7 +190,7 @@ def test_exposed_search_time_ends_when_the_right_answer_begins(begun_s, was_righ
     [(((1, 2), (2, 1), (1, 2), (1, 2)), (3.0, True)), (((1, 2), (2, 1)), (2.0, False)), (((1,),), (1.0, False))],
 )
 def test_result_is_known_from_when_the_list_stops_changing(lists, wanted):
-    assert speculation.known_at([(float(number), one) for number, one in enumerate(lists, 1)]) == wanted
+    assert speculation.known_at([(float(number), ids) for number, ids in enumerate(lists, 1)]) == wanted
 
 
 def test_only_the_start_of_the_last_submission_counts():
@@ -280,18 +280,24 @@ def test_staged_search_starts_answers_early(corpus, num_stages):
     corpus.index.nprobe = 8
     corpus.index.make_direct_map()
     how = argparse.Namespace(passages=2), num_stages
-    one = speculation.search(engine, corpus, "?", corpus.index.reconstruct(3), *how)  # type: ignore
-    assert one.exposed_s <= one.search_s and one.ttft_s >= one.search_s, "nobody gets it before it is known to be right"
-    assert one.was_right == one.is_early == (num_stages > 1) == (one.num_started > 0)
-    assert one.known_s < one.search_s if num_stages > 1 else one.exposed_s == one.search_s == one.known_s
+    searched = speculation.search(engine, corpus, "?", corpus.index.reconstruct(3), *how)  # type: ignore
+    assert searched.exposed_s <= searched.search_s and searched.ttft_s >= searched.search_s, (
+        "nobody gets it before it is known to be right"
+    )
+    assert searched.was_right == searched.is_early == (num_stages > 1) == (searched.num_started > 0)
+    assert (
+        searched.known_s < searched.search_s
+        if num_stages > 1
+        else searched.exposed_s == searched.search_s == searched.known_s
+    )
 
 
 def test_search_figures_match_values_computed_by_hand():
-    def one(search_s, exposed_s, num_started, was_right, ttft_s):
+    def searched(search_s, exposed_s, num_started, was_right, ttft_s):
         return speculation.Searched(search_s, exposed_s, exposed_s, was_right, num_started, was_right, ttft_s)
 
-    off = [one(0.2, 0.2, 0, False, 0.5), one(0.4, 0.4, 0, False, 0.7)]
-    on = [one(0.3, 0.1, 2, True, 0.2), one(0.5, 0.2, 1, False, 0.4)]
+    off = [searched(0.2, 0.2, 0, False, 0.5), searched(0.4, 0.4, 0, False, 0.7)]
+    on = [searched(0.3, 0.1, 2, True, 0.2), searched(0.5, 0.2, 1, False, 0.4)]
     found = speculation.figures(off, on)
     assert found["search_ms"]["mean"] == pytest.approx(300.0) and found["exposed_ms"]["mean"] == pytest.approx(150.0)
     assert found["gain"]["mean"] == pytest.approx(2.0), "against the baseline's search, not the slower staged one"
@@ -398,11 +404,11 @@ def test_real_run_covers_all_parts(options, tmp_path, monkeypatch):
     for module in (policies, report):
         monkeypatch.setattr(module, "POLICIES", ("pgdsf", "lru", "saved_seconds"))
     _, figures = in_process.figures("ragcache", *options, *more, "--markdown", page)
-    rows = {(one["strategy"], one["budget_share"], one["policy"]): one for one in figures["policies"]["cases"]}
+    rows = {(row["strategy"], row["budget_share"], row["policy"]): row for row in figures["policies"]["cases"]}
     assert list(rows) == [(s, b, p) for s in ("prefix", "cachecraft") for b in (0.3, 1.0) for p in policies.POLICIES]
-    for one in rows.values():
-        assert one["documents"] == 16 and one["hits"] == round(16 * one["hit_ratio"])
-        assert 0 < one["ttft_ms"]["low"] <= one["ttft_ms"]["mean"] <= one["ttft_ms"]["high"]
+    for row in rows.values():
+        assert row["documents"] == 16 and row["hits"] == round(16 * row["hit_ratio"])
+        assert 0 < row["ttft_ms"]["low"] <= row["ttft_ms"]["mean"] <= row["ttft_ms"]["high"]
     hits = {
         (strategy, share): sum(rows[strategy, share, policy]["hits"] for policy in policies.POLICIES)
         for strategy in ("prefix", "cachecraft")
@@ -411,16 +417,16 @@ def test_real_run_covers_all_parts(options, tmp_path, monkeypatch):
     assert hits["cachecraft", 1.0] > hits["prefix", 1.0] > 0, "behind other passages a prefix is another one"
     assert all(hits[strategy, 0.3] < hits[strategy, 1.0] for strategy in ("prefix", "cachecraft"))
     cases = figures["order"]["cases"]
-    assert [one["workload"] for one in cases] == ["trace"] * 2 + ["drawn"] * 2
-    for one in cases:
-        assert one["rate"] == pytest.approx(1.1 * one["saturation"])
-        assert one["mean_gain"] == pytest.approx(one["off"]["ttft_ms"]["mean"] / one["on"]["ttft_ms"]["mean"])
-        assert len(one["mean_gains"]) == 2 and one["mean_gain"] == min(one["mean_gains"])
+    assert [row["workload"] for row in cases] == ["trace"] * 2 + ["drawn"] * 2
+    for row in cases:
+        assert row["rate"] == pytest.approx(1.1 * row["saturation"])
+        assert row["mean_gain"] == pytest.approx(row["off"]["ttft_ms"]["mean"] / row["on"]["ttft_ms"]["mean"])
+        assert len(row["mean_gains"]) == 2 and row["mean_gain"] == min(row["mean_gains"])
     assert figures["speculation"]["vectors"] == 4000
     (searched,) = figures["speculation"]["cases"]
     assert searched["num_probes"] == 16 and 0 <= searched["known_early_share"] <= 1
     assert searched["gain"]["mean"] == pytest.approx(searched["search_ms"]["mean"] / searched["exposed_ms"]["mean"])
-    assert [one["part"] for one in figures["scheduling"]["cases"]][-2:] == ["total", "window"]
+    assert [row["part"] for row in figures["scheduling"]["cases"]][-2:] == ["total", "window"]
     assert figures["scheduling"]["nodes"] == 300 and len(figures["profile"]["seconds"]) > 1
     text = page.read_text()
     assert text.count("\n## ") == 3 and text.count("jax ") == 4 and text.count("\n|---|") == 6

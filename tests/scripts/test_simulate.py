@@ -42,9 +42,9 @@ def test_size_for_finds_the_fewest_replicas_per_budget(capsys):
     options = ["--budgets", "1GB", "20GB", "--most-replicas", "8"]
     out, found = run(capsys, "--size-for", "p99 TTFT < 0.15 s at 40 req/s", *options)
     assert "fewest" in out
-    by_budget = {one["host_cache_bytes"]: one["replicas"] for one in found["needed"]}
+    by_budget = {size["host_cache_bytes"]: size["replicas"] for size in found["needed"]}
     assert by_budget[20 * 10**9] <= by_budget[10**9]
-    assert all(one["figures"]["rate"] == pytest.approx(40, rel=0.02) for one in found["tried"])
+    assert all(trial["figures"]["rate"] == pytest.approx(40, rel=0.02) for trial in found["tried"])
 
 
 @pytest.mark.parametrize(

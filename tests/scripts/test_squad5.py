@@ -29,26 +29,28 @@ def test_each_question_has_two_passages_of_its_article_and_two_others():
     source = questions()
     found = squad5(source)
     right = {question.question_id: question.documents[0] for question in source}
-    assert sorted(one.question_id for one in found) == sorted(right)
-    for one in found:
-        assert len(set(one.documents)) == 5 and right[one.question_id] in one.documents
-        titles = collections.Counter(passage.title for passage in one.documents)
-        assert titles[right[one.question_id].title] == 3
-    places = {one.documents.index(right[one.question_id]) for one in found}
+    assert sorted(question.question_id for question in found) == sorted(right)
+    for question in found:
+        assert len(set(question.documents)) == 5 and right[question.question_id] in question.documents
+        titles = collections.Counter(passage.title for passage in question.documents)
+        assert titles[right[question.question_id].title] == 3
+    places = {question.documents.index(right[question.question_id]) for question in found}
     assert len(places) > 2, "the right paragraph may stand anywhere"
-    assert len({one.documents[0].title for one in found[:6]}) > 1, "the first ones are not all of one article"
+    assert len({question.documents[0].title for question in found[:6]}) > 1, "the first ones are not all of one article"
 
 
 def test_short_articles_are_filled_deterministically_from_others():
     source = questions(articles=6, paragraphs=1)
-    found = {one.question_id: one.documents for one in squad5(source)}
+    found = {question.question_id: question.documents for question in squad5(source)}
     assert all(len({passage.title for passage in documents}) == 5 for documents in found.values())
-    assert {one.question_id: one.documents for one in squad5(source[::2])} == dict(list(sorted(found.items()))[::2])
+    assert {question.question_id: question.documents for question in squad5(source[::2])} == dict(
+        list(sorted(found.items()))[::2]
+    )
 
 
 def test_long_prompts_are_left_out_and_unusable_questions_are_rejected():
     long = QAQuestion("long", "Who?", ("x",), (Document("y" * MAX_CHARACTERS, title="long"),))
-    assert "long" not in {one.question_id for one in squad5([*questions(), long])}
+    assert "long" not in {question.question_id for question in squad5([*questions(), long])}
     with pytest.raises(ValueError, match="paragraphs of other articles, got 1"):
         squad5(questions(articles=2, paragraphs=1))
     two = QAQuestion("two", "Who?", ("x",), (Document("a"), Document("b")))
@@ -61,7 +63,7 @@ def test_file_of_real_questions_round_trips(tmp_path):
     main([str(source), str(path)])
     found = read_questions(path)
     assert 900 < len(found) < 1190 and found == squad5(read_questions(source))
-    assert len({one.documents[0].title for one in found[:100]}) > 20
+    assert len({question.documents[0].title for question in found[:100]}) > 20
     with pytest.raises(SystemExit, match=r"squad5: error: questions: wanted a JSONL file"):
         main([str(tmp_path / "absent"), str(path)])
     assert json.loads(path.read_text().splitlines()[0])["answers"]

@@ -61,7 +61,7 @@ def test_32_concurrent_chats_get_the_same_answers_as_alone(server: Server) -> No
             base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
         ) as client:
             alone = [await answered(client, request) for request in requests]
-            asked = [answered(client, one, stream=bool(number % 3)) for number, one in enumerate(requests)]
+            asked = [answered(client, request, stream=bool(number % 3)) for number, request in enumerate(requests)]
             together = await asyncio.gather(*reversed(asked))
         return alone, together[::-1]
 

@@ -54,7 +54,7 @@ def test_key_file_maps_keys_to_tenants(write):
     assert tenant(ring, PLAIN) == tenant(ring, "sesame") == ""
     for wrong in (None, "", ANNA[:-1], ANNA + " ", f"anna:{ANNA}", "anna", "#", "ÿ" * 20):
         assert ring.find(wrong) is None
-    names = {ring.find(one).name for one in (ANNA, BOB, PLAIN)}
+    names = {ring.find(key).name for key in (ANNA, BOB, PLAIN)}
     assert len(names) == 3 and not any(name in key for name in names for key in (ANNA, BOB, PLAIN))
 
 
@@ -254,7 +254,7 @@ def warmed(tenants, **fields) -> dict:
 def reused_of_passages(response) -> int:
     assert response.status_code == 200, response.text
     told = response.json()["reuse"]["per_document"]
-    return sum(one["reused_tokens"] for one in told if one["role"] == "document")
+    return sum(document["reused_tokens"] for document in told if document["role"] == "document")
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,10 @@ def reused_of_passages(response) -> int:
 def test_documents_warmed_for_a_tenant_are_reused_only_by_that_tenant(tenants, fields, key, salt):
     passage = {"text": f"Zoe keeps {len(str(fields))} tall clocks in the attic, and winds them on Sundays."}
     assert warmed(tenants, documents=[passage], **fields)["computed"] == 1
-    everybody = [(one, of) for one in (ANNA, BOB, PLAIN) for of in (None, "apart", "other")]
-    for one, of in everybody:
-        if (one, of) != (key, salt):
-            assert reused_of_passages(ask(tenants.url, one, [passage], cache_salt=of)) == 0, (one, of)
+    everybody = [(other_key, of) for other_key in (ANNA, BOB, PLAIN) for of in (None, "apart", "other")]
+    for other_key, of in everybody:
+        if (other_key, of) != (key, salt):
+            assert reused_of_passages(ask(tenants.url, other_key, [passage], cache_salt=of)) == 0, (other_key, of)
     # After all these: what others computed meanwhile is not what is found here.
     found = ask(tenants.url, key, [passage], cache_salt=salt, reuse="exact")
     assert reused_of_passages(found) > 0

@@ -46,11 +46,11 @@ def ask(server: Server, passages: list[dict[str, Any]] | None) -> list[dict[str,
     body = {"messages": messages, "max_tokens": 1} | ({} if passages is None else {"documents": passages})
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    return [one for one in answer.json()["reuse"]["per_document"] if one["role"] == "document"]
+    return [document for document in answer.json()["reuse"]["per_document"] if document["role"] == "document"]
 
 
 def share(parts: list[dict[str, Any]], kind: str) -> float:
-    return sum(one[f"{kind}_tokens"] for one in parts) / sum(one["num_tokens"] for one in parts)
+    return sum(part[f"{kind}_tokens"] for part in parts) / sum(part["num_tokens"] for part in parts)
 
 
 def test_default_server_reuses_warmed_passages_with_little_recompute(start_server, frame) -> None:
@@ -61,12 +61,12 @@ def test_default_server_reuses_warmed_passages_with_little_recompute(start_serve
         assert server.engine.cache.num_variants == 1 + 2 + 2 * 5
         first, *others = parts = ask(server, PASSAGES)
         assert first["exact"] and not first["framed"] and first["recomputed_tokens"] == 0
-        assert all(one["framed"] and not one["exact"] for one in others)
+        assert all(part["framed"] and not part["exact"] for part in others)
         assert share(parts, "computed") == 0.0 and share(parts, "reused") >= 0.8
         assert (
             0
-            < sum(one["recomputed_tokens"] for one in others)
-            <= math.ceil(0.15 * sum(one["num_tokens"] for one in others))
+            < sum(part["recomputed_tokens"] for part in others)
+            <= math.ceil(0.15 * sum(part["num_tokens"] for part in others))
         )
 
 
@@ -75,7 +75,7 @@ def test_without_a_frame_passages_computed_alone_are_reused(start_server) -> Non
         warm(server, PASSAGES)
         assert server.engine.cache.num_variants == 1 + 5
         parts = ask(server, PASSAGES)
-        assert not any(one["framed"] for one in parts) and share(parts, "reused") >= 0.8
+        assert not any(part["framed"] for part in parts) and share(parts, "reused") >= 0.8
 
 
 def test_system_prompt_is_excluded_from_cci_and_overlap(start_server) -> None:
@@ -83,8 +83,10 @@ def test_system_prompt_is_excluded_from_cci_and_overlap(start_server) -> None:
     with start_server(ServerSettings(admin_key=ADMIN), strategy="cachecraft") as server:
         warm(server, PASSAGES[:3])
         _, *others = ask(server, PASSAGES[:3])
-        assert [one["cfo"] for one in others] == [0.5, 0.5]
-        assert [one["recomputed_tokens"] for one in others] == [math.ceil(0.5 * one["num_tokens"]) for one in others]
+        assert [part["cfo"] for part in others] == [0.5, 0.5]
+        assert [part["recomputed_tokens"] for part in others] == [
+            math.ceil(0.5 * part["num_tokens"]) for part in others
+        ]
 
 
 def metric(server: Server, name: str) -> float:
@@ -102,7 +104,7 @@ def test_indexed_documents_are_prepared_before_any_request(start_server, frame, 
         assert metric(server, 'ccjax_prepared_passages_total{status="computed"}') == 5
         first, *others = parts = ask(server, None)
         assert len(parts) == 5 and share(parts, "computed") == 0.0
-        assert first["exact"] and all(one["framed"] for one in others)
+        assert first["exact"] and all(part["framed"] for part in others)
         text = "documents: all documents are prepared; 5 passages were computed in idle time"
         wait_until(lambda: text in caplog.messages)
 
@@ -147,4 +149,4 @@ def test_passages_of_a_request_are_prepared_in_idle_time(start_server, frame) ->
         wait_until(lambda: metric(server, "ccjax_variants_prepared_total") == 3)
         first, *others = parts = ask(server, PASSAGES[2::-1])
         assert first["exact"] and not first["framed"] and share(parts, "computed") == 0.0
-        assert all(one["framed"] and not one["exact"] for one in others)
+        assert all(part["framed"] and not part["exact"] for part in others)

@@ -66,8 +66,8 @@ def all_at_once(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Resp
         async with httpx.AsyncClient(timeout=120, limits=limits) as client:
             answers = []
             with busy(server):
-                for number, one in enumerate(bodies):
-                    answers.append(asyncio.create_task(client.post(f"{server.url}{CHAT}", json=one)))
+                for number, request in enumerate(bodies):
+                    answers.append(asyncio.create_task(client.post(f"{server.url}{CHAT}", json=request)))
                     async with asyncio.timeout(60):
                         while server.engine.batch_counts.waiting <= number:
                             await asyncio.sleep(0.001)
@@ -103,9 +103,9 @@ def test_a_client_that_floods_the_queue_is_refused_before_others(narrow: Server)
     async def flood() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=120, limits=limits) as client:
-            one = body("Who?", user="flood", max_tokens=1)
+            request = body("Who?", user="flood", max_tokens=1)
             with busy(narrow):
-                answers = [asyncio.create_task(client.post(f"{narrow.url}{CHAT}", json=one)) for _ in range(limit)]
+                answers = [asyncio.create_task(client.post(f"{narrow.url}{CHAT}", json=request)) for _ in range(limit)]
                 async with asyncio.timeout(60):
                     while sum(answer.done() for answer in answers) < limit - most:
                         await asyncio.sleep(0.01)

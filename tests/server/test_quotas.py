@@ -119,5 +119,5 @@ def test_quotas_are_enforced_over_http(start_server, tmp_path):
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "quota_exceeded"
         assert used - 65 <= int(refused.headers["Retry-After"]) <= used - 57  # one token a second
         assert ask(server.url, BOB).status_code == 200
-        (owner,) = [one for name, one in server.service._quotas._owners.items() if name == "tenant anna"]
+        (owner,) = [owner for name, owner in server.service._quotas._owners.items() if name == "tenant anna"]
         assert owner.num_requests == 0  # refused, failed and whole ones all left

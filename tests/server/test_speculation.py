@@ -121,8 +121,8 @@ def test_passages_reordered_by_the_search_are_computed_once(staged: Server, monk
     before = counted(staged)
     searching(staged, monkeypatch, stages)
     _, report = ask(staged, question)
-    documents = [one for one in report["per_document"] if one["role"] == "document"]
-    assert len(documents) == 2 and all(one["computed_tokens"] == 0 for one in documents)
+    documents = [document for document in report["per_document"] if document["role"] == "document"]
+    assert len(documents) == 2 and all(document["computed_tokens"] == 0 for document in documents)
     assert rise(staged, before) == (0, 1)
 
 
@@ -211,17 +211,17 @@ DOCUMENTS = (Document("a", score=0.5), Document("b", score=0.25))
 
 def test_text_is_held_back_until_the_passages_are_final() -> None:
     submit, got, starts = Recorded(), [], []
-    one = begun(submit)
-    one.offer(DOCUMENTS)
+    speculation = begun(submit)
+    speculation.offer(DOCUMENTS)
     submit.on_starts[0]()
     submit.emits[0](first := Delta("x", (1,)))
-    assert got == [] and one.num_started == 1
+    assert got == [] and speculation.num_started == 1
     final = request_of([Document("a", score=0.75), DOCUMENTS[1]])  # scores are not in the prompt
-    cancel = one.start(final, got.append, on_start=lambda: starts.append(1))
-    assert got == [first] and starts == [1] and one.was_right
+    cancel = speculation.start(final, got.append, on_start=lambda: starts.append(1))
+    assert got == [first] and starts == [1] and speculation.was_right
     submit.emits[0](then := Delta("y", (2,)))
     assert got == [first, then] and len(submit.asked) == 1
-    one.close()
+    speculation.close()
     assert submit.cancelled == []
     cancel()
     assert submit.cancelled == [0]
@@ -229,12 +229,12 @@ def test_text_is_held_back_until_the_passages_are_final() -> None:
 
 def test_an_answer_from_other_passages_is_never_sent() -> None:
     submit, got = Recorded(), []
-    one = begun(submit)
-    one.offer(DOCUMENTS)
-    one.start(request_of(DOCUMENTS[::-1]), got.append, on_start=lambda: None)
+    speculation = begun(submit)
+    speculation.offer(DOCUMENTS)
+    speculation.start(request_of(DOCUMENTS[::-1]), got.append, on_start=lambda: None)
     submit.emits[0](Delta("x", (1,)))
     submit.emits[0](CancelledError())
-    assert submit.cancelled == [0] and got == [] and not one.was_right and len(submit.asked) == 2
+    assert submit.cancelled == [0] and got == [] and not speculation.was_right and len(submit.asked) == 2
     submit.emits[1](answer := Delta("z", (3,)))
     assert got == [answer]
 
@@ -242,33 +242,35 @@ def test_an_answer_from_other_passages_is_never_sent() -> None:
 @pytest.mark.parametrize("error", [OverloadError("full", 1.0), RequestError("documents", "too long")])
 def test_refused_speculation_fails_the_request_only_after_the_search(error) -> None:
     submit = Recorded(error)
-    one = begun(submit)
-    one.offer(DOCUMENTS)
-    one.offer(DOCUMENTS)
-    assert len(submit.asked) == 2 and one.num_started == 0
+    speculation = begun(submit)
+    speculation.offer(DOCUMENTS)
+    speculation.offer(DOCUMENTS)
+    assert len(submit.asked) == 2 and speculation.num_started == 0
     with pytest.raises(type(error)):
-        one.start(request_of(DOCUMENTS), lambda event: None, on_start=lambda: None)
+        speculation.start(request_of(DOCUMENTS), lambda event: None, on_start=lambda: None)
 
 
 def test_own_queued_request_does_not_count_as_pending() -> None:
     submit = Recorded()
-    one = begun(submit, waiting=2)
-    one.offer(DOCUMENTS)
+    speculation = begun(submit, waiting=2)
+    speculation.offer(DOCUMENTS)
     assert submit.asked == []
-    one = begun(submit, waiting=1)
-    one.offer(DOCUMENTS)
-    one._num_pending = lambda: 2  # one other, and itself
-    one.offer(DOCUMENTS[::-1])
+    speculation = begun(submit, waiting=1)
+    speculation.offer(DOCUMENTS)
+    speculation._num_pending = lambda: 2  # one other, and itself
+    speculation.offer(DOCUMENTS[::-1])
     assert len(submit.asked) == 2 and submit.cancelled == [0]
 
 
 def test_closed_speculation_starts_no_requests() -> None:
     submit = Recorded()
-    one = begun(submit)
-    one.close()
-    one.offer(DOCUMENTS)
+    speculation = begun(submit)
+    speculation.close()
+    speculation.offer(DOCUMENTS)
     assert submit.asked == []
     late = Recorded()
-    one = SpeculativeAnswer(lambda *args, **how: (one.close(), late(*args, **how))[1], request_of, int, max_pending=1)
-    one.offer(DOCUMENTS)  # closed while it was being submitted
+    speculation = SpeculativeAnswer(
+        lambda *args, **how: (speculation.close(), late(*args, **how))[1], request_of, int, max_pending=1
+    )
+    speculation.offer(DOCUMENTS)  # closed while it was being submitted
     assert late.cancelled == [0]

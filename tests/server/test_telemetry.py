@@ -89,8 +89,8 @@ def test_a_log_line_has_the_figures_of_the_answer(server: Server, lines, stream:
     response = ask(server, stream=stream)
     if stream:
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
-        answers = [json.loads(one) for one in events]
-        (answer,) = (one for one in answers if "reuse" in one)
+        answers = [json.loads(event) for event in events]
+        (answer,) = (answer for answer in answers if "reuse" in answer)
     else:
         answer = response.json()
     (record,) = lines(1)
@@ -321,10 +321,10 @@ def test_prefix_hits_are_counted_separately_in_tokens_and_bytes(start_server: St
     assert [report["reused_tokens"] > 0 for report in reports] == [False, True, True]
     wanted: dict[tuple[str, ...], int] = {}
     for report in reports:
-        for one in report["per_document"]:
-            if one["reused_tokens"]:
-                key = (one["tier"], "prefix" if one["exact"] else "chunk", report["strategy"])
-                wanted[key] = wanted.get(key, 0) + one["reused_tokens"]
+        for document in report["per_document"]:
+            if document["reused_tokens"]:
+                key = (document["tier"], "prefix" if document["exact"] else "chunk", report["strategy"])
+                wanted[key] = wanted.get(key, 0) + document["reused_tokens"]
     assert {match for _, match, _ in wanted} == {"prefix", "chunk"}
     for name, unit in (
         ("tokens", 1),
@@ -345,7 +345,7 @@ def test_time_per_token_covers_the_tokens_after_the_first(server: Server) -> Non
     ask(server, max_tokens=5, ignore_eos=True)
     after = metrics(server)
     assert after[(f"{name}_count",)] == before[(f"{name}_count",)] + 1
-    latency, ttft = (f"ccjax_{one}_sum" for one in ("e2e_request_latency_seconds", "time_to_first_token_seconds"))
+    latency, ttft = (f"ccjax_{metric}_sum" for metric in ("e2e_request_latency_seconds", "time_to_first_token_seconds"))
     one_token = {name: after[(name,)] - before[(name,)] for name in (latency, ttft)}
     spent = after[(f"{name}_sum",)] - before[(f"{name}_sum",)]
     assert 0 < 4 * spent <= one_token[latency] - one_token[ttft] + 1e-6

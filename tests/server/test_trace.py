@@ -195,12 +195,12 @@ def test_the_live_view_counts_answers(start_server: Start) -> None:
         live = patience.get(f"{server.url}/v1/live").json()
         for name in ("reused", "recomputed", "computed"):
             total = sum(answer["reuse"][f"{name}_tokens"] for answer in (own, found))
-            assert live["tokens"][name] == total == sum(one[name] for one in live["recent"])
+            assert live["tokens"][name] == total == sum(answer[name] for answer in live["recent"])
         assert live["answered"] == 2
         # Only the server's own documents: those in requests are private.
-        assert {one["id"] for one in live["documents"]} <= set(DOCUMENTS) and live["documents"][0]["requests"] == 1
+        assert {row["id"] for row in live["documents"]} <= set(DOCUMENTS) and live["documents"][0]["requests"] == 1
         usage = {tier: used.used_bytes for tier, used in server.engine.cache.usage().items()}
-        assert {one["tier"]: one["used_bytes"] for one in live["tiers"]} == usage
+        assert {tier["tier"]: tier["used_bytes"] for tier in live["tiers"]} == usage
 
 
 def test_page_is_public_with_strict_csp_and_live_view_requires_the_key(start_server: Start) -> None:

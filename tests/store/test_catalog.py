@@ -470,7 +470,7 @@ def test_damaged_catalog_entry_without_its_record_is_a_miss(place):
     for variant_id in IDS:
         place.delete(place.record_key(variant_id))
     held = [record.variant_id for record in tier.records()]
-    assert 0 < len(held) < len(IDS) and sorted(one.variant_id for one in tier.summaries()) == sorted(held)
+    assert 0 < len(held) < len(IDS) and sorted(summary.variant_id for summary in tier.summaries()) == sorted(held)
 
 
 def test_a_failing_disk_is_logged_and_retried_after_more_changes(tmp_path, monkeypatch, caplog):

@@ -57,12 +57,12 @@ class CatalogHistory(RuleBasedStateMachine):
     @rule(who=WHO)
     def refresh(self, who):
         self.tiers[who].refresh()
-        assert {one.variant_id for one in self.tiers[who].summaries()} == set(self.truth)
+        assert {summary.variant_id for summary in self.tiers[who].summaries()} == set(self.truth)
 
     @rule(who=WHO)
     def reopen(self, who):
         self.tiers[who] = TensorStoreTier(url_of(self.path), SPEC, OURS)
-        assert {one.variant_id for one in self.tiers[who].summaries()} == set(self.truth)
+        assert {summary.variant_id for summary in self.tiers[who].summaries()} == set(self.truth)
 
     @rule(who=WHO)
     def write_catalog(self, who):

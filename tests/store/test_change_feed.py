@@ -27,12 +27,12 @@ def open_one(open_at, index_url):
     return lambda **options: open_at(index_url, **options)
 
 
-def came(one, *variant_ids):
+def came(store, *variant_ids):
     """Waits until the store has changes of these variants, and takes them."""
     seen: set[str] = set()
 
     def all_came():
-        seen.update(one.change_feed.take()[0])
+        seen.update(store.change_feed.take()[0])
         return set(variant_ids) <= seen
 
     wait_until(all_came)
@@ -145,9 +145,9 @@ def test_a_late_deletion_does_not_affect_a_newer_object(open_one):
     notify({"w": None}, {})
     came(theirs, "w")
     came(third, "w")
-    for one in (theirs, third):
-        assert one._disk._commits.get("v") is not None and "v" not in one.change_feed.take()[1]
-        assert_same_bytes(get(one, "v"), make_kv("v"))
+    for store in (theirs, third):
+        assert store._disk._commits.get("v") is not None and "v" not in store.change_feed.take()[1]
+        assert_same_bytes(get(store, "v"), make_kv("v"))
 
 
 def test_a_deletion_without_an_object_checks_the_root(open_one):
@@ -318,7 +318,7 @@ def test_changes_of_another_models_variants_are_not_received(open_one, monkeypat
 
 
 def warnings(caplog) -> list[str]:
-    return [one.getMessage() for one in caplog.records if "index" in one.getMessage()]
+    return [record.getMessage() for record in caplog.records if "index" in record.getMessage()]
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
@@ -355,8 +355,8 @@ def test_index_outage_logs_its_start_and_end_and_changes_arrive_afterwards(
     came(theirs, "after")
     ours.claims.release([f"w{number}" for number in range(5)])
     assert not list(tmp_path.glob("kv/*/leases/*"))
-    assert len([one for one in warnings(caplog) if "until it answers" in one]) == 2  # one of each store
-    assert len([one for one in warnings(caplog) if "answers again" in one]) == 2
+    assert len([warning for warning in warnings(caplog) if "until it answers" in warning]) == 2  # one of each store
+    assert len([warning for warning in warnings(caplog) if "answers again" in warning]) == 2
     assert len(warnings(caplog)) == 4
 
 

@@ -26,7 +26,7 @@ class Disk:
 
     def has(self, path: Path) -> bool:
         """True if `path` was synced since the last `forget`."""
-        return any(os.path.samestat(one, path.stat()) for one in self.synced)
+        return any(os.path.samestat(stat, path.stat()) for stat in self.synced)
 
     def forget(self) -> None:
         self.synced.clear()

@@ -131,7 +131,7 @@ def test_sealed_and_encrypted_stores_have_different_namespaces(place):
         for other in (sealed, plain):
             other.refresh()
             assert other.summaries() == []
-    assert len({one.namespace for one in (HIDDEN, SEALED, OURS)}) == 3
+    assert len({identity.namespace for identity in (HIDDEN, SEALED, OURS)}) == 3
     assert HIDDEN.namespace == encrypted(THEIR_KEY).namespace
 
 
@@ -247,7 +247,7 @@ def test_key_rotation_keeps_newly_written_variants_readable(place):
             assert_same_bytes(get(store, "v"), make_kv("v"))
             assert_same_bytes(get(store, "w"), make_kv("w"))
     with opened(place) as store:
-        assert [one.variant_id for one in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
+        assert [summary.variant_id for summary in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
         assert_same_bytes(get(store, "w"), make_kv("w"))
 
 

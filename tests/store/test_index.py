@@ -337,8 +337,8 @@ class Histories(RuleBasedStateMachine):
     def pass_time(self):
         self.now_s += 2 * SHORT_S
         let_pass(self.url, self.namespace, 2 * SHORT_S)
-        self.leases = {key: one for key, one in self.leases.items() if one[1] > self.now_s}
-        self.orders = {key: one for key, one in self.orders.items() if one[2] > self.now_s}
+        self.leases = {key: lease for key, lease in self.leases.items() if lease[1] > self.now_s}
+        self.orders = {key: order for key, order in self.orders.items() if order[2] > self.now_s}
 
     @rule(who=WHO, keys=st.lists(KEY, min_size=1, max_size=3, unique=True), seconds=SECONDS)
     def acquire(self, who, keys, seconds):
@@ -371,15 +371,15 @@ class Histories(RuleBasedStateMachine):
 
     @rule(who=WHO, seconds=SECONDS)
     def take(self, who, seconds):
-        free = [(one[0], key) for key, one in self.orders.items() if one[3] <= self.now_s]
+        free = [(order[0], key) for key, order in self.orders.items() if order[3] <= self.now_s]
         found = self.indexes[who].orders.take(seconds)
         if not free:
             assert found is None
             return
         key = min(free)[1]
-        one = self.orders[key]
-        one[3], one[4] = self.now_s + seconds, one[4] + 1
-        assert found == Order(key, one[1], one[4])
+        order = self.orders[key]
+        order[3], order[4] = self.now_s + seconds, order[4] + 1
+        assert found == Order(key, order[1], order[4])
 
     @rule(who=WHO, key=KEY)
     def finish(self, who, key):

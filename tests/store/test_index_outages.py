@@ -72,8 +72,8 @@ def test_killed_redis_delays_one_call_and_restarts_empty(own_redis, namespace, n
     assert not other.changes(cursor).is_complete
     assert index.leases.held(["b"]) == frozenset() and len(index.orders) == 0
     assert other.leases.acquire(["b"], 1000)
-    for one in (index, other):
-        one.close()
+    for handle in (index, other):
+        handle.close()
 
 
 def test_paused_redis_delays_one_call_and_loses_nothing(own_redis, namespace, impatient, num_waits):
@@ -87,8 +87,8 @@ def test_paused_redis_delays_one_call_and_loses_nothing(own_redis, namespace, im
     found = other.changes(cursor)
     assert found.is_complete and {"before", "v"} <= found.added.keys()
     assert other.leases.held(["b"]) == {"b"}
-    for one in (index, other):
-        one.close()
+    for handle in (index, other):
+        handle.close()
 
 
 def test_redis_flush_is_detected_even_after_later_changes(own_redis, namespace):
@@ -109,8 +109,8 @@ def test_redis_flush_is_detected_even_after_later_changes(own_redis, namespace):
     cursor = other.changes(cursor).cursor
     own_redis.run("DEL", f"ccjax:{{{namespace}}}:generation")
     assert not other.changes(cursor).is_complete
-    for one in (index, other):
-        one.close()
+    for handle in (index, other):
+        handle.close()
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -128,8 +128,8 @@ def test_redis_restart_from_an_old_snapshot_is_detected(own_redis, namespace, go
         index.notify({"w": b"1"}, {})
     wait_until(lambda: answers(other))
     assert not other.changes(cursor).is_complete
-    for one in (index, other):
-        one.close()
+    for handle in (index, other):
+        handle.close()
 
 
 def test_redis_error_is_reported_and_affects_no_other_call(own_redis, namespace):

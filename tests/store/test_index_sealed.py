@@ -51,7 +51,7 @@ def test_lease_of_a_process_without_keys_is_ignored(open_one, ours, identity):
     theirs = open_one(identity)
     assert len(theirs.leases.acquire(["a", "b"], 60)) == 2
     assert ours.leases.held(["a", "b"]) == frozenset() and ours.num_forged == 2
-    assert [one.key for one in ours.leases.acquire(["x", "a", "y", "b", "z"], 60)] == ["x", "a", "y", "b", "z"]
+    assert [lease.key for lease in ours.leases.acquire(["x", "a", "y", "b", "z"], 60)] == ["x", "a", "y", "b", "z"]
     assert ours.leases.held(["a", "b"]) == {"a", "b"} and ours.num_forged == 4
 
 

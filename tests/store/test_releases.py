@@ -106,7 +106,9 @@ def test_two_releases_can_use_one_store_concurrently(root, later):
             number += 1
         output_of(theirs)
         ours.refresh()
-        assert number > 0 and sorted(one.variant_id for one in ours.records()) == sorted(f"o{n}" for n in range(number))
+        assert number > 0 and sorted(record.variant_id for record in ours.records()) == sorted(
+            f"o{n}" for n in range(number)
+        )
         assert ours.usage()["disk"].corrupt == 0
     assert quarantine(root) == []
     assert read_by(later, root) == {name: digest(name) for name in (*names, *(f"o{n}" for n in range(number)))}

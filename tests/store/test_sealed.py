@@ -90,8 +90,8 @@ def test_stores_with_and_without_keys_share_a_root_but_no_data(place):
         put(plain, "w")
         ours.refresh()
         plain.refresh()
-        assert [one.variant_id for one in ours.summaries()] == ["v"]
-        assert [one.variant_id for one in plain.summaries()] == ["w"]
+        assert [summary.variant_id for summary in ours.summaries()] == ["v"]
+        assert [summary.variant_id for summary in plain.summaries()] == ["w"]
     assert SEALED.namespace != OURS.namespace and SEALED.namespace == STRANGER.namespace
 
 
@@ -228,7 +228,7 @@ def test_forged_record_in_a_change_notification_is_checked_against_the_store(tmp
     forged = forged_record(raw, make_kv("v", writer=7))
     assert tier.apply_commits({"v": forged, "gone": forged}) == ("v",)
     shard = tier._commits.details("v")
-    assert shard is not None and shard.layout.checksums == tuple(checksum(one, "sha256") for one in make_kv("v"))
+    assert shard is not None and shard.layout.checksums == tuple(checksum(layer, "sha256") for layer in make_kv("v"))
     assert StoreChanges("", {"v": forged}, {}, True).added["v"] == forged
 
 
@@ -243,10 +243,10 @@ def test_forged_catalog_is_not_used(tmp_path, monkeypatch):
     bad = known._replace(raw=raw, chunk_id="another", charge_bytes=known.charge_bytes - 9, crc32=zlib.crc32(raw))
     part.write_bytes(encode_part([bad], SEALED.namespace))
     again = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
-    assert [one.chunk_id for one in again.summaries()] == ["chunk-of-v"] and again.records() == [make_record("v")]
+    assert [shard.chunk_id for shard in again.summaries()] == ["chunk-of-v"] and again.records() == [make_record("v")]
     monkeypatch.setattr(type(SEALED), "unseal", lambda self, kind, name, raw: raw)  # the catalog would have been used
     fooled = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
-    assert [one.chunk_id for one in fooled.summaries()] == ["another"]
+    assert [shard.chunk_id for shard in fooled.summaries()] == ["another"]
 
 
 def test_forged_notes_hints_and_leases_are_ignored(place):
@@ -310,7 +310,7 @@ def test_key_rotation_keeps_newly_sealed_variants_readable(place):
             assert_same_bytes(get(store, "v"), make_kv("v"))
             assert_same_bytes(get(store, "w"), make_kv("w"))
     with opened(place, SEALED) as store:
-        assert [one.variant_id for one in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
+        assert [summary.variant_id for summary in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
 
 
 def test_key_file_is_parsed_and_loose_permissions_are_logged(tmp_path, caplog):

@@ -42,9 +42,9 @@ class PerToken:
 
 def workload(arrivals, lists, *, answers=1, question=10, system=0):
     """Requests at these times for these lists of (number, tokens)."""
-    made = [Passages(tuple(n for n, _ in one), tuple(t for _, t in one)) for one in lists]
+    made = [Passages(tuple(n for n, _ in pairs), tuple(t for _, t in pairs)) for pairs in lists]
     distinct = list(dict.fromkeys(made))
-    which = np.array([distinct.index(one) for one in made])
+    which = np.array([distinct.index(passages) for passages in made])
     return Workload(np.array(arrivals, float), which, distinct, question, np.full(len(made), answers), system)
 
 

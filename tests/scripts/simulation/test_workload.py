@@ -19,14 +19,14 @@ def test_poisson_arrivals_have_their_rate_and_spread():
 
 def test_zipf_lists_are_skewed_and_have_distinct_passages():
     lists = made.zipf_lists(1000, 3000, 3, [7, 9], exponent=1.0, seed=2)
-    assert all(len(set(one.numbers)) == 3 for one in lists)
-    numbers = np.concatenate([one.numbers for one in lists])
+    assert all(len(set(passages.numbers)) == 3 for passages in lists)
+    numbers = np.concatenate([passages.numbers for passages in lists])
     share = (numbers < 30).mean()  # 3 % of the passages
     flat = made.zipf_lists(1000, 3000, 3, [7, 9], exponent=0.0, seed=2)
-    assert share > 0.45 and (np.concatenate([one.numbers for one in flat]) < 30).mean() < 0.05
+    assert share > 0.45 and (np.concatenate([passages.numbers for passages in flat]) < 30).mean() < 0.05
     lengths = {}
-    for one in lists:
-        for number, tokens in zip(one.numbers, one.num_tokens, strict=True):
+    for passages in lists:
+        for number, tokens in zip(passages.numbers, passages.num_tokens, strict=True):
             assert lengths.setdefault(number, tokens) == tokens
     with pytest.raises(ValueError, match="top_k"):
         made.zipf_lists(2, 1, 3, [1], exponent=1.0, seed=0)
