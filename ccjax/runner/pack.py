@@ -41,6 +41,11 @@ class Piece:
         """True if it completes the prompt."""
         return self.last == len(self.job.offsets)
 
+    @property
+    def is_whole(self) -> bool:
+        """True if it has all computed tokens of the prompt."""
+        return self.first == 0 and self.is_last
+
 
 class Pack:
     """Pieces that run together: call `run_layer` for each layer, then `logits`.
@@ -143,19 +148,15 @@ class Pack:
         """Removes a job; none of its pages is written from now on."""
         self.keep({piece: np.arange(len(piece.offsets)) for piece in self._pieces if piece.job is not job})
 
-    def run_layer(self, *, chooses: bool = True) -> None:
-        """Launches the next layer; returns before the device is done, unless tokens are to be chosen by deviation.
-
-        Args:
-          chooses: False if the caller has chosen those that run through it.
+    def run_layer(self) -> None:
+        """Launches the next layer; returns before the device is done, unless tokens are chosen by deviation.
 
         Raises:
           JobFailedError: the reused KV of a job could not be loaded; after `drop` of that job, the layer can be run.
         """
         for loader in self._loaders():
             loader.write(self.layer)
-        if chooses:
-            self._choose()
+        self._choose()
         out = self._pool.update(
             self.layer,
             lambda k_pages, v_pages: paged_layer_step(
@@ -269,9 +270,9 @@ class Pack:
         return [loader for piece, loader in self._loader_of.items() if piece in self._pieces]
 
     def _choose(self) -> None:
-        """Drops candidate rows whose stored KV deviates little from the computed one; waits for the device if there are
-        candidates."""
-        choosing = [piece for piece in self._pieces if piece.job.filters(self.layer)]
+        """Drops candidate rows of whole prompts whose stored KV deviates little from the computed one; waits for the
+        device if there are candidates."""
+        choosing = [piece for piece in self._pieces if piece.is_whole and piece.job.filters(self.layer)]
         if not choosing:
             return
         deviations = self.deviations()

@@ -82,11 +82,11 @@ class SplitPrompt:
         if self._next == 0:
             if self._loader is not None:
                 self._loader.write(self.layer)
-            if self._job.filters(self.layer):
+            if len(self._packs) > 1 and self._job.filters(self.layer):  # a single pack chooses by itself
                 self._choose()
         had_focus = self._job.result.focused is not None
         pack = self._packs[self._next]
-        pack.run_layer(chooses=False)
+        pack.run_layer()
         self.hidden = pack.hidden
         self._next += 1
         if self._next < len(self._packs):
@@ -128,11 +128,11 @@ class SplitPrompt:
 
     def _packed(self, offsets: np.ndarray, hidden: np.ndarray | None) -> list[Pack]:
         """Packs that run the tokens at these offsets, with these hidden states, from the next layer on."""
-        packs = []
-        for first in range(0, len(offsets), self._max_rows):
+        packs, firsts = [], range(0, len(offsets), self._max_rows)
+        bounds = [0, *np.searchsorted(self._job.offsets, offsets[list(firsts[1:])]), len(self._job.offsets)]
+        for first, begin, end in zip(firsts, bounds[:-1], bounds[1:], strict=True):
             rows = slice(first, first + self._max_rows)
-            begin, last = np.searchsorted(self._job.offsets, offsets[rows][[0, -1]])
-            piece = Piece(self._job, int(begin), int(last) + 1)
+            piece = Piece(self._job, int(begin), int(end))
             piece.offsets = offsets[rows]
             settings = {"with_mass": self._with_mass, "loads": False, "layer": self.layer}
             part = None if hidden is None else hidden[rows]
