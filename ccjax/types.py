@@ -169,10 +169,6 @@ class PrefillPlan:
         """Tokens of a segment to compute or recompute, in equivalents of all layers; ignores the focus cut."""
         return segment.num_tokens if segment.action == "compute" else self.recomputed_tokens(segment)
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON types."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStats:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ccjax.cache.reads import LoadFailedError, Patience
+from ccjax.cache.reads import LoadFailedError, WaitLimit
 from ccjax.models.lockstep import put
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.runner.pool import DevicePool
@@ -52,7 +52,7 @@ class LayerLoader:
         shape: tuple[int, int, int],
         dtype: np.dtype,
         num_layers: int,
-        patience: Patience,
+        wait_limit: WaitLimit,
         pool: DevicePool | None = None,
         skip: Collection[int] = (),
         is_cancelled: IsCancelled | None = None,
@@ -66,7 +66,7 @@ class LayerLoader:
         Args:
           ticket: holds all of the plan's variants.
           shape: [S, K, H] of a context.
-          patience: bounds the waits; must expect the variants.
+          wait_limit: bounds the waits; must expect the variants.
           pool: the pool with the ticket's variants on the device.
           skip: segments of the plan to leave out.
           is_cancelled: polled while `take` waits.
@@ -91,7 +91,7 @@ class LayerLoader:
         self._pool = pool
         self._slots = self._paged([(key, segment) for key, segment in reused if ticket.tiers[key] == DEVICE])
         self._depth, self._lead = plan.preload_depth, min(lead, num_layers)
-        self._patience = patience
+        self._wait_limit = wait_limit
         self._is_cancelled = is_cancelled
         self._on_merge = on_merge
         self._turn = turn
@@ -166,7 +166,7 @@ class LayerLoader:
                 if self._failure is not None:
                     raise self._failure
                 self._wait(late)
-                self._patience.check(self._late(layer, last))
+                self._wait_limit.check(self._late(layer, last))
             context = self._contexts.pop(layer)
             self._changed.notify_all()
         return context
@@ -177,7 +177,7 @@ class LayerLoader:
         self._changed.wait(_POLL_S)
         waited_s = time.perf_counter() - started
         self.waited_s += waited_s
-        self._patience.spend(late, waited_s)
+        self._wait_limit.spend(late, waited_s)
         if self._is_cancelled is not None and self._is_cancelled():
             raise PrefillCancelledError
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ccjax.cache.capture import ReadLayers
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.prefill_planner import PrefillPlanner
-from ccjax.cache.reads import LoadFailedError, Patience
+from ccjax.cache.reads import LoadFailedError, WaitLimit
 from ccjax.cache.shared.prefill import SharedPrefill
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
@@ -86,7 +86,7 @@ class PlannedPrefill:
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
         self._lossy: set[str] = set()
-        self._patience = Patience(planner.rates.seconds_per_token)
+        self._wait_limit = WaitLimit(planner.rates.seconds_per_token)
         self._given_up: frozenset[VariantId] = frozenset()
         self._plan_s = self._waited_s = self._planned_at_s = 0.0
         self._disk_bytes = self._preloaded_bytes = 0
@@ -167,11 +167,11 @@ class PlannedPrefill:
         if not wanted:
             return None
         assert self._ticket is not None
-        self._patience.expect(wanted)
+        self._wait_limit.expect(wanted)
         self._loader = self._planner.loader(
             self._ticket,
             self.plan,
-            self._patience,
+            self._wait_limit,
             skip=shared,
             is_cancelled=self._is_cancelled,
             on_layer=self._on_load,

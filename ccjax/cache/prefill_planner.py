@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.load_plan import LoadPlanner
 from ccjax.cache.rates import Rates
-from ccjax.cache.reads import LoadFailedError, Patience
+from ccjax.cache.reads import LoadFailedError, WaitLimit
 from ccjax.cache.shared.prefill import SharedPrefill
 from ccjax.cache.variant_records import own_platform
 from ccjax.cache.variants import VariantIndex
@@ -100,7 +100,7 @@ class PrefillPlanner:
         self,
         ticket: LoadTicket,
         plan: PrefillPlan,
-        patience: Patience,
+        wait_limit: WaitLimit,
         *,
         skip: Collection[int] = (),
         is_cancelled: IsCancelled | None = None,
@@ -114,7 +114,7 @@ class PrefillPlanner:
             shape=self._model.context_shape(plan),
             dtype=self._model.dtype,
             num_layers=num_layers,
-            patience=patience,
+            wait_limit=wait_limit,
             pool=self._pool,
             skip=skip,
             is_cancelled=is_cancelled,

@@ -19,14 +19,11 @@ class LoadFailedError(Exception):
         self.causes = dict(causes)
 
 
-class Patience:
+class WaitLimit:
     """Limits the wait for each variant to the time that computing it would take, over all layers and attempts.
 
     Variants that are late together load in parallel, while computing them would take the sum of their times: so each is
     charged a share of the wait in proportion to its tokens, and a variant may wait longer with others than alone.
-
-    Attributes:
-      spent_s: seconds waited for reads so far.
     """
 
     def __init__(self, seconds_per_token: float | None) -> None:
@@ -34,7 +31,6 @@ class Patience:
         Args:
           seconds_per_token: time to compute a token; None while unknown.
         """
-        self.spent_s = 0.0
         self._seconds_per_token = seconds_per_token
         self._num_tokens: dict[VariantId, int] = {}
         self._waited_s: dict[VariantId, float] = {}
@@ -49,7 +45,6 @@ class Patience:
 
     def spend(self, late: Collection[VariantId], seconds: float) -> None:
         """Counts a wait of `seconds` for `late`."""
-        self.spent_s += seconds if late else 0.0
         together = sum(self._num_tokens[key] for key in late)
         for key in late:
             self._waited_s[key] += seconds

@@ -204,8 +204,8 @@ class Front:
         if key is not None or not self._keys.api.is_asked_for:
             seen = await asyncio.to_thread(self._reader.read, call, key)
             call = dataclasses.replace(call, passages=seen.passages)
-        patience = ReplicaWait(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
-        answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send), patience))
+        replica_wait = ReplicaWait(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
+        answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send), replica_wait))
         leaving = asyncio.ensure_future(_gone(receive))
         self._answering.add(answering)
         try:
@@ -218,9 +218,9 @@ class Front:
                 await answering
             self._answering.discard(answering)
 
-    async def _forward(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: ReplicaWait) -> None:
+    async def _forward(self, call: Call, prompt: PromptSummary, reply: _Reply, replica_wait: ReplicaWait) -> None:
         try:
-            error = shutting_down() if self._is_closing else await self._answer(call, prompt, reply, patience)
+            error = shutting_down() if self._is_closing else await self._answer(call, prompt, reply, replica_wait)
         except asyncio.CancelledError:
             if not self._is_closing:  # the client is gone
                 raise
@@ -231,22 +231,24 @@ class Front:
         if error is not None:
             await reply.fail(error)
 
-    async def _answer(self, call: Call, prompt: PromptSummary, reply: _Reply, patience: ReplicaWait) -> ApiError | None:
+    async def _answer(
+        self, call: Call, prompt: PromptSummary, reply: _Reply, replica_wait: ReplicaWait
+    ) -> ApiError | None:
         """Forwards an answer; returns the error to send if there is no answer or it breaks off."""
         num_lost = 0
         while True:
-            call = dataclasses.replace(call, waited_s=patience.waited_s)
+            call = dataclasses.replace(call, waited_s=replica_wait.waited_s)
             try:
                 async with contextlib.aclosing(self._replicas.answer(call, prompt)) as pieces:
-                    await reply.take(await patience.first(pieces))
+                    await reply.take(await replica_wait.first(pieces))
                     async for piece in pieces:
                         await reply.take(piece)
                 await reply.end()
                 return None
             except NoLiveReplicaError:
-                if await patience.wait_for_replica():
+                if await replica_wait.wait_for_replica():
                     continue
-                return _no_replica(f"no replica runs, and none started within {patience.waited_s:.0f} s")
+                return _no_replica(f"no replica runs, and none started within {replica_wait.waited_s:.0f} s")
             except NoReplicaError as error:
                 return _no_replica(str(error))
             except ReplicaLostError:

@@ -45,11 +45,6 @@ class Answer:
         """Number of tokens sampled so far, without the end-of-turn token."""
         return len(self._token_ids)
 
-    @property
-    def last_token(self) -> int:
-        """The last sampled token, unless it was the end-of-turn token."""
-        return self._token_ids[-1]
-
     def push(self, token: SampledToken) -> Delta:
         """Adds a token; the returned delta has the text it completes, without any part of a stop string."""
         token_id = token.token_id

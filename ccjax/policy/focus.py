@@ -56,8 +56,7 @@ class FocusState:
       layer: the last layer observed.
       focused: the focused set after that layer.
       num_unchanged: consecutive layers, the last one included, that gave this same set.
-      decided: the set F* once it stayed the same for the window, else None; it never changes afterwards.
-      decided_layer: the layer L* that settled it.
+      decided: the set F* once it stayed the same for the window, else None; nothing changes afterwards.
     """
 
     cumulated_mass: tuple[float, ...] = ()
@@ -65,7 +64,6 @@ class FocusState:
     focused: frozenset[int] | None = None
     num_unchanged: int = 0
     decided: frozenset[int] | None = None
-    decided_layer: int | None = None
 
 
 def observe(state: FocusState, stats: LayerStats, *, window: int, rule: str) -> FocusState:
@@ -102,5 +100,4 @@ def observe(state: FocusState, stats: LayerStats, *, window: int, rule: str) -> 
         focused=focused,
         num_unchanged=num_unchanged,
         decided=focused if is_decided else None,
-        decided_layer=stats.layer if is_decided else None,
     )

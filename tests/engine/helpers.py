@@ -12,7 +12,7 @@ import numpy as np
 
 from ccjax.cache.capture import ReadLayers
 from ccjax.cache.contexts import LayerLoader
-from ccjax.cache.reads import Patience
+from ccjax.cache.reads import WaitLimit
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
 from ccjax.loading.model import LoadedModel
@@ -111,9 +111,9 @@ class Memory:
 
 def loader(model: DeviceModel, plan: PrefillPlan, ticket: Any, **settings: Any) -> LayerLoader:
     """A loader of a plan's variants for `run_plan`; it waits at most 5 s for a chunk."""
-    patience = Patience(None)
-    patience.expect({segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id})
-    settings = {"patience": patience, "num_layers": model.config.num_layers, **settings}
+    wait_limit = WaitLimit(None)
+    wait_limit.expect({segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id})
+    settings = {"wait_limit": wait_limit, "num_layers": model.config.num_layers, **settings}
     return LayerLoader(ticket, plan, shape=model.context_shape(plan), dtype=model.dtype, **settings)
 
 

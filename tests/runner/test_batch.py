@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ccjax.cache.contexts import LayerLoader
-from ccjax.cache.reads import Patience
+from ccjax.cache.reads import WaitLimit
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.runner.context_loader import JobFailedError
@@ -57,8 +57,8 @@ class Batch:
             pages.append()
         contexts = None
         if any(s.action == "reuse" and n not in pages.shared for n, s in enumerate(plan.segments)):
-            patience = Patience(None)
-            patience.expect({one.variant_id: one.num_tokens for one in plan.segments if one.variant_id})
+            wait_limit = WaitLimit(None)
+            wait_limit.expect({one.variant_id: one.num_tokens for one in plan.segments if one.variant_id})
             model = engine._model
             contexts = LayerLoader(
                 ticket,
@@ -66,7 +66,7 @@ class Batch:
                 shape=model.context_shape(plan),
                 dtype=model.dtype,
                 num_layers=model.config.num_layers,
-                patience=patience,
+                wait_limit=wait_limit,
                 pool=self.pool,
                 skip=pages.shared,
             )
