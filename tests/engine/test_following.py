@@ -195,7 +195,7 @@ def test_variants_reused_by_a_running_prefill_stay_known_until_it_ends(start, in
     run_layer, keep, known = Pack.run_layer, second._capture.keep, []
 
     def evict_first(pack) -> None:
-        if pack._pool is second._pool and first.cache.num_variants and not pack._loading():  # all is in the pages
+        if pack._pool is second._pool and first.cache.num_variants and not pack._loaders():  # all is in the pages
             gone = {meta.variant_id for meta in tuple(first._variants)}
             for variant_id in gone:
                 first._variants.discard(variant_id)

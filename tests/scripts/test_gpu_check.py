@@ -12,7 +12,7 @@ import pytest
 
 from ccjax.kernels.attention import attention
 from ccjax.models.llama3 import LlamaConfig
-from ccjax.runner.pack import Pack
+from ccjax.runner.context_loader import ContextLoader
 from scripts import gpu_check
 from scripts.gpucheck import (
     attention_numerics,
@@ -148,7 +148,7 @@ def test_reuse_is_checked_through_the_engine(record, small_engine):
 
 
 def test_missing_reused_kv_is_detected(record, small_engine, monkeypatch):
-    monkeypatch.setattr(Pack, "_fill", lambda pack, job, contexts: contexts.take(pack.layer))
+    monkeypatch.setattr(ContextLoader, "write", lambda loader, layer: loader._contexts.take(layer))
     engine_identities.run(record)
     names = {failure.split(": ")[1].split(",")[0] for failure in record.failures}
     assert "all reused behind the same prefix" in names and "a full prefill" not in names
