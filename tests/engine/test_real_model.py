@@ -60,12 +60,12 @@ def shallow(model):
 def test_report_states_the_bound_that_the_shipped_calibration_measured(model):
     calibration = read_calibration(shipped_path(model.fingerprint))
     (trial,) = calibration.trials["auto"]
-    assert calibration.model == model.fingerprint and trial.num_answers >= 100 and trial.recompute_ratio is None
+    assert calibration.model == model.fingerprint and trial.num_answers >= 200 and trial.recompute_ratio is None
     with Engine(model, EngineConfig(max_model_len=1024)) as engine:
         engine.documents.warm(PASSAGES[:2])
         found, below, above = (
             engine.generate(QUESTIONS[0], PASSAGES[:2], max_new_tokens=1, quality_target=target).reuse
-            for target in (None, 0.919, 0.92)
+            for target in (None, 0.938, 0.939)
         )
     assert not below.exact and below.calibrated and found.recomputed_tokens > 0
     assert above.exact
