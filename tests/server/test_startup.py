@@ -369,6 +369,12 @@ def test_server_can_be_stopped_while_loading(
                 ready[:] = [patience.get(f"http://127.0.0.1:{port}/ready")]
             return bool(ready) and ready[0].json().get("stage") == "compile"
 
+        def loads() -> bool:
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=READY_S).json()["status"] == "loading"
+            except httpx.TransportError:
+                return False
+
         try:
             wait_until(compiles, timeout_s=READY_S)
             assert ready[0].status_code == 503 and ready[0].json()["status"] == "loading"
@@ -376,6 +382,7 @@ def test_server_can_be_stopped_while_loading(
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
             assert patience.get(f"http://127.0.0.1:{port}/health").status_code == 200
             process.send_signal(signal.SIGINT)
+            wait_until(lambda: not loads(), timeout_s=READY_S)  # else it might become ready before it looks
             hold.unlink()
             output, errors = process.communicate(timeout=READY_S)
         finally:
