@@ -104,11 +104,14 @@ class PrefillJob:
         counts = self.plan.hkvd_counts_by_layer
         return layer > 0 and bool(counts) and counts[layer] < counts[layer - 1]
 
-    def num_rows(self, layer: int, offsets: np.ndarray) -> int:
-        """Expected number of rows of a piece, at these offsets before layer 0, that run through a layer."""
-        counts, num_candidates = self.plan.hkvd_counts_by_layer, int(self._is_candidate[offsets].sum())
-        chosen = -(-counts[layer] * num_candidates // counts[0]) if counts else 0
-        return len(offsets) - num_candidates + chosen
+    def expected_rows(self, begin: int, offsets: np.ndarray) -> np.ndarray:
+        """Expected number of rows in each layer from `begin` on, of the rows at these offsets that run through that
+        one."""
+        counts = self.plan.hkvd_counts_by_layer[begin:]
+        if not counts:
+            return np.asarray(len(offsets))
+        num_candidates = int(self._is_candidate[offsets].sum())
+        return len(offsets) - num_candidates + -(-np.asarray(counts) * num_candidates // counts[0])
 
     def most_deviating(self, layer: int, offsets: np.ndarray, deviations: np.ndarray) -> np.ndarray:
         """Chooses the rows that run through this layer and the following ones.

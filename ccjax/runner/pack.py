@@ -242,9 +242,11 @@ class Pack:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _expected_rows(self) -> list[int]:
-        """Rows of each layer; the focus cut and failures may drop more."""
-        layers = range(self._model.config.num_layers)
-        return [sum(piece.job.num_rows(layer, piece.offsets) for piece in self._pieces) for layer in layers]
+        """Rows of each layer from the next one on; the focus cut and failures may drop more."""
+        rows = np.zeros(self._model.config.num_layers - self.layer, np.int64)
+        for piece in self._pieces:
+            rows += piece.job.expected_rows(self.layer, piece.offsets)
+        return rows.tolist()
 
     def _keep_logits(self) -> None:
         """Adds the logits of the tokens of this pack to the outcomes of the jobs that want them (`num_logits`)."""

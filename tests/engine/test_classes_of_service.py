@@ -202,6 +202,35 @@ def test_urgent_request_preempts_a_running_one_and_both_are_answered(engine):
     assert engine.batch_counts.preemptions == before + 1
 
 
+def test_prompt_preempted_while_its_pack_waits_for_a_load_runs_no_further_layer(monkeypatch):
+    """Its pages belong to the preempting request by then."""
+    deep = TinyModel(seed=22, num_hidden_layers=48)
+    page = kv_spec_of(deep.config, "float32").num_bytes(PAGE_TOKENS)
+    long = draw_segments(np.random.default_rng(2), [130])
+    run_layer, num_pieces = loop_module.Pack.run_layer, []
+
+    def noted(pack):
+        num_pieces.append(len(pack.pieces))
+        run_layer(pack)
+
+    with deep.engine(max_model_len=256, device_cache_bytes=80 * page) as engine:
+        asked = request(tokens=90, priority=-1), ask(long, "off", tokens=2)
+        wanted = [engine.run(prompt) for prompt in asked]
+        monkeypatch.setattr(loop_module.Pack, "run_layer", noted)
+        monkeypatch.setattr(loop_module.Pack, "is_ready", lambda pack: False)
+        with engine._exclusive():
+            taken = engine._pool.allocate([PAGE_TOKENS] * (engine._pool.num_free - 17))
+        with Turns(engine) as turns:
+            urgent = Client(engine, asked[0])
+            wait_until(lambda: urgent.deltas, timeout_s=120)
+            other = Client(engine, asked[1])
+            turns.until(urgent.done.is_set)
+            turns.until(other.done.is_set)
+        check(urgent.response(), wanted[0])
+        check(other.response(), wanted[1])
+        assert engine.batch_counts.preemptions > 0 and all(num_pieces) and taken
+
+
 def test_queued_request_misses_its_deadline_even_while_the_loop_is_paused(engine):
     begun = []
     with decoding(engine) as (_, turns):

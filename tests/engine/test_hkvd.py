@@ -105,6 +105,8 @@ def test_tokens_of_a_prompt_longer_than_a_pack_are_chosen_among_all_of_it(max_ro
     assert job.result.recomputed_tokens_of == {index: int((segment_of == index).sum()) for index in (1, 3, 4, 5)}
     kept = np.setdiff1d(job.offsets, np.concatenate(job.result.not_recomputed))
     np.testing.assert_array_equal(kept, rows[1])
+    for layer in range(len(COUNTS)):  # known before the layer runs, and what is compiled is chosen by it
+        assert job.expected_rows(layer, rows[layer]).tolist() == [len(later) for later in rows[layer:]]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])

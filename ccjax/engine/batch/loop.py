@@ -338,7 +338,7 @@ class BatchLoop:
             if not pack.is_ready():
                 if self._scheduler.num_decoding:
                     decoded_s += self._decode()
-                    if sequences.pack is not pack:
+                    if sequences.pack is not pack or pack.is_done:  # lost pages; or the step took them from the pack
                         break
                 pack.wait()  # time that a load takes while the device is busy does not count as waiting
             if len(under_way) > 1:  # the host must not run ahead of the device
