@@ -129,7 +129,8 @@ class Segment:
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """The decisions for one prefill that are made before any device work; can be executed and tested without the
-    policy. The focus cut and the choice by deviation refine them between layers.
+    policy. The question's attention may choose tokens again before the first layer (`ccjax.policy.question`); the focus
+    cut and the choice by deviation drop some between layers.
 
     Attributes:
       segments: in prompt order, covering the prompt without gaps; the last one is the question.
@@ -138,6 +139,8 @@ class PrefillPlan:
       focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
       hkvd_counts_by_layer: CacheBlend sec. 4.3: number of tokens to recompute in each layer, those whose KV deviates
         most; the first entry is all of them. Empty: all run through every layer.
+      chosen_by_question: indices of the reused segments whose tokens to recompute the question's attention chooses
+        again, as many in all; those listed only determine the number.
       preload_depth: CacheCraft eq. 16, number of layers whose KV is read before it is merged; the engine sets it from
         measured rates.
       pin: variants that must stay in their tier until the prefill is done.
@@ -147,6 +150,7 @@ class PrefillPlan:
     focus_window: int | None = None
     focus_rule: str = "entropy"
     hkvd_counts_by_layer: tuple[int, ...] = ()
+    chosen_by_question: tuple[int, ...] = ()
     preload_depth: int = 1
     pin: tuple[VariantId, ...] = ()
 
@@ -212,7 +216,8 @@ class ReuseReport:
       computed_tokens: tokens without stored KV, which ran through every layer (question included).
       recomputed_tokens: tokens of reused chunks that were computed again.
       reused_tokens: tokens whose stored KV was used unchanged.
-      computed_share: token-layers computed / (prompt_tokens * L): counts the focus cut, in [0, 1].
+      computed_share: token-layers computed / (prompt_tokens * L), at least 0: counts the focus cut, and the question
+        twice if it ran first to choose tokens.
       exact: True if the answer equals that of a full prefill.
       focus_cut_layer: first layer that ran without the unfocused chunks, or None.
       per_document: in prompt order, the system prompt first.

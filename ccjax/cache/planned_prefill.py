@@ -187,9 +187,10 @@ class PlannedPrefill:
         self._planner.leave_out(error, waited_s)
         self.make_plan()
 
-    def prefilled(self, outcome: PrefillOutcome) -> Prefilled:
-        """Returns what report and capture need of a finished prefill. Ends loading; what was reused stays pinned."""
-        assert self.plan is not None
+    def prefilled(self, outcome: PrefillOutcome, plan: PrefillPlan) -> Prefilled:
+        """Returns what report and capture need of a finished prefill, `plan` as it was revised meanwhile. Ends loading;
+        what was reused stays pinned."""
+        self.plan = plan
         if self._loader is not None:
             self._loader.__exit__()
             outcome.loaded_bytes, outcome.load_wait_s = self._loader.loaded_bytes, self._loader.waited_s

@@ -46,7 +46,7 @@ from ccjax.loading.prefill_profile import profile_of
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.sharding import num_kv_shards
 from ccjax.policy.contract import reuse_contract
-from ccjax.policy.strategies import expected_share, may_measure_deviations
+from ccjax.policy.strategies import expected_share
 from ccjax.prompts import Prompt, assemble
 from ccjax.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.runner.budgets import check_budgets, host_cache_bytes, pool_bytes
@@ -137,7 +137,8 @@ class Engine:
             self._model,
             self._pool,
             self._sizes,
-            with_deviation=may_measure_deviations(self._expected),
+            with_deviation=config.strategy == "cacheblend",
+            with_question=config.strategy == "auto",
             with_tier=bool(config.device_cache_bytes),
         )
         self._compiler = BackgroundCompiler(self._model, self._steps)

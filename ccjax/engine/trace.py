@@ -35,12 +35,12 @@ class Tracer:
         self._spans.append(Span("load", layer, start_s, end_s))
 
     def layers(self, end_s: Sequence[float], *, has_new_sizes: bool) -> None:
-        """Records the layers of a pack: the first ran from `end_s[0]` to `end_s[1]`, and so on. Ignored after the first
-        token, when layers run for other answers."""
+        """Records the layers of a pack, those of a first pass of questions before the others: the first ran from
+        `end_s[0]` to `end_s[1]`, and so on. Ignored after the first token, when layers run for other answers."""
         if self._token_s:
             return
         pairs = zip(end_s, end_s[1:], strict=False)
-        self._spans += [Span("layer", layer, start, end) for layer, (start, end) in enumerate(pairs)]
+        self._spans += [Span("layer", count % self._num_layers, *span) for count, span in enumerate(pairs)]
         self._has_new_sizes |= has_new_sizes
 
     def prefilled(self, prefilled: Prefilled, report: ReuseReport) -> None:

@@ -42,18 +42,6 @@ def counts_by_layer(num_candidates: int, ratio: float, num_layers: int) -> tuple
     return tuple(counts)
 
 
-def ratio_after_first_layer(ratio: float, num_layers: int) -> float:
-    """The share for `counts_by_layer` with which `ratio` of the candidates run on average, those of layer 0 included;
-    0 if layer 0 alone would take more than half of that.
-
-    Raises:
-      ValueError: a number of layers below 1, or a ratio outside 0 to 1.
-    """
-    check_count("num_layers", num_layers)
-    check_ratio("ratio", ratio)
-    return (ratio * num_layers - 1.0) / (num_layers - 1) if ratio * num_layers >= 2.0 else 0.0
-
-
 def most_deviating(deviations: Sequence[float], count: int) -> tuple[int, ...]:
     """Indices, ascending, of the `count` highest deviations; ties by index.
 

@@ -36,7 +36,8 @@ def plan_prefill(
     earlier segment is approximate; approx for all else. `cfo` is eq. 12's value for the chosen variant, 0 for an exact
     reuse, even if `recompute_ratio` or `fast_ratio` set another share. `focus_window` is set only if some segment has
     tokens to recompute, since nothing else can be dropped, and if they are not already chosen by their deviation during
-    the prefill.
+    the prefill. `chosen_by_question` is set only if the question, which then runs twice, has no more tokens than it
+    chooses.
 
     Args:
       chunks: in prompt order, the system prompt first; each may occur more than once. May be empty.
@@ -74,12 +75,17 @@ def plan_prefill(
     hkvd_counts: tuple[int, ...] = ()
     if kept_ratio is not None and num_candidates:
         hkvd_counts = counts_by_layer(num_candidates, kept_ratio, settings.num_layers)
+    asked = tuple(
+        index for index, decision in enumerate(decisions) if decision.by_question and segments[index].action == "reuse"
+    )
+    num_asked = sum(len(segments[index].recompute_offsets) for index in asked)
     pin = dict.fromkeys(segment.variant_id for segment in segments if segment.variant_id is not None)
     return PrefillPlan(
         segments=tuple(segments),
         focus_window=settings.focus_window if num_candidates and not hkvd_counts else None,
         focus_rule=settings.focus_rule,
         hkvd_counts_by_layer=hkvd_counts,
+        chosen_by_question=asked if question_tokens <= num_asked else (),
         pin=tuple(pin),
     )
 

@@ -6,7 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from ccjax.runner.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
+from ccjax.runner.buckets import (
+    batch_bucket,
+    entry_bucket,
+    question_bucket,
+    segment_bucket,
+    slot_bucket,
+    token_bucket,
+)
 from ccjax.runner.pool import num_pages
 
 _ALL_ROWS_UP_TO = 4096
@@ -18,6 +25,9 @@ _MOST_PADDING = 1.5
 """The packs compiled before the first request have at least `_FEWEST_ROWS` rows, spaced so that each larger pack finds
 a size of at most `_MOST_PADDING` times its own: a layer of SmolLM2 takes 6 ms with 32 rows, 58 ms with 640 (processor
 time)."""
+
+_USUAL_QUESTION_ROWS, _MOST_QUESTION_ROWS = 64, 256
+"""Tokens of a usual question, and of a long one, or of the questions of a few requests."""
 
 _MOST_ENDS = 8
 """Most prompts that usually end in one pack."""
@@ -71,6 +81,18 @@ class BatchSizes:
         usual, most = slot_bucket(min(self._usual_tokens, self.context_tokens)), self.context_tokens
         packs = [(count, usual) for count in few if count <= usual]
         return packs + [(count, most) for count in dict.fromkeys((few[0], few[-1])) if most > usual]
+
+    def questions(self) -> list[tuple[int, int]]:
+        """(computed tokens, context slots) of passes of questions of up to `_MOST_QUESTION_ROWS` tokens; longer ones
+        compile on first use."""
+        rows = sorted({question_bucket(length) for length in range(1, _MOST_QUESTION_ROWS + 1)})
+        return [(count, size) for size in self.slots() for count in rows if count <= size]
+
+    def first_questions(self) -> list[tuple[int, int]]:
+        """Two of `questions`: one for a usual prompt, one that covers all others."""
+        usual = slot_bucket(min(self._usual_tokens, self.context_tokens))
+        sizes = (question_bucket(_USUAL_QUESTION_ROWS), usual), (_MOST_QUESTION_ROWS, self.context_tokens)
+        return list(dict.fromkeys(sizes))
 
     def decodes(self) -> list[tuple[int, int]]:
         """(requests, entries of the page tables) of every decode step up to `max_model_len`, small ones first."""

@@ -21,6 +21,11 @@ def slot_bucket(num_tokens: int) -> int:
     return 3 * size // 4 if size > 4096 and num_tokens <= 3 * size // 4 else size
 
 
+def question_bucket(num_tokens: int) -> int:
+    """Rows that the tokens of questions are padded to: powers of two from 16."""
+    return max(16, 1 << (num_tokens - 1).bit_length())
+
+
 def segment_bucket(num_segments: int) -> int:
     """Columns of the mass output: 16, 64, 256, ..."""
     size = 16

@@ -11,11 +11,19 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from ccjax.runner.buckets import batch_bucket, entry_bucket, segment_bucket, slot_bucket, token_bucket
+from ccjax.runner.buckets import (
+    batch_bucket,
+    entry_bucket,
+    question_bucket,
+    segment_bucket,
+    slot_bucket,
+    token_bucket,
+)
 
-Kind = Literal["pack", "decode", "batch", "write", "context"]
-"""What a size describes: a pack (rows, context slots, columns of the mass output or 0), a decode step (requests,
-entries of the page tables), logits (rows), a variant written to the pool (tokens), a context loaded into it (slots)."""
+Kind = Literal["pack", "question", "decode", "batch", "write", "context"]
+"""What a size describes: a pack (rows, context slots, columns of the mass output or 0), a pass of questions (rows,
+context slots), a decode step (requests, entries of the page tables), logits (rows), a variant written to the pool
+(tokens), a context loaded into it (slots)."""
 
 Key = tuple[Kind, tuple[int, ...]]
 """A size and its kind."""
@@ -76,6 +84,11 @@ class CompiledSizes:
     def rows(self, num_rows: int, slots: int, columns: int) -> int:
         """Rows of a pack after some were dropped; the other numbers stay as `pack` returned them."""
         return self._take("pack", (token_bucket(num_rows), slots, columns), num_fixed=2)[0]
+
+    def question(self, num_rows: int, num_slots: int) -> tuple[int, int]:
+        """(rows, context slots) of a pass of questions."""
+        rows, slots = self._take("question", (question_bucket(num_rows), slot_bucket(num_slots)))
+        return rows, slots
 
     def decode(self, num_requests: int, num_entries: int) -> tuple[int, int]:
         """(requests, entries of the page tables) of a decode step; its logits have as many rows as requests."""

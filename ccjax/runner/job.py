@@ -11,6 +11,7 @@ import numpy as np
 
 from ccjax.policy.focus import FocusState, observe
 from ccjax.policy.hkvd import most_deviating
+from ccjax.policy.question import revise
 from ccjax.runner.pages import RequestPages
 from ccjax.runner.plan_rows import (
     LayerRows,
@@ -81,7 +82,7 @@ class PrefillJob:
         self.contexts = contexts
         self.collect = collect
         self.num_logits = num_logits
-        self.offsets = np.concatenate([computed_offsets(plan), np.arange(plan.num_tokens, len(token_ids))])
+        self.offsets = self._computed_offsets()
         self.segment_of = segment_of_tokens(plan, len(token_ids))
         self.result = PrefillOutcome()
         self._is_candidate = np.zeros(len(token_ids), bool)
@@ -98,6 +99,29 @@ class PrefillJob:
     def watches_focus(self) -> bool:
         """True while CacheCraft alg. 1 needs the question's masses."""
         return self.plan.focus_window is not None and self._focus.decided is None
+
+    @property
+    def question_offsets(self) -> np.ndarray:
+        """Positions of the question's tokens. Neither the answer so far nor one that is scored behind the question
+        (`num_logits`) may influence what is recomputed."""
+        start, num_scored = self.plan.segments[-1].start, max(0, self.num_logits - 1)
+        return np.arange(start, max(start + 1, self.plan.num_tokens - num_scored))
+
+    @property
+    def is_stored(self) -> np.ndarray:
+        """[n + a] bool, the tokens whose KV is reused, or is there to be replaced by what is recomputed."""
+        reused = [index for index, segment in enumerate(self.plan.segments) if segment.action == "reuse"]
+        return np.isin(self.segment_of, reused)
+
+    def revise(self, received: np.ndarray) -> None:
+        """Chooses the tokens to recompute again, by the question's attention [n] to each token of the prompt; their
+        number stays."""
+        self.plan = revise(self.plan, received.tolist())
+        self.offsets = self._computed_offsets()
+
+    def _computed_offsets(self) -> np.ndarray:
+        answer = np.arange(self.plan.num_tokens, len(self.token_ids))
+        return np.concatenate([computed_offsets(self.plan), answer])
 
     def filters(self, layer: int) -> bool:
         """True if some candidates are dropped before this layer runs (CacheBlend sec. 4.3)."""

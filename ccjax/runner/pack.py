@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from ccjax.runner.job import PrefillJob
 from ccjax.runner.plan_rows import LayerRows, padded_to, without_sink
 from ccjax.runner.pool import DevicePool
 
-_NO_POSITION = np.iinfo(np.int32).max
+NO_POSITION = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,7 +66,7 @@ class Pack:
         pieces: Sequence[Piece],
         *,
         with_mass: bool = True,
-        loads: bool = True,
+        loaded: Collection[PrefillJob] = (),
         layer: int = 0,
         hidden: np.ndarray | None = None,
     ) -> None:
@@ -74,7 +74,8 @@ class Pack:
         Args:
           with_mass: compute the masses that capture and CacheCraft alg. 1 need, even if no job of the pack needs them:
             making this depend on the jobs would double the number of compiled sizes.
-          loads: write the reused KV of prompts whose first piece is among these to their pages; else the caller does.
+          loaded: jobs whose reused KV is in their pages, or is written there by the caller; for the others, the pack
+            does that with the first piece.
           layer: the first layer to run.
           hidden: [N, D], the hidden states of the pieces' tokens before it; None before layer 0.
         """
@@ -89,7 +90,7 @@ class Pack:
         self._loader_of = {
             piece: ContextLoader(model, pool, piece.job, piece.job.contexts)
             for piece in pieces
-            if piece.first == 0 and piece.job.contexts is not None and loads
+            if piece.first == 0 and piece.job.contexts is not None and piece.job not in loaded
         }
         # A piece attends to no slot after its last token, so the context ends there.
         lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
@@ -103,7 +104,7 @@ class Pack:
             return padded_to(np.concatenate(values), self._num_slots, fill)
 
         slots = context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
-        k_pos = context([np.arange(length) for length in lengths], _NO_POSITION)
+        k_pos = context([np.arange(length) for length in lengths], NO_POSITION)
         k_request = context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
         # Segment numbers of different requests overlap; a token's masses refer to the segments of its own request.
         k_segment = context([without_sink(piece.job.segment_of)[:length] for piece, length in parts], -1)

@@ -14,10 +14,11 @@ _PAGE, _START, _LENGTH = range(3)
 
 def shared_segments(plan: PrefillPlan, chunks: Container[VariantId | None]) -> frozenset[int]:
     """Segments of a plan that are read in place from the pages of `chunks`: reused without recomputed tokens."""
+    written = frozenset(plan.chosen_by_question)
     return frozenset(
         index
         for index, segment in enumerate(plan.segments)
-        if segment.variant_id in chunks and not segment.recompute_offsets
+        if segment.variant_id in chunks and not segment.recompute_offsets and index not in written
     )
 
 

@@ -26,19 +26,28 @@ class SplitPrompt:
     """
 
     def __init__(
-        self, model: DeviceModel, pool: DevicePool, job: PrefillJob, *, max_rows: int, with_mass: bool = True
+        self,
+        model: DeviceModel,
+        pool: DevicePool,
+        job: PrefillJob,
+        *,
+        max_rows: int,
+        with_mass: bool = True,
+        is_loaded: bool = False,
     ) -> None:
         """
         Args:
           max_rows: most tokens of a pack.
           with_mass: as for `Pack`.
+          is_loaded: the reused KV is in the prompt's pages.
         """
         self._model, self._pool = model, pool
         self._job = job
         self._max_rows = max_rows
         self._with_mass = with_mass
         self.layer = 0
-        self._loader = None if job.contexts is None else ContextLoader(model, pool, job, job.contexts)
+        contexts = None if is_loaded else job.contexts
+        self._loader = None if contexts is None else ContextLoader(model, pool, job, contexts)
         self._earlier_rows, self._earlier_sizes = 0, False
         self._packs = self._packed(job.offsets, None)
         self.hidden = self._packs[-1].hidden
@@ -134,7 +143,7 @@ class SplitPrompt:
             rows = slice(first, first + self._max_rows)
             piece = Piece(self._job, int(begin), int(end))
             piece.offsets = offsets[rows]
-            settings = {"with_mass": self._with_mass, "loads": False, "layer": self.layer}
+            settings = {"with_mass": self._with_mass, "loaded": (self._job,), "layer": self.layer}
             part = None if hidden is None else hidden[rows]
             packs.append(Pack(self._model, self._pool, [piece], hidden=part, **settings))
         return packs

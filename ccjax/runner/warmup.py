@@ -18,6 +18,7 @@ from ccjax.models.llama3.paged_steps import (
     page_rotation_step,
     paged_decode_step,
     paged_layer_step,
+    question_step,
     rotation_step,
     write_rows_step,
 )
@@ -46,6 +47,7 @@ class StepCompiler:
 
     Args:
       with_deviation: also compile the step that chooses tokens by deviation.
+      with_question: also compile the pass of questions whose attention chooses tokens.
       with_tier: also compile the steps that write and read chunks of the device tier.
     """
 
@@ -56,10 +58,11 @@ class StepCompiler:
         sizes: BatchSizes,
         *,
         with_deviation: bool = False,
+        with_question: bool = False,
         with_tier: bool = True,
     ) -> None:
         self._model, self._pool, self._sizes = model, pool, sizes
-        self._with_deviation, self._with_tier = with_deviation, with_tier
+        self._with_deviation, self._with_question, self._with_tier = with_deviation, with_question, with_tier
         self._rows: set[int] = set()
 
     @property
@@ -70,20 +73,28 @@ class StepCompiler:
     def all(self) -> list[Key]:
         """All listed sizes, those of `first` first."""
         sizes = self._sizes
-        return list(dict.fromkeys([*self.first(), *self._keys(sizes.packs(), sizes.decodes(), sizes.rows())]))
+        keys = self._keys(sizes.packs(), sizes.questions(), sizes.decodes(), sizes.rows())
+        return list(dict.fromkeys([*self.first(), *keys]))
 
     def first(self) -> list[Key]:
         """A few sizes that cover all others, and those that cannot be substituted."""
         sizes = self._sizes
         contexts: list[Key] = [("context", (count,)) for count in sizes.slots()]
-        return [*self._keys(sizes.first_packs(), sizes.first_decodes(), spread(sizes.rows())), *contexts]
+        packs, questions, decodes = sizes.first_packs(), sizes.first_questions(), sizes.first_decodes()
+        return [*self._keys(packs, questions, decodes, spread(sizes.rows())), *contexts]
 
     def _keys(
-        self, packs: Sequence[tuple[int, int]], decodes: Sequence[tuple[int, int]], writes: Sequence[int]
+        self,
+        packs: Sequence[tuple[int, int]],
+        questions: Sequence[tuple[int, int]],
+        decodes: Sequence[tuple[int, int]],
+        writes: Sequence[int],
     ) -> list[Key]:
         columns = self._sizes.num_segments
         keys: list[Key] = [("decode", size) for size in decodes]
         keys.extend(("pack", (rows, slots, columns)) for rows, slots in packs)
+        if self._with_question:
+            keys.extend(("question", size) for size in questions)
         if self._with_tier:
             keys.extend(("write", (count,)) for count in writes)
         return keys
@@ -98,6 +109,9 @@ class StepCompiler:
             if self._with_deviation:
                 _compile_deviation(self._model, self._pool, num_rows)
                 self._compile_choices(num_rows)
+        elif kind == "question":
+            num_rows, num_slots = size
+            _compile_question(self._model, self._pool, num_rows, num_slots)
         elif kind == "decode":
             batch, num_entries = size
             _compile_decode(self._model, self._pool, (batch, num_entries))
@@ -174,6 +188,21 @@ def compile_pack(model: DeviceModel, pool: DevicePool, size: tuple[int, int, int
             mesh=model.mesh,
         ),
         paged_layer_step,
+    )
+
+
+def _compile_question(model: DeviceModel, pool: DevicePool, num_rows: int, num_slots: int) -> None:
+    x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
+    rows, nowhere = model.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
+    slots, context = model.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
+    settings = {"config": model.config, "mesh": model.mesh}
+    rotations = rotation_step(rows, **settings), rotation_step(context, **settings)
+    inputs = rows, nowhere, rows, slots, context, context, *rotations
+    _compile_update(
+        model,
+        pool,
+        lambda step, k_pages, v_pages: step(model.params.layers[0], x, k_pages, v_pages, *inputs, **settings),
+        question_step,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax, nn
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
@@ -22,6 +22,7 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
 from ccjax.models.llama3.pages import read_slots, write_slots
 from ccjax.models.llama3.params import LayerParams
+from ccjax.models.llama3.products import einsum
 from ccjax.models.llama3.sharding import (
     ATTENTION_OUTPUT,
     EVERYWHERE,
@@ -32,6 +33,10 @@ from ccjax.models.llama3.sharding import (
     over_heads,
 )
 from ccjax.models.lockstep import step
+
+QUESTION_ROWS = 16
+"""Computed tokens whose attention weights `question_step` holds at once: so few that it takes no more memory than a
+pack."""
 
 
 class PagedLayerOutput(NamedTuple):
@@ -52,6 +57,21 @@ class PagedLayerOutput(NamedTuple):
     v: Float[Array, "N K H"]
     mass: Float[Array, "N C"] | None
     self_mass: Float[Array, "N"] | None
+
+
+class QuestionOutput(NamedTuple):
+    """Result of `question_step`.
+
+    Attributes:
+      x: [N, D], hidden states after the layer.
+      k_pages, v_pages: [K, P, T, H], the pool with the computed rows written; keys before RoPE.
+      received: [S] float32, softmax mass on each context token, summed over the computed tokens, mean over heads.
+    """
+
+    x: Float[Array, "N D"]
+    k_pages: Float[Array, "K P T H"]
+    v_pages: Float[Array, "K P T H"]
+    received: Float[Array, "S"]
 
 
 class PagedDecodeOutput(NamedTuple):
@@ -188,6 +208,63 @@ def paged_layer_step(
     k_pages, v_pages = constrain((k_pages, v_pages), mesh, PAGES)
     k, v = constrain((k, v), mesh, KV_ROWS)
     return PagedLayerOutput(x, k_pages, v_pages, k, v, mass, self_mass)
+
+
+@step(static_argnames=("config", "mesh"), donate_argnames=("k_pages", "v_pages"))
+def question_step(
+    layer: LayerParams,
+    x: Float[Array, "N D"],
+    k_pages: Float[Array, "K P T H"],
+    v_pages: Float[Array, "K P T H"],
+    q_pos: Int[Array, "N"],
+    q_slot: Int[Array, "N"],
+    q_request: Int[Array, "N"],
+    slots: Int[Array, "S"],
+    k_pos: Int[Array, "S"],
+    k_request: Int[Array, "S"],
+    q_rotation: Float[Array, "N H"],
+    k_rotation: Float[Array, "S H"],
+    *,
+    config: LlamaConfig,
+    mesh: Mesh | None,
+) -> QuestionOutput:
+    """`paged_layer_step` for a few computed tokens; also returns how much attention each context token receives.
+
+    Materialises the attention weights of `QUESTION_ROWS` computed tokens at a time; N is a multiple of that, or less.
+    Positions of the context need not ascend: INT32_MAX hides a token.
+    """
+    q, k, v = project_qkv(x, layer, config.rms_norm_eps)
+    q = rotate(q, q_rotation)
+    k_pages, v_pages = write_slots(k_pages, q_slot, k, mesh), write_slots(v_pages, q_slot, v, mesh)
+    is_row = q_slot < k_pages.shape[1] * k_pages.shape[2]  # padding rows count no mass
+
+    def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> tuple[Array, Array]:
+        slots, k_pos, k_request, k_rotation, *rows = where
+        keys, values = rotate(read_slots(k_pages, slots), k_rotation), read_slots(v_pages, slots)
+
+        def block(rows: tuple[Array, ...]) -> tuple[Array, Array]:
+            q, q_pos, q_request, is_row = rows
+            is_visible = (q_request[:, None] == k_request[None]) & (q_pos[:, None] >= k_pos[None])
+            grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
+            scores = einsum("nkgh,skh->kgns", grouped, keys, preferred_element_type=jnp.float32) * config.head_dim**-0.5
+            weights = nn.softmax(jnp.where(is_visible[None, None], scores, -jnp.inf), axis=-1)
+            received = jnp.where(is_row[None, None, :, None], weights, 0.0).sum(-2).reshape(-1, slots.shape[0]).T
+            return einsum("kgns,skh->nkgh", weights.astype(values.dtype), values).reshape(q.shape), received
+
+        rows = (q, *rows)
+        if q.shape[0] <= QUESTION_ROWS:
+            return block(rows)
+        blocks = tuple(value.reshape(-1, QUESTION_ROWS, *value.shape[1:]) for value in rows)
+        attended, received = lax.map(block, blocks)
+        return attended.reshape(q.shape), received.sum(0)
+
+    where = (slots, k_pos, k_request, k_rotation, q_pos, q_request, is_row)
+    specs = (HEADS, PAGES, PAGES, *(EVERYWHERE for _ in where))
+    attended, received = over_heads(attend, mesh, specs, (HEADS, HEADS))(q, k_pages, v_pages, *where)
+    received = constrain(received.mean(1), mesh, EVERYWHERE)
+    x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)
+    k_pages, v_pages = constrain((k_pages, v_pages), mesh, PAGES)
+    return QuestionOutput(x, k_pages, v_pages, received)
 
 
 @step(static_argnames=("config", "mesh"))

@@ -157,6 +157,7 @@ def selective_oracle(
     computed: Sequence[np.ndarray],
     contexts: list[tuple[np.ndarray, np.ndarray]] | None = None,
     choose: Callable[[int, np.ndarray, np.ndarray], np.ndarray] | None = None,
+    hidden_rows: Sequence[int] = (),
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Selective recompute token by token, float64: CacheCraft sec. 3.4.3.
 
@@ -165,6 +166,7 @@ def selective_oracle(
       computed: per layer, ascending prompt offsets computed in it; each a subset of the previous layer's.
       contexts: collects each layer's keys before RoPE and values [n, K, H] after the computed rows were written.
       choose: maps layer, rows and the deviation of their keys and values from the cached ones to the rows to compute.
+      hidden_rows: prompt offsets that no token attends to.
 
     Returns:
       Logits [V] of the last token, and per layer the attention weights [rows, Q, n].
@@ -183,6 +185,7 @@ def selective_oracle(
     for number, rows in enumerate(computed):
         block = f"model.layers.{number}."
         keys, values = (np.array(part, np.float64) for part in cached[number])
+        values[list(hidden_rows)] = 0.0
         queries, fresh = {}, {}
         rows = np.asarray([row for row in rows if row in hidden])
         for row in map(int, rows):
@@ -207,6 +210,7 @@ def selective_oracle(
             for head in range(len(query)):
                 kv_head = head * num_kv // len(query)
                 scores = turned[: row + 1, kv_head] @ query[head] / math.sqrt(head_dim)
+                scores[[other for other in hidden_rows if other <= row]] = -np.inf
                 weights_of_head = np.exp(scores - scores.max())
                 weights_of_head /= weights_of_head.sum()
                 attention[index, head, : row + 1] = weights_of_head

@@ -10,11 +10,11 @@ import pytest
 
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Request, SamplingParams
-from ccjax.engine.batch import loop as loop_module
 from ccjax.engine.batch.available_pages import AvailablePages
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.errors import ContextLengthError, RequestError
+from ccjax.runner import pack as pack_module
 from ccjax.runner.pool import PAGE_TOKENS, num_pages
 from ccjax.runner.sampling import seed_of
 from tests.engine.helpers import TinyModel, draw_segments
@@ -83,13 +83,13 @@ def check_all(client, wanted):
 def computed(monkeypatch):
     """The numbers of tokens that ran through the layers of packs."""
     counts = []
-    logits = loop_module.Pack.logits
+    logits = pack_module.Pack.logits
 
     def counted(pack):
         counts.append(pack.num_computed)
         return logits(pack)
 
-    monkeypatch.setattr(loop_module.Pack, "logits", counted)
+    monkeypatch.setattr(pack_module.Pack, "logits", counted)
     return counts
 
 

@@ -15,6 +15,7 @@ from ccjax.engine import Request, SamplingParams
 from ccjax.engine.batch import loop as loop_module
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.errors import ContextLengthError
+from ccjax.runner import pack as pack_module
 from ccjax.runner.pool import PAGE_TOKENS
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments
 from tests.polling import wait_until
@@ -197,7 +198,7 @@ def test_decode_step_time_excludes_the_prefill_layers_before_it():
             lambda now_s: (steps_s.append(engine._loop._decode_step_s), note(now_s)),
         )
         patch.setattr(loop_module, "time", SimpleNamespace(perf_counter=clock))
-        patch.setattr(loop_module.Pack, "wait", wait)
+        patch.setattr(pack_module.Pack, "wait", wait)
         first, second = answer_and_prefill(engine, random, [30], tokens=20)
         second.response()
         first.response()
@@ -209,14 +210,14 @@ def test_decode_step_time_excludes_the_prefill_layers_before_it():
 def test_decoding_continues_between_the_layers_of_a_long_prefill():
     random = np.random.default_rng(3)
     events = []
-    run_layer = loop_module.Pack.run_layer
+    run_layer = pack_module.Pack.run_layer
 
     def noted(pack):
         events.append("layer")
         run_layer(pack)
 
     with MODEL.engine(max_decode_gap_ms=0.0) as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_module.Pack, "run_layer", noted)
+        patch.setattr(pack_module.Pack, "run_layer", noted)
         first, second = answer_and_prefill(engine, random, [300, 200], 20, on_delta=lambda: events.append("token"))
         second.response()
         first.response()

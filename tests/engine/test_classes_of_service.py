@@ -18,6 +18,7 @@ from ccjax.engine.batch.locked_scheduler import LockedScheduler, planning_order
 from ccjax.errors import ConfigError, ContextLengthError, DeadlineError, OverloadError, RequestError
 from ccjax.policy.scheduling import Scheduler, SchedulerSettings
 from ccjax.requests import LONGEST_FLOW, MOST_PRIORITY
+from ccjax.runner import pack as pack_module
 from ccjax.runner.pool import PAGE_TOKENS
 from tests.engine.helpers import TinyModel, draw_segments
 from tests.engine.test_batch_loop import Client, Turns, ask, check, settled
@@ -207,7 +208,7 @@ def test_prompt_preempted_while_its_pack_waits_for_a_load_runs_no_further_layer(
     deep = TinyModel(seed=22, num_hidden_layers=48)
     page = kv_spec_of(deep.config, "float32").num_bytes(PAGE_TOKENS)
     long = draw_segments(np.random.default_rng(2), [130])
-    run_layer, num_pieces = loop_module.Pack.run_layer, []
+    run_layer, num_pieces = pack_module.Pack.run_layer, []
 
     def noted(pack):
         num_pieces.append(len(pack.pieces))
@@ -216,8 +217,8 @@ def test_prompt_preempted_while_its_pack_waits_for_a_load_runs_no_further_layer(
     with deep.engine(max_model_len=256, device_cache_bytes=80 * page) as engine:
         asked = request(tokens=90, priority=-1), ask(long, "off", tokens=2)
         wanted = [engine.run(prompt) for prompt in asked]
-        monkeypatch.setattr(loop_module.Pack, "run_layer", noted)
-        monkeypatch.setattr(loop_module.Pack, "is_ready", lambda pack: False)
+        monkeypatch.setattr(pack_module.Pack, "run_layer", noted)
+        monkeypatch.setattr(pack_module.Pack, "is_ready", lambda pack: False)
         with engine._exclusive():
             taken = engine._pool.allocate([PAGE_TOKENS] * (engine._pool.num_free - 17))
         with Turns(engine) as turns:
@@ -277,7 +278,7 @@ def test_a_deadline_ends_an_answer_and_frees_its_pages_at_once(engine, monkeypat
 
 def test_a_deadline_ends_a_prefill_between_two_layers(engine, monkeypatch):
     layers, clock = [], Clock(monkeypatch)
-    run_layer = loop_module.Pack.run_layer
+    run_layer = pack_module.Pack.run_layer
 
     def slow(pack):
         layers.append(pack.layer)
@@ -285,7 +286,7 @@ def test_a_deadline_ends_a_prefill_between_two_layers(engine, monkeypatch):
         run_layer(pack)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module.Pack, "run_layer", slow)
+        patch.setattr(pack_module.Pack, "run_layer", slow)
         late = Client(engine, request(timeout_s=3600.0))
         with pytest.raises(DeadlineError):
             late.response()

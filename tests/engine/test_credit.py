@@ -25,9 +25,14 @@ def test_f_r_grows_with_the_recomputed_share_not_with_the_cfo(strategy, share):
         report = engine.generate_from_tokens(permuted(SEGMENTS, [1, 0]), max_new_tokens=1).reuse
         reused = [one for one in report.per_document if one.role == "document"]
         assert min(one.cfo for one in reused) > 0.4, "eq. 12 would have much more recomputed"
+        shares = {}
         for one in reused:
             credit = max(meta.frequency_reuse for meta in engine._variants if meta.chunk_id == one.chunk_id)
-            assert credit == pytest.approx(1 / share, rel=0.05)
+            shares[one.num_tokens] = 1 / credit
+        # The question's attention (`auto`) gives one of the passages more of the tokens than the other.
+        wanted = pytest.approx(share, rel=0.05)
+        assert sum(size * part for size, part in shares.items()) / sum(shares) == wanted
+        assert strategy == "auto" or all(part == wanted for part in shares.values())
 
 
 def test_eviction_policy_gets_recomputed_shares_of_repaired_variants():
@@ -40,7 +45,7 @@ def test_eviction_policy_gets_recomputed_shares_of_repaired_variants():
         assert repaired and all(np.isfinite(entry.rank[0]) for entry in repaired)
         assert {entry.info.recomputed_share for entry in repaired} == {0.15}
         used = [entry.info.recomputed_share for entry in entries.values() if entry.uses.num_uses > 1]
-        assert used and max(used) <= 0.2
+        assert used and max(used) <= 0.25, "the question chooses 0.15 of both passages together"
 
 
 def test_new_variant_gets_the_expected_recomputed_share():

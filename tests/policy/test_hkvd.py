@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccjax.policy.hkvd import counts_by_layer, hidden_ratio, most_deviating, ratio_after_first_layer
+from ccjax.policy.hkvd import counts_by_layer, hidden_ratio, most_deviating
 
 
 def test_counts_by_layer_match_hand_computed_examples():
@@ -28,16 +28,6 @@ def test_layer_counts_never_increase_and_average_to_the_ratio(num_candidates, ra
     # Counts are rounded up; stages of unequal length give the first ones slightly more weight.
     assert ratio * num_candidates * 0.9 <= mean <= ratio * num_candidates * 1.1 + 1
     assert len(set(counts[1:])) <= 4
-
-
-@given(st.floats(0.0, 1.0), st.integers(1, 100))
-def test_ratio_after_first_layer_counts_all_candidates_on_layer_0(ratio, num_layers):
-    after = ratio_after_first_layer(ratio, num_layers)
-    if ratio * num_layers < 2.0:
-        assert after == 0.0
-    else:
-        assert (1.0 + after * (num_layers - 1)) / num_layers == pytest.approx(ratio)
-        assert 0.0 < after <= ratio
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=40), st.data())

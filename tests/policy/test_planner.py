@@ -173,8 +173,8 @@ class TestRecompute:
         ("settings", "expected"), [({}, None), ({"focus_window": 5}, 5), ({"focus_window": None}, None)]
     )
     def test_focus_window_is_set_only_if_tokens_are_recomputed(self, settings, expected):
-        assert plan("XA", [variant("A")], num_layers=4, **settings).focus_window == expected
-        assert plan("XA", [variant("A")], num_layers=32, **settings).focus_window is None, "deviations choose"
+        assert plan("XA", [variant("A")], **settings).focus_window == expected
+        assert plan("XA", [variant("A")], strategy="cacheblend", **settings).focus_window is None, "deviations choose"
         assert plan("XA", [variant("A")], recompute_ratio=0.0, **settings).focus_window is None
         assert plan("XA", [variant("A", "X")], **settings).focus_window is None
 

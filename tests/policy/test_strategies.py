@@ -56,7 +56,7 @@ S, A, C = ("S||exact", ()), ("A|S|exact", ()), ("C|SAB|exact", ())
         ("legolink", "off", [COMPUTE] * 5),
         ("random", "bounded", [S, A, ("B|SX|exact", (0, 7, 8)), C, COMPUTE]),  # DRAWN[:3]
         ("random", "exact", [S, A, COMPUTE, C, COMPUTE]),
-        ("auto", "bounded", [S, A, ("B|SX|exact", tuple(range(10))), C, COMPUTE]),  # the prefill measures deviations
+        ("auto", "bounded", [S, A, ("B|SX|exact", (8, 9)), C, COMPUTE]),  # at most 0.15
         ("auto", "exact", [S, A, COMPUTE, C, COMPUTE]),
         ("deviation", "bounded", [S, A, ("B|SX|exact", (7, 8, 9)), C, COMPUTE]),
         ("deviation", "exact", [S, A, COMPUTE, C, COMPUTE]),
@@ -164,33 +164,30 @@ class TestAuto:
         assert self.decided(never, d, recompute_cap=0.15) == [(8, 9), (2, 3)], "each its own 0.15 of 10"
         assert PlannerSettings().recompute_cap == 0.15
 
-    def test_deviations_are_measured_during_the_prefill_if_most_are_unknown(self):
+    def test_question_chooses_tokens_if_most_deviations_are_unknown(self):
         never_b, never_d = variant("B", "SAX"), variant("D", "SAX")
         measured = variant("D", "SAX", deviations=self.HIGH)
-
-        def shares(b: VariantMeta, d: VariantMeta, mode: Any = "bounded", **settings) -> tuple[float, ...]:
-            candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: [b], ids("D")[0]: [d]}
-            planned = PlannerSettings(**settings)
-            plan = plan_prefill(prompt("SABD", system=True), 3, candidates, mode=mode, settings=planned)
-            assert not plan.hkvd_counts_by_layer or plan.hkvd_counts_by_layer[0] == 20
-            return tuple(round(count / 20, 2) for count in plan.hkvd_counts_by_layer)
-
-        deep = shares(never_b, never_d, num_layers=41)
-        assert len(deep) == 41 and deep[0] == 1.0 and sum(deep) / 41 == pytest.approx(0.15, abs=0.05)
-        assert max(deep[1:]) <= 0.2, "0.129 of 20, a quarter more at first, rounded up"
-        assert shares(never_b, measured, num_layers=41) == (), "half is known"
-        assert shares(never_b, never_d, num_layers=13) == (), "layer 0 alone would be half of 0.15"
-        assert shares(never_b, never_d, num_layers=14)
-        assert shares(never_b, never_d, "fast", fast_ratio=0.5, num_layers=41) == ()
-        assert shares(never_b, never_d, num_layers=41, max_deviation=0.1) == (), "what was tried without"
-        assert shares(never_b, never_d, num_layers=4, recompute_ratio=0.5)[0] == 1.0, "a forced share is no less"
-        assert shares(never_b, never_d, num_layers=4, recompute_ratio=1.0) == ()
         complete = variant("B", "SA", fidelity="approx")  # behind exactly these chunks: nothing to recompute
-        assert shares(complete, measured, num_layers=41) == (), "it has no say"
-        candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: [complete], ids("D")[0]: [never_d]}
-        planned = PlannerSettings(num_layers=41)
-        plan = plan_prefill(prompt("SABD", system=True), 3, candidates, mode="bounded", settings=planned)
-        assert [len(segment.recompute_offsets) for segment in plan.segments[2:-1]] == [0, 10]
+
+        def chosen(
+            b: VariantMeta, d: VariantMeta, mode: Any = "bounded", question_tokens: int = 4, **settings
+        ) -> tuple[list[int], list[int]]:
+            """The segments among whose tokens the question chooses, and how many tokens each has to recompute."""
+            candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: [b], ids("D")[0]: [d]}
+            chunks = prompt("SABD", system=True)
+            planned = PlannerSettings(**settings)
+            plan = plan_prefill(chunks, question_tokens, candidates, mode=mode, settings=planned)
+            return list(plan.chosen_by_question), [len(segment.recompute_offsets) for segment in plan.segments[2:-1]]
+
+        assert chosen(never_b, never_d) == ([2, 3], [2, 2]), "0.15 of each"
+        assert chosen(never_b, never_d, question_tokens=5) == ([], [2, 2]), "it would cost more than it chooses"
+        assert chosen(never_b, measured) == ([], [2, 2]), "half is known"
+        assert chosen(never_b, never_d, "fast", fast_ratio=0.5) == ([], [2, 2])
+        assert chosen(never_b, never_d, max_deviation=0.1) == ([], [2, 2]), "what was tried without"
+        assert chosen(never_b, never_d, recompute_ratio=0.5) == ([2, 3], [5, 5]), "a forced share is no less"
+        assert chosen(never_b, never_d, recompute_ratio=1.0) == ([], [0, 0]), "computed"
+        assert chosen(complete, measured) == ([], [0, 2]), "the complete one has no say"
+        assert chosen(complete, never_d, question_tokens=2) == ([3], [0, 2])
 
     def test_variants_without_a_passage_prefix_are_chosen_last(self):
         """Eq. 12 would put it first, because its CCI is the smallest."""

@@ -13,7 +13,8 @@ from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.runner.context_loader import JobFailedError
 from ccjax.runner.decode import DecodeBatch
 from ccjax.runner.job import PrefillJob
-from ccjax.runner.pack import Pack, Piece
+from ccjax.runner.pack import Piece
+from ccjax.runner.packing import pack_pieces
 from ccjax.runner.pages import RequestPages, shared_segments
 from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.runner.sampling import SampleSpec, sample_tokens
@@ -79,7 +80,7 @@ class Batch:
         work = [Piece(one.job, one.done, one.done + count) for one, count in pieces]
         for one, count in pieces:
             one.done += count
-        pack = Pack(self.engine._model, self.pool, work)
+        pack = pack_pieces(self.engine._model, self.pool, work, max_rows=1024)
         while not pack.is_done:
             pack.run_layer()
         jobs, logits = pack.logits()
@@ -237,7 +238,9 @@ def test_pack_continues_after_a_job_is_dropped():
         wanted = [alone(engine, segments, "off") for segments in asked]
         batch = Batch(engine)
         running = [batch.begin(segments, "off") for segments in asked]
-        pack = Pack(engine._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
+        pack = pack_pieces(
+            engine._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running], max_rows=1024
+        )
         pack.run_layer()
         pack.drop(running[1].job)
         while not pack.is_done:
@@ -286,7 +289,9 @@ def test_failed_load_fails_only_its_own_request():
         for number, one in enumerate(running):
             assert not one.job.pages.shared and one.job.contexts is not None
             one.job.contexts = Steered(one.job.contexts, failing=1 if number == 1 else None)
-        pack = Pack(host._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running])
+        pack = pack_pieces(
+            host._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running], max_rows=1024
+        )
         pack.run_layer()
         with pytest.raises(JobFailedError) as failure:
             pack.run_layer()
@@ -304,7 +309,8 @@ def test_failed_load_fails_only_its_own_request():
 
 
 def test_only_segments_without_recomputed_tokens_are_shared():
-    with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE, recompute_ratio=0.5) as engine:
+    settings = {"device_cache_bytes": 100 * PAGE, "strategy": "cachecraft", "recompute_ratio": 0.5}
+    with MODEL.engine(max_model_len=512, **settings) as engine:
         segments = draw_segments(np.random.default_rng(9), [20, 30])
         alone(engine, segments)
         batch = Batch(engine)

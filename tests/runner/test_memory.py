@@ -13,8 +13,16 @@ import pytest
 
 from ccjax.engine import Engine, EngineConfig
 from ccjax.errors import ConfigError
-from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, LlamaConfig, abstract_params, init_params
-from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
+from ccjax.models.llama3 import (
+    LLAMA3_8B,
+    LLAMA3_70B,
+    MIXTRAL_8X7B,
+    LlamaConfig,
+    abstract_params,
+    init_params,
+    paged_steps,
+)
+from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step, question_step
 from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, param_sharding, placement, shard_params
 from ccjax.models.llama3.steps import logits_step, sample_step
 from ccjax.runner import device_memory, memory
@@ -210,6 +218,34 @@ def test_compiled_steps_on_four_devices_take_the_planned_memory(case):
     ratio = (plan.activations + plan.workspace) / taken
     print(f"{case}: {ratio:.2f} of {taken / 1e6:.1f} MB")
     assert 0.95 <= ratio <= 1.7
+
+
+@pytest.mark.parametrize("case", ["short context", "as many kv heads as heads"])
+@pytest.mark.parametrize("num_rows", [32, 256])
+def test_pass_of_questions_takes_no_more_than_is_planned(case, num_rows, monkeypatch):
+    model, num_batched, num_slots, with_mass = STEPS[case]
+    plan = planned(model, num_batched, num_slots, with_mass)
+
+    def taken() -> int:
+        def array(*shape: int, dtype=jnp.int32):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        x = array(num_rows, model.d_model, dtype=jnp.float32)
+        pages = array(model.num_kv_heads, 64, 16, model.head_dim, dtype=jnp.float32)
+        rows, slots = array(num_rows), array(num_slots)
+        rotations = [array(num, model.head_dim, dtype=jnp.float32) for num in (num_rows, num_slots)]
+        inputs = pages, pages, rows, rows, rows, slots, slots, slots, *rotations
+        layer = abstract_params(model).layers[0]
+        step = jax.jit(functools.partial(question_step.__wrapped__, config=model, mesh=None), donate_argnums=(2, 3))
+        used = step.lower(layer, x, *inputs).compile().memory_analysis()
+        return used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
+
+    least = taken()
+    print(f"{least / 1e6:.1f} MB of {(plan.activations + plan.workspace) / 1e6:.1f} MB")
+    assert least <= plan.activations + plan.workspace
+    # Mutant: the weights of all rows at once.
+    monkeypatch.setattr(paged_steps, "QUESTION_ROWS", 256)
+    assert num_rows == 32 or taken() > plan.activations + plan.workspace
 
 
 def test_planning_one_context_too_few_would_be_detected(monkeypatch):

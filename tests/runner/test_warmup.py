@@ -84,6 +84,19 @@ def test_prompt_that_drops_rows_compiles_nothing():
         assert few > 0 and compilations().count == before
 
 
+@pytest.mark.parametrize("only_first", [True, False])
+def test_prompt_whose_question_chooses_tokens_compiles_nothing(only_first):
+    tiny = model(152 if only_first else 136)
+    with tiny.engine(**FEW) as engine:
+        engine.warmup(only_first=only_first)
+        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
+        before = compilations().count
+        reuse = engine.generate_from_tokens(permuted(SEGMENTS, [2, 1, 0, 3]), max_new_tokens=1).reuse
+        num_runs = 2 * reuse.computed_tokens + reuse.recomputed_tokens  # the question runs twice
+        assert reuse.computed_share * reuse.prompt_tokens == pytest.approx(num_runs)
+        assert compilations().count == before
+
+
 def test_request_is_answered_during_background_compilation(monkeypatch):
     tiny = model(40)
     begun, go_on = threading.Event(), threading.Event()

@@ -32,10 +32,10 @@ from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, Sch
 from ccjax.runner.context_loader import JobFailedError
 from ccjax.runner.decode import DecodeBatch
 from ccjax.runner.device_model import DeviceModel
-from ccjax.runner.pack import Pack, Piece
+from ccjax.runner.pack import Piece
+from ccjax.runner.packing import pack_pieces
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import SampledToken, sample_tokens
-from ccjax.runner.split_prompt import SplitPrompt
 from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -322,7 +322,13 @@ class BatchLoop:
     def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, SampledToken]]:
         """Runs a pack through all layers; returns the sequences whose prompt is complete, with their next tokens."""
         sequences, started_s, decoded_s = self._sequences, time.perf_counter(), 0.0
-        pack = sequences.pack = self._pack_of([piece for _, piece in pieces])
+        pack = sequences.pack = pack_pieces(
+            self._model,
+            self._pool,
+            [piece for _, piece in pieces],
+            max_rows=self._scheduler.settings.max_num_batched_tokens,
+            with_mass=self._with_mass,
+        )
         by_job = {piece.job: sequence for sequence, piece in pieces}
         tracers = [sequence.group.tracer for sequence, _ in pieces if sequence.group.tracer is not None]
         ends_s = [started_s]  # of the layers, for the traces
@@ -365,14 +371,6 @@ class BatchLoop:
             waited_s = sum(job.contexts.waited_s for job in by_job if job.contexts is not None)
             self._rates.compute.add(pack.num_computed, time.perf_counter() - started_s - decoded_s - waited_s)
         return [(by_job[job], token) for job, token in zip(jobs, sampled, strict=True)]
-
-    def _pack_of(self, pieces: list[Piece]) -> Pack | SplitPrompt:
-        """Packs the pieces; one with more tokens than a pack is a whole prompt that drops tokens on the way."""
-        most = self._scheduler.settings.max_num_batched_tokens
-        if len(pieces[0].offsets) <= most:
-            return Pack(self._model, self._pool, pieces, with_mass=self._with_mass)
-        (piece,) = pieces
-        return SplitPrompt(self._model, self._pool, piece.job, max_rows=most, with_mass=self._with_mass)
 
     # -- decode --------------------------------------------------------------------------------------------------------
 

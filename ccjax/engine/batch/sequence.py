@@ -353,7 +353,7 @@ class TokenSequence:
         outcome, self.job.result = self.job.result, PrefillOutcome()  # frees its memory before the answer is complete
         if self.reads_prompt:
             return None
-        prefilled = self.prefill.prefilled(outcome)
+        prefilled = self.prefill.prefilled(outcome, self.job.plan)
         return prefilled if self.group.record_prefill(prefilled) else None
 
     def share(self) -> SequenceWork:

@@ -16,10 +16,9 @@ from ccjax.engine.batch.sequence import SequenceGroup, TokenSequence
 from ccjax.engine.batch.shared_prompt import SharedPrompt
 from ccjax.policy.scheduling import NeverFitsError
 from ccjax.runner.cancellation import PrefillCancelledError
-from ccjax.runner.pack import Pack
+from ccjax.runner.packing import AnyPack
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import SampledToken
-from ccjax.runner.split_prompt import SplitPrompt
 from ccjax.store.errors import TierFullError
 from ccjax.store.tiered import TieredStore
 
@@ -56,7 +55,7 @@ class Sequences:
           max_retries: how often a sequence whose step failed is retried.
           apply_changes: called before sequences are planned; may change the index of variants, must not do I/O.
         """
-        self.pack: Pack | SplitPrompt | None = None
+        self.pack: AnyPack | None = None
         self.pages = AvailablePages(pool, store, variants)
         self.num_preemptions = 0
         self.num_retries = 0

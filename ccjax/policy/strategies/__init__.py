@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ccjax.policy.hkvd import DEFAULT_RATIO, ratio_after_first_layer
+from ccjax.policy.hkvd import DEFAULT_RATIO
 from ccjax.policy.reuse import cache_fix_overhead
 from ccjax.policy.settings import PlannerSettings, check_strategy
 from ccjax.policy.strategies import (
@@ -50,14 +50,6 @@ def get_strategy(name: str) -> Strategy:
 
 
 _NEVER_RECOMPUTES = ("full", "prefix", "set", "reuse")
-
-
-def may_measure_deviations(settings: PlannerSettings) -> bool:
-    """True if some plans in mode `bounded` choose tokens by deviations that the prefill itself measures."""
-    if settings.strategy == "auto":
-        ratio = settings.recompute_cap if settings.recompute_ratio is None else settings.recompute_ratio
-        return ratio_after_first_layer(ratio, settings.num_layers) > 0.0
-    return settings.strategy == "cacheblend"
 
 
 def expected_share(settings: PlannerSettings, cci: float) -> float:

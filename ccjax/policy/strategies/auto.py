@@ -1,15 +1,15 @@
 """`auto`: recomputes a bounded share of a prompt's tokens: those whose KV changes most with the context, wherever they
 are.
 
-Uses CacheBlend's signal, the deviation of KV (sec. 4.2), where possible measured earlier, when a chunk was computed
-behind a second prefix: this adds no latency to a request, and covers all layers.
+Uses CacheBlend's signal, the deviation of KV (sec. 4.2), as measured earlier, when a chunk was computed behind a second
+prefix: this adds no latency to a request, and covers all layers. Where it is not known, the question's attention
+chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ccjax.policy.hkvd import ratio_after_first_layer
 from ccjax.policy.reuse import most_contextualised, num_recompute_tokens
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies.base import Candidates, Decision, best_choices, mean_deviations
@@ -25,10 +25,10 @@ def decide(
     all that deviate more. Variants computed behind passages or the frame are preferred to others.
 
     Chunks with known deviations share their number: the highest deviations of any chunk, each weighted by the part of
-    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. If most tokens of
-    the chunks to recompute anything of are in other chunks, all their deviations are measured during the prefill
-    instead (CacheBlend sec. 4.3): in mode `bounded` without `settings.max_deviation`, if the model has enough layers.
-    Otherwise those other chunks get their own number, by attention (CacheCraft eq. 14).
+    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. Other chunks get
+    their own number, by attention (CacheCraft eq. 14). If most tokens of the chunks to recompute anything of are in
+    these others, the question's attention chooses instead, among all of them (`ccjax.policy.question`): in mode
+    `bounded` without `settings.max_deviation`.
     """
     choices = best_choices(chunks, candidates, mode, settings, in_context_first=True)
     counts = {
@@ -40,16 +40,10 @@ def decide(
     is_forced = mode == "bounded" and settings.recompute_ratio is not None
     cap = 1.0 if is_forced else settings.recompute_cap
     sizes = {index: chunks[index].num_tokens for index in counts}
+    by_question = False
     if mode == "bounded" and (is_forced or settings.max_deviation is None):
         wanted = {index: size for index, size in sizes.items() if counts[index]}
-        if sum(size if deviations[index] is None else -size for index, size in wanted.items()) > 0:
-            share = min(cap, sum(counts.values()) / sum(wanted.values()))
-            if ratio := ratio_after_first_layer(share, settings.num_layers):
-                kept_ratio = ratio if ratio < 1.0 else None
-                return [
-                    Decision(choice, tuple(range(wanted[index])), kept_ratio) if index in wanted else Decision(choice)
-                    for index, choice in enumerate(choices)
-                ]
+        by_question = sum(size if deviations[index] is None else -size for index, size in wanted.items()) > 0
     offsets: dict[int, tuple[int, ...]] = {}
     scores: list[tuple[float, int, int]] = []
     budget = num_shared = 0
@@ -71,4 +65,7 @@ def decide(
     for _, index, offset in sorted(scores)[:budget]:
         chosen.setdefault(index, []).append(offset)
     offsets.update((index, tuple(sorted(own))) for index, own in chosen.items())
-    return [Decision(choice, offsets.get(index, ())) for index, choice in enumerate(choices)]
+    return [
+        Decision(choice, offsets.get(index, ()), by_question=by_question and counts.get(index, 0) > 0)
+        for index, choice in enumerate(choices)
+    ]

@@ -22,11 +22,13 @@ class Decision:
     Attributes:
       kept_ratio: if given, the offsets are candidates, of which this share is kept once deviations are known
         (`ccjax.policy.hkvd`); the same for all chunks of a prompt.
+      by_question: the question's attention chooses again, as many tokens in all such chunks (`ccjax.policy.question`).
     """
 
     choice: VariantChoice | None = None
     recompute_offsets: tuple[int, ...] = ()
     kept_ratio: float | None = None
+    by_question: bool = False
 
 
 Strategy = Callable[[Sequence[PromptChunk], Candidates, ReuseMode, PlannerSettings], Sequence[Decision]]
