@@ -16,12 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ccjax.errors import ConfigError  # noqa: E402
 from scripts.benchmarks.common import BenchmarkError  # noqa: E402
 
-BENCHMARKS = (
-    *("ttft", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache"),
-    *("cluster", "gpu"),
-)
+BENCHMARKS = ("ttft", "store", "store_io", "loading", "decode", "retrieval", "serve", "ragcache", "cluster", "gpu")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         subparser.add_argument("--quick", action="store_true", help="small sizes, under a minute, to see that it runs")
         module.add_arguments(subparser)
+        if "--quick" in argv:
+            subparser.set_defaults(**getattr(module, "QUICK", {}))
         subparser.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
     # Two thread pools share the machine: idle torch threads must sleep, not spin, while JAX is timed.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("KMP_BLOCKTIME", "0")
     try:
         figures = arguments.run(arguments)
-    except BenchmarkError as error:
+    except (BenchmarkError, ConfigError) as error:
         sys.exit(f"bench.py {arguments.name}: {error}")
     if arguments.json:
         print(json.dumps(figures))

@@ -51,7 +51,6 @@ def main() -> int:
     parser.add_argument("--only", metavar="PART", default="", help="cases with this part in their name")
     parser.add_argument("--quick", action="store_true", help="only a few cases of kernels and steps")
     parser.add_argument("--update", action="store_true", help="write the figures to the committed table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     arguments = parser.parse_args()
     target = importlib.import_module(f"scripts.kernels.{arguments.kind}")
     tables = json.loads(TABLE.read_text()) if TABLE.exists() else {}
@@ -67,8 +66,6 @@ def main() -> int:
         found, wrong = _compile_all(target, dump, arguments.only, arguments.quick, known)
     if not any(found.values()):
         parser.error(f"--only: wanted a part of a case's name, got {arguments.only!r}, which matches none")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"versions": versions, "figures": found}, indent=1) + "\n")
     if arguments.update and not wrong:
         kept = table["figures"] if is_part else {}
         merged = {chip: kept.get(chip, {}) | figures for chip, figures in found.items()}
@@ -97,53 +94,46 @@ def _compile_all(
     def is_wanted(name: str) -> bool:
         return only in name and (not is_quick or name in QUICK | QUICK_STEPS)
 
+    devices_of = functools.cache(target.devices_of)
+
+    def kernel(case: Any, operation: Any, chip: str) -> dict[str, int]:
+        executable = compile_case(operation, case, devices_of(chip)[0], target.PLATFORM, target.options())
+        return target.figures(executable, case.kernel, dump, chip)
+
+    def step(case: Any, implementation: str, chip: str) -> dict[str, int]:
+        return step_figures(compile_step(case, implementation, devices_of(chip), target.PLATFORM, target.options()))
+
     operations = {"partial_prefill": attention, "paged_decode": decode_attention}
-    cases = [case for case in ALL_CASES if is_wanted(case.name)]
     found: dict[str, Any] = {chip: {} for chip in target.CHIPS}
     wrong: list[str] = []
+    controls: list[tuple[Any, ...]] = [(kernel, name, chip, *control) for name, chip, *control in target.controls()]
     for chip in target.CHIPS:
-        devices, implementation = target.devices_of(chip), target.implementation(chip)
-        device = devices[0]
-        for case in cases:
-            _empty(dump)
-            start = time.monotonic()
-            operation = functools.partial(operations[case.kernel], implementation=implementation)
-            executable = compile_case(operation, case, device, target.PLATFORM, target.options())
-            figures = found[chip][case.name] = target.figures(executable, case.kernel, dump, chip)
-            earlier = figures if known is None else known.get(chip, {}).get(case.name)
-            wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
-            _print_row(chip, case.name, figures, start)
-        for case in (case for case in STEP_CASES if is_wanted(case.name)):
-            _empty(dump)
-            start = time.monotonic()
-            executable = compile_step(case, implementation, devices, target.PLATFORM, target.options())
-            figures = found[chip][case.name] = step_figures(executable)
-            earlier = figures if known is None else known.get(chip, {}).get(case.name)
-            wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
-            _print_row(chip, case.name, figures, start)
-        for name, case, other, message in step_controls(implementation):
-            if not is_wanted(case.name):
-                continue
+        implementation = target.implementation(chip)
+        jobs: list[tuple[Any, Any, Any]] = [
+            (kernel, case, functools.partial(operations[case.kernel], implementation=implementation))
+            for case in ALL_CASES
+        ]
+        jobs += [(step, case, implementation) for case in STEP_CASES]
+        for compiled, case, how in jobs:
+            if is_wanted(case.name):
+                _empty(dump)
+                start = time.monotonic()
+                figures = found[chip][case.name] = compiled(case, how, chip)
+                earlier = figures if known is None else known.get(chip, {}).get(case.name)
+                wrong += violations(chip, case.name, figures, target.LIMITS, earlier)
+                columns = [f"{figure} {value:>10,} " for figure, value in figures.items()]
+                print(f"{chip:5} {case.name:42}", *columns, f"in {time.monotonic() - start:.0f} s", flush=True)
+        controls += [(step, name, chip, *control) for name, *control in step_controls(implementation)]
+    for compiled, name, chip, case, how, message in controls:
+        if is_wanted(case.name):
             _empty(dump)
             start = time.monotonic()
             try:
-                executable = compile_step(case, other, devices, target.PLATFORM, target.options())
-                outcome = str(violations(chip, name, step_figures(executable), target.LIMITS, found[chip][case.name]))
-            except Exception as error:
+                figures = compiled(case, how, chip)
+                outcome = str(violations(chip, name, figures, target.LIMITS, found[chip][case.name]))
+            except Exception as error:  # the compilers raise JaxRuntimeError, lowering ValueError and others
                 outcome = str(error)
             wrong += _judge(chip, name, outcome, message, start)
-    for name, chip, case, operation, message in target.controls():
-        if not is_wanted(case.name):
-            continue
-        _empty(dump)
-        start = time.monotonic()
-        try:
-            executable = compile_case(operation, case, target.devices_of(chip)[0], target.PLATFORM, target.options())
-            figures = target.figures(executable, case.kernel, dump, chip)
-            outcome = str(violations(chip, name, figures, target.LIMITS, figures))
-        except Exception as error:  # the compilers raise JaxRuntimeError, lowering ValueError and others
-            outcome = str(error)
-        wrong += _judge(chip, name, outcome, message, start)
     return found, wrong
 
 
@@ -153,11 +143,6 @@ def _judge(chip: str, name: str, outcome: str, message: str, start: float) -> li
     result = "fails, as it must" if failed else "DOES NOT FAIL"
     print(f"{chip:5} {name:50} {result} in {time.monotonic() - start:.0f} s", flush=True)
     return [] if failed else [f"{chip}, control {name!r}: wanted an error matching {message!r}, got {outcome[:200]!r}"]
-
-
-def _print_row(chip: str, name: str, figures: dict[str, int], start: float) -> None:
-    columns = [f"{figure} {value:>10,} " for figure, value in figures.items()]
-    print(f"{chip:5} {name:42}", *columns, f"in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _empty(folder: Path) -> None:

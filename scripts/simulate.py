@@ -2,7 +2,7 @@
 
 Runs the engine's own planner, scheduler, index, eviction and routing over a cost model instead of a device: computes
 the TTFT, throughput and hit rates of a corpus, a load and a budget on hardware that is not present. --size-for searches
-budgets and replicas; --validate compares with the real engine on this CPU. What is modelled: docs/simulation.md.
+budgets and replicas. What is modelled: docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.validate:
-        from scripts.simulation.validate import validate
-
-        found = validate(args)
-    elif args.paper is not None:
+    if args.paper is not None:
         found = _paper(args)
     elif args.size_for is not None:
         found = _size(args)

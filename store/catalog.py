@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from ccjax.store.objects import Root, for_each
 from ccjax.store.records import KnownShard
@@ -70,7 +70,7 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
             raise CatalogError("checksum failed")
         columns = json.loads(table)
         lengths = columns.pop("record_bytes")
-        ends = _cumulated(start + num_bytes, lengths)
+        ends = list(itertools.accumulate(lengths, initial=start + num_bytes))
         if ends[-1] != len(raw):
             raise CatalogError(f"wanted {ends[-1]} bytes, got {len(raw)}")
         for name in ("variant_id", "chunk_id", "object_id"):
@@ -145,10 +145,3 @@ def delete_catalog(root: Root, namespace: str, delete: Callable[[str], bool]) ->
 
 def _key(namespace: str, name: str) -> str:
     return f"{namespace}/catalog/{name}"
-
-
-def _cumulated(start: int, lengths: Iterable[int]) -> list[int]:
-    ends = [start]
-    for length in lengths:
-        ends.append(ends[-1] + length)
-    return ends

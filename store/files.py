@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.store.errors import StoreUnavailableError
+from ccjax.store.local import sync_folder
 
 
 class FileRoot:
@@ -129,11 +130,7 @@ class FileRoot:
 
     def sync(self, prefix: str) -> None:
         """Makes names added directly below `prefix` survive a power failure."""
-        descriptor = os.open(self.path / prefix, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(self.path / prefix)
 
     def names(self, prefix: str) -> list[str]:
         try:

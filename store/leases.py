@@ -121,7 +121,8 @@ class Leases:
     def _create(self, key: str, latest: Lease | None, seconds: float) -> Lease | None:
         epoch = 1 if latest is None else latest.epoch + 1
         lease = Lease(key, epoch, uuid.uuid4().hex, self._clock() + seconds)
-        raw = self._identity.seal("lease", f"{key}.{epoch}", _encode(lease))
+        value = json.dumps({"holder": lease.holder, "expires_s": lease.expires_s}).encode()
+        raw = self._identity.seal("lease", f"{key}.{epoch}", value)
         return lease if self._root.create(self._key(key, epoch), raw, durable=False) else None
 
     def _checked(self, keys: Sequence[str], held: Sequence[Lease]) -> list[Lease]:
@@ -147,7 +148,3 @@ def _leading(keys: Sequence[str], is_good: Callable[[str], bool]) -> list[str]:
     """`keys` before the first one for which `is_good` is False."""
     end = next((index for index, key in enumerate(keys) if not is_good(key)), len(keys))
     return list(keys[:end])
-
-
-def _encode(lease: Lease) -> bytes:
-    return json.dumps({"holder": lease.holder, "expires_s": lease.expires_s}).encode()

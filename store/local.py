@@ -41,12 +41,17 @@ def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    for folder in (path.parent, path.parent.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_folder(path.parent)
+    sync_folder(path.parent.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes names added directly in a folder survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class LocalObject:

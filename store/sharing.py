@@ -5,17 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Container
-from typing import Protocol
 
 from ccjax.store.arrays import OnRead, ShardReader
-
-
-class Tier(Protocol):
-    """Source of readers."""
-
-    def open(self, variant_id: str) -> ShardReader:
-        """Opens a reader of a variant; may raise ShardNotFoundError."""
-        ...
+from ccjax.store.disk import TensorStoreTier
 
 
 class SharedReaders:
@@ -26,7 +18,7 @@ class SharedReaders:
       on_read: see `ShardReader.watch`.
     """
 
-    def __init__(self, tier: Tier | None, on_read: OnRead | None) -> None:
+    def __init__(self, tier: TensorStoreTier | None, on_read: OnRead | None) -> None:
         self._tier = tier
         self._on_read = on_read
         self._lock = threading.Lock()

@@ -27,7 +27,7 @@ from rich.table import Table
 from ccjax.cli.options import CommandSettings, StartupError, flag, parse, subset
 from ccjax.cli.progress import Stages, bars
 from ccjax.cli.serving.options import ServedDtype, engine_settings
-from ccjax.cli.values import check_writable
+from ccjax.cli.values import check_writable, size_text
 from ccjax.config import DocumentOptions, EngineConfig
 from ccjax.config.base import Described, SettingsModel
 from ccjax.config.values import FilePath, FolderPath
@@ -150,11 +150,11 @@ class _Bars:
         estimate, collection = report.estimate, report.collection
         assert estimate is not None and collection is not None
         seconds = "unknown time" if estimate.seconds is None else f"about {_time(estimate.seconds)}"
-        on_disk = "" if estimate.disk_bytes is None else f", {_size(estimate.disk_bytes)} of the file system"
-        free = "" if estimate.free_bytes is None else f" ({_size(estimate.free_bytes)} free)"
+        on_disk = "" if estimate.disk_bytes is None else f", {size_text(estimate.disk_bytes)} of the file system"
+        free = "" if estimate.free_bytes is None else f" ({size_text(estimate.free_bytes)} free)"
         text = (
             f"{len(collection.passages)} passages; {estimate.variants} variants to compute: "
-            f"{estimate.computed_tokens} tokens, {seconds}, {_size(estimate.num_bytes)}{on_disk}{free}"
+            f"{estimate.computed_tokens} tokens, {seconds}, {size_text(estimate.num_bytes)}{on_disk}{free}"
         )
         self._stages.shown.console.print(text, highlight=False, soft_wrap=True)
 
@@ -162,7 +162,7 @@ class _Bars:
         """Shows the progress of the variants."""
         counts, estimate = report.counts, report.estimate
         assert estimate is not None
-        speed = f"{counts.tokens_per_s:.0f} tokens/s, {_size(counts.stored_bytes)} written"
+        speed = f"{counts.tokens_per_s:.0f} tokens/s, {size_text(counts.stored_bytes)} written"
         self._stages("computing", counts.done, estimate.variants, speed=speed)
 
     def close(self) -> None:
@@ -268,9 +268,9 @@ def _print(report: Report) -> None:
             table.add_row(name, f"{found[key]['stored']} of {len(units)} ({_share(found[key]['share'])})")
     if report.pruned is not None:
         pruned = report.pruned
-        text = f"{pruned.variants} variants of {pruned.passages} passages, {_size(pruned.num_bytes)}"
+        text = f"{pruned.variants} variants of {pruned.passages} passages, {size_text(pruned.num_bytes)}"
         table.add_row("dropped", text)
-    table.add_row("computed now", f"{counts.computed} variants, {_size(counts.stored_bytes)}")
+    table.add_row("computed now", f"{counts.computed} variants, {size_text(counts.stored_bytes)}")
     table.add_row("in", f"{_time(counts.seconds)}, {counts.tokens_per_s:.0f} tokens/s")
     for name, values in (("too long", found["too_long"]), ("unusable files", found["unusable_files"])):
         if values:
@@ -292,14 +292,6 @@ def _print(report: Report) -> None:
 
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{value:.1%}"
-
-
-def _size(num_bytes_: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes_ < 1000:
-            return f"{num_bytes_:.3g} {unit}"
-        num_bytes_ /= 1000
-    return f"{num_bytes_:.3g} TB"
 
 
 def _time(seconds: float) -> str:

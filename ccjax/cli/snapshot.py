@@ -25,7 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.table import Table
 
 from ccjax.cli.progress import Stages, bars
-from ccjax.cli.values import num_bytes, positive_int
+from ccjax.cli.values import num_bytes, positive_int, size_text
 from ccjax.config.engine import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def save(args: argparse.Namespace) -> int:
     _print(
         args,
         dataclasses.asdict(report),
-        f"Saved {report.num_variants} variants, {_size(report.num_bytes)}, to {report.url}"
+        f"Saved {report.num_variants} variants, {size_text(report.num_bytes)}, to {report.url}"
         + _also((report.num_evicted, "evicted meanwhile"), (report.num_damaged, "damaged, left out")),
     )
     return 1 if report.num_damaged else 0
@@ -81,7 +81,7 @@ def restore(args: argparse.Namespace) -> int:
     _print(
         args,
         {**dataclasses.asdict(report), "failed_writes": num_failed},
-        f"Restored {report.num_restored - num_failed} variants, {_size(report.restored_bytes)}, into {args.store}"
+        f"Restored {report.num_restored - num_failed} variants, {size_text(report.restored_bytes)}, into {args.store}"
         + _also(
             (report.num_present, "there already"),
             (report.num_left_out, "beyond --max-bytes"),
@@ -127,13 +127,13 @@ def inspect(args: argparse.Namespace) -> int:
     table.add_row("KV", f"{spec.dtype}, {spec.num_layers} layers, {spec.num_kv_heads} KV heads of {spec.head_dim}")
     table.add_row("variants", f"{facts['num_variants']} of {facts['num_chunks']} chunks")
     table.add_row("tokens", str(index.num_tokens))
-    table.add_row("bytes", _size(index.num_bytes))
+    table.add_row("bytes", size_text(index.num_bytes))
     table.add_row("age", f"{_age(facts['age_s'])}, ccjax {index.ccjax_version}")
     console.print(table)
     hottest = Table("chunk", "variants", "tokens", "bytes", "f_r", "text" if tokenizer else "", title="Hottest chunks")
     for chunk in chunks:
         text = " ".join(chunk.get("text", "").split())
-        numbers = (str(chunk["num_variants"]), str(chunk["num_tokens"]), _size(chunk["num_bytes"]))
+        numbers = (str(chunk["num_variants"]), str(chunk["num_tokens"]), size_text(chunk["num_bytes"]))
         hottest.add_row(chunk["chunk_id"][:12], *numbers, f"{chunk['frequency_reuse']:.1f}", text[:56])
     console.print(hottest, markup=False)
     return 0
@@ -226,14 +226,6 @@ def _print(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
 
 def _also(*counts: tuple[int, str]) -> str:
     return "".join(f"; {number} {what}" for number, what in counts if number)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def _age(seconds: float) -> str:

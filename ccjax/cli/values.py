@@ -1,4 +1,4 @@
-"""Parsers of command-line options that are not settings."""
+"""Parsers of command-line options that are not settings, and sizes as text."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def num_bytes(text: str) -> int:
         return values.num_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
+
+
+def size_text(size: float) -> str:
+    """A number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 def positive_int(text: str) -> int:

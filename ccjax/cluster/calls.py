@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from ccjax.server.admin import WHOLE_LISTING
@@ -119,20 +119,9 @@ async def perform(app: App, call: Call) -> AsyncGenerator[Head | bytes, None]:
 
 async def perform_whole(app: App, call: Call) -> ReplicaResponse:
     """The complete answer of the application; raises as `perform`."""
-    return await collect(perform(app, call))
-
-
-async def collect(pieces: AsyncIterator[Head | bytes]) -> ReplicaResponse:
-    """Joins the parts of an answer."""
-    head, body = None, []
-    async for piece in pieces:
-        if isinstance(piece, Head):
-            head = piece
-        else:
-            body.append(piece)
-    if head is None:
-        raise RuntimeError("an answer without a beginning")
-    return ReplicaResponse(head, b"".join(body))
+    head, *body = [piece async for piece in perform(app, call)]
+    assert isinstance(head, Head)
+    return ReplicaResponse(head, b"".join(piece for piece in body if isinstance(piece, bytes)))
 
 
 def _scope(call: Call) -> dict[str, Any]:

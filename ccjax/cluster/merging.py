@@ -7,6 +7,7 @@ it is unknown which ones replicas have in common.
 
 from __future__ import annotations
 
+import collections
 import heapq
 import json
 import urllib.parse
@@ -57,11 +58,17 @@ def _page(call: Call, bodies: Sequence[Body]) -> dict[str, Any]:
     start, count = int(query.get("offset", ["0"])[0]), int(query.get("limit", [str(DEFAULT_PAGE)])[0])
     data = _documents(bodies)
     page = data[start : start + count]
-    return {**bodies[0], "data": page, "total": len(data), "has_more": start + count < len(data), **_notices(bodies)}
+    return {
+        **bodies[0],
+        "data": page,
+        "total": len(data),
+        "has_more": start + count < len(data),
+        "replicas": len(bodies),
+    }
 
 
 def _versions(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
-    return {**bodies[0], "data": _documents(bodies), **_notices(bodies)}
+    return {**bodies[0], "data": _documents(bodies), "replicas": len(bodies)}
 
 
 def _documents(bodies: Iterable[Body]) -> list[dict[str, Any]]:
@@ -91,7 +98,7 @@ def _removal(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
         **_largest(bodies, "chunks", "kept_chunks", "variants"),
         "bytes": _bytes(bodies),
         "in_documents_directory": any(body["in_documents_directory"] for body in bodies),
-        **_notices(bodies),
+        "replicas": len(bodies),
     }
 
 
@@ -116,10 +123,6 @@ def _live(_: Call, bodies: Sequence[Body]) -> dict[str, Any]:
         "documents": _hottest(use for body in bodies for use in body["documents"]),
         "replicas": [{name: body[name] for name in _OF_EACH} for body in bodies],
     }
-
-
-def _notices(bodies: Sequence[Body]) -> dict[str, int]:
-    return {"replicas": len(bodies)}
 
 
 def _tier(same: Sequence[Body]) -> dict[str, Any]:
@@ -163,8 +166,7 @@ def _latest(same: Sequence[Body], name: str) -> float | None:
 
 
 def _sums(values: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: collections.Counter[str] = collections.Counter()
     for counts in values:
-        for name, value in counts.items():
-            found[name] = found.get(name, 0) + value
-    return found
+        found.update(counts)
+    return dict(found)

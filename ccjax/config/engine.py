@@ -210,9 +210,14 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
             raise ValueError("store_key_file: wanted a store whose entries its keys seal, got none")
         if self.encrypt_store and self.store_key_file is None:
             raise ValueError("encrypt_store: wanted a store_key_file, of whose keys it makes its own, got none")
-        if self.order_after_s is not None and self.store_index is None:
+        if self.order_after_s is not None and not self.has_index:
             raise ValueError("order_after_s: wanted a store_index, by which orders are placed, got none")
         return self
+
+    @property
+    def has_index(self) -> bool:
+        """True if other processes on the store can receive orders."""
+        return self.store_index is not None
 
     def planner_settings(self, num_layers: int = 1) -> PlannerSettings:
         """The settings for policy, for a model with this many layers."""

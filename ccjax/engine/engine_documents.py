@@ -154,14 +154,9 @@ class EngineDocuments:
         Raises:
           RequestError: a document is invalid, or the model has no tokenizer.
         """
-        return self._passage_chunks(documents, "")
-
-    def _passage_chunks(self, documents: Sequence[Document | Mapping[str, Any]], tenant: str) -> tuple[Chunk, ...]:
         if self._builder is None:
             raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
-        return tuple(
-            as_chunk(self._builder.document_ids(document), document, tenant) for document in documents_from(documents)
-        )
+        return tuple(as_chunk(self._builder.document_ids(document), document) for document in documents_from(documents))
 
     def prompt_overhead(self, *, system_prompt: str | None = None) -> tuple[Chunk | None, int]:
         """Returns the chunk of the system prompt that warmed documents are behind (None without one), and the number of

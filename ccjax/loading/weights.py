@@ -8,11 +8,10 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.checkpoint import CheckpointIndex, is_checkpoint, load_checkpoint, read_index
@@ -117,7 +116,7 @@ class CheckpointWeights:
         return hashlib.sha256(f"{index.source}\0rounded to {index.dtype}".encode()).hexdigest()
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        put = None if sharding is None else _putting(sharding)
+        put = None if sharding is None else lambda spec, host: spread(host, sharding(spec))
         return load_checkpoint(
             self.directory, dtype=jnp.dtype(dtype), quantization=quantization, progress=progress, put=put
         )
@@ -184,7 +183,7 @@ class RandomWeights:
             jnp.dtype(dtype),
             quantization=quantization,
             progress=progress,
-            sharding=sharding or _anywhere,
+            sharding=sharding or (lambda _: None),
         )
 
 
@@ -246,12 +245,3 @@ def _noted_source(directory: Path, digest: str) -> str | None:
         return note["source"] if note["files"] == digest and isinstance(note["source"], str) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _putting(sharding: Placing) -> Callable[[ParamSpec, np.ndarray], Any]:
-    """Copies to each device its shard of a host array."""
-    return lambda spec, host: spread(host, sharding(spec))
-
-
-def _anywhere(_: ParamSpec) -> None:
-    return None

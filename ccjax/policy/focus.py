@@ -29,12 +29,7 @@ def focused_chunks(mass: Sequence[float], rule: str) -> frozenset[int]:
     below several small ones. `largest_gap` cuts where p is largest. Both: of equal scores the cut that keeps fewer
     chunks. Readings: a gap of 0 is never a cut, so equal chunks stay together and the order of ties cannot matter;
     one positive gap (always so for two chunks) decides, though its term is 0; no positive gap: all are focused.
-
-    Raises:
-      ValueError: a mass is negative or not finite, or the rule is unknown.
     """
-    check_masses("mass", mass)
-    check_focus_rule("rule", rule)
     order = sorted(range(len(mass)), key=lambda index: (-mass[index], index))
     gaps = [(kept, mass[order[kept - 1]] - mass[order[kept]]) for kept in range(1, len(order))]
     total = math.fsum(gap for _, gap in gaps)

@@ -299,4 +299,3 @@ _PARSERS: dict[str, Callable[[Path, bytes], tuple[str | None, str]]] = {
     ".htm": _parse_html,
     ".pdf": _parse_pdf,
 }
-SUFFIXES = tuple(sorted(_PARSERS))

@@ -262,17 +262,6 @@ class Retriever:
         found = index.stages(vector, top_k, num_stages, where=where)
         return (([self._passage(row, score) for score, row in hits], is_all) for hits, is_all in found)
 
-    def recall(self, queries: Sequence[str], top_k: int) -> float:
-        """Share of the passages truly most similar to some queries that `search` finds; reads every vector. 1.0 without
-        a trained index.
-
-        Raises:
-          ValueError: there is no query.
-        """
-        if not queries:
-            raise ValueError("queries: wanted at least one, got none")
-        return self._current().recall(self._embedder.embed(list(queries)), top_k)
-
     def refresh(self) -> RefreshReport:
         """Updates the index from the directory.
 

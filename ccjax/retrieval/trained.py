@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import faiss
 import numpy as np
@@ -22,7 +22,6 @@ from ccjax.retrieval.catalog import IndexUnusableError
 from ccjax.retrieval.segments import IndexSegment
 
 TrainedKind = Literal["ivf", "hnsw"]
-TRAINED_KINDS: tuple[TrainedKind, ...] = get_args(TrainedKind)
 Batches = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 """Starts over a stream of (rows int64 [n], vectors float32 [n, dim]), rows ascending."""
 Progress = Callable[[str, int, int], None]

@@ -99,6 +99,8 @@ class QuestionPass:
 
     def revise(self) -> None:
         """Lets the jobs choose their tokens by what the layers measured; waits for the device."""
+        if not self.jobs:
+            return
         total = np.stack(fetch(self._received)).sum(0, dtype=np.float64)
         for job, received in zip(self._all, np.split(total[: self._ends[-1]], self._ends[:-1]), strict=True):
             if job in self.jobs:

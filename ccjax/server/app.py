@@ -24,7 +24,7 @@ from ccjax.server.body import add_schemas, describe, json_body
 from ccjax.server.errors import ApiError, as_api_error, field_names
 from ccjax.server.keys import KeyRing
 from ccjax.server.openai_format import DONE, Formatter, Kind, event
-from ccjax.server.page import add_page, live_routes
+from ccjax.server.page import live_routes, page_routes
 from ccjax.server.schemas import ChatBody, CompletionBody, Generation, TokenizeBody
 from ccjax.server.service import Service
 from ccjax.server.telemetry import RequestTelemetry
@@ -68,7 +68,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_api_routes(service), dependencies=with_key)
     if service.settings.page:
         app.include_router(live_routes(service), dependencies=with_key)
-        add_page(app)
+        app.router.routes += page_routes()
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

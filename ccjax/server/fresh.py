@@ -25,13 +25,13 @@ async def keep_fresh(settings: ServerSettings, backend: Callable[[], Backend | N
     """
     await asyncio.gather(
         _repeat(settings.refresh_interval_s, _refresh_documents, backend),
-        _repeat(settings.store_refresh_interval_s or None, _refresh_store, backend),
-        _repeat(_ORDER_EVERY_S, _place_orders, backend),
+        _repeat(settings.store_refresh_interval_s or None, lambda found: found.engine.cache.refresh(), backend),
+        _repeat(_ORDER_EVERY_S, lambda found: found.engine.orders.place(), backend),
     )
 
 
 async def _repeat(
-    interval_s: float | None, look: Callable[[Backend], None], backend: Callable[[], Backend | None]
+    interval_s: float | None, look: Callable[[Backend], object], backend: Callable[[], Backend | None]
 ) -> None:
     while interval_s is not None:
         await asyncio.sleep(interval_s)
@@ -49,11 +49,3 @@ def _refresh_documents(backend: Backend) -> None:
     if own_documents.refresh(backend.retriever, backend.engine, backend.worker) and backend.preparation is not None:
         backend.preparation.restart()
         backend.worker.thread.call(lambda: None)  # wakes it up
-
-
-def _refresh_store(backend: Backend) -> None:
-    backend.engine.cache.refresh()
-
-
-def _place_orders(backend: Backend) -> None:
-    backend.engine.orders.place()

@@ -6,7 +6,6 @@ import logging
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
-LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -12,7 +13,7 @@ from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, Response
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.retrieval import Retriever
-from ccjax.runner.compilations import compilations
+from ccjax.runner.compilations import Compilations, compilations
 from ccjax.server.preparing import DocumentPreparation
 from ccjax.server.worker import Job
 from ccjax.types import ReuseReport
@@ -50,7 +51,7 @@ class ServerMetrics:
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # process_resident_memory_bytes and others, on Linux
-        registry.register(_CompilationsCollector())
+        registry.register(_Scraped(functools.partial(_compilations, compilations())))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"ccjax_{name}", text, labels, registry=registry)
@@ -129,13 +130,8 @@ class ServerMetrics:
             readers["documents_to_prepare"] = (text, lambda: preparation.num_documents_left)
         for name, (text, read) in readers.items():
             Gauge(f"ccjax_{name}", text, registry=self._registry).set_function(read)
-        self._registry.register(_BatchCollector(engine))
-        self._registry.register(_StoreCollector(engine))
-        self._registry.register(_ChangeFeedCollector(engine))
-        self._registry.register(_MaintenanceCollector(engine))
-        self._registry.register(_OrderCollector(engine))
-        self._registry.register(_ShadowCollector(engine))
-        self._registry.register(_RatesCollector(engine))
+        for read in (_batch, _store, _change_feed, _maintenance, _orders, _shadow, _rates):
+            self._registry.register(_Scraped(functools.partial(read, engine)))
 
     def count_error(self, reason: str) -> None:
         """Counts a request without a complete answer; `reason` is an `ApiError.reason` or "cancelled"."""
@@ -218,140 +214,104 @@ class ServerMetrics:
                 self._prefix_hits.inc(document.reused_tokens)
 
 
-class _BatchCollector:
-    """The batch and its page pool, read at every scrape."""
+class _Scraped:
+    """Metrics that a function reads at every scrape."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self._engine.batch_counts
-        yield GaugeMetricFamily("ccjax_num_requests_running", "Requests that run", value=counts.running)
-        yield GaugeMetricFamily("ccjax_num_requests_waiting", "Requests waiting", value=counts.waiting)
-        text = "Requests that lost their pages to more important ones and ran again"
-        yield CounterMetricFamily("ccjax_num_preemptions", text, value=counts.preemptions)
-        text = "Answers that were retried because a step of the model failed"
-        yield CounterMetricFamily("ccjax_num_retries", text, value=counts.retries)
-        used = counts.num_pages - counts.free_pages
-        pages = GaugeMetricFamily(
-            "ccjax_kv_cache_pages", "Pages of device memory; those of cached chunks are used", labels=["state"]
-        )
-        pages.add_metric(["free"], counts.free_pages)
-        pages.add_metric(["used"], used)
-        yield pages
-        yield GaugeMetricFamily(
-            "ccjax_kv_cache_usage_perc", "Share of pages in use, 0 to 1", value=used / counts.num_pages
-        )
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
 
 
-class _StoreCollector:
-    """The store's own counters by tier, read at every scrape."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        usage = self._engine.cache.usage()
-        names = [field.name for tier in usage.values() for field in dataclasses.fields(tier)]
-        for name in dict.fromkeys(names):
-            family = GaugeMetricFamily if name in _STORE_GAUGES else CounterMetricFamily
-            metric = family(f"ccjax_store_{name}", f"{name.replace('_', ' ')} of a tier of the store", labels=["tier"])
-            for tier, values in usage.items():
-                value = getattr(values, name)
-                metric.add_metric([tier], float("inf") if value is None else value)  # None: no limit
-            yield metric
-
-
-class _ChangeFeedCollector:
-    """The change feed of the shared index, read at every scrape; nothing without one."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self._engine.cache.change_feed_counts
-        if counts is not None:
-            yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
-            text = "Variants that other processes stored or deleted, received through the shared index"
-            yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_applied)
+def _batch(engine: Engine) -> Iterator[Metric]:
+    """The batch and its page pool."""
+    counts = engine.batch_counts
+    yield GaugeMetricFamily("ccjax_num_requests_running", "Requests that run", value=counts.running)
+    yield GaugeMetricFamily("ccjax_num_requests_waiting", "Requests waiting", value=counts.waiting)
+    text = "Requests that lost their pages to more important ones and ran again"
+    yield CounterMetricFamily("ccjax_num_preemptions", text, value=counts.preemptions)
+    text = "Answers that were retried because a step of the model failed"
+    yield CounterMetricFamily("ccjax_num_retries", text, value=counts.retries)
+    used = counts.num_pages - counts.free_pages
+    pages = GaugeMetricFamily(
+        "ccjax_kv_cache_pages", "Pages of device memory; those of cached chunks are used", labels=["state"]
+    )
+    pages.add_metric(["free"], counts.free_pages)
+    pages.add_metric(["used"], used)
+    yield pages
+    yield GaugeMetricFamily("ccjax_kv_cache_usage_perc", "Share of pages in use, 0 to 1", value=used / counts.num_pages)
 
 
-class _CompilationsCollector:
-    """Compiled steps, read at every scrape: an increase while requests run means that a request waited for a
-    compilation."""
-
-    def __init__(self) -> None:
-        self._counter = compilations()
-
-    def collect(self) -> Iterator[Metric]:
-        text = "Steps compiled for a new size, including those found in the compilation cache"
-        yield CounterMetricFamily("ccjax_compilations", text, value=self._counter.count)
-        text = "Steps compiled in idle time, for which no request waited"
-        yield CounterMetricFamily("ccjax_background_compilations", text, value=self._counter.background_count)
-
-
-class _MaintenanceCollector:
-    """Changes of the variants by idle work and by other processes, read at every scrape."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self._engine.cache.maintenance_counts
-        for name, text in _MAINTENANCE_COUNTERS.items():
-            yield CounterMetricFamily(f"ccjax_variants_{name}", text, value=getattr(counts, name))
+def _store(engine: Engine) -> Iterator[Metric]:
+    """The store's own counters by tier."""
+    usage = engine.cache.usage()
+    names = [field.name for tier in usage.values() for field in dataclasses.fields(tier)]
+    for name in dict.fromkeys(names):
+        family = GaugeMetricFamily if name in _STORE_GAUGES else CounterMetricFamily
+        metric = family(f"ccjax_store_{name}", f"{name.replace('_', ' ')} of a tier of the store", labels=["tier"])
+        for tier, values in usage.items():
+            value = getattr(values, name)
+            metric.add_metric([tier], float("inf") if value is None else value)  # None: no limit
+        yield metric
 
 
-class _OrderCollector:
-    """Orders placed for waiting requests, read at every scrape."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self._engine.orders.counts
-        for name, text in _ORDER_COUNTERS.items():
-            yield CounterMetricFamily(f"ccjax_orders_{name}", text, value=getattr(counts, name))
+def _change_feed(engine: Engine) -> Iterator[Metric]:
+    """The change feed of the shared index; nothing without one."""
+    counts = engine.cache.change_feed_counts
+    if counts is not None:
+        yield GaugeMetricFamily("ccjax_store_index_up", "1 while the shared index answers", value=int(counts.is_up))
+        text = "Variants that other processes stored or deleted, received through the shared index"
+        yield CounterMetricFamily("ccjax_store_index_changes", text, value=counts.num_applied)
 
 
-class _ShadowCollector:
-    """Comparison of answers with approximate reuse with a full prefill, read at every scrape."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def collect(self) -> Iterator[Metric]:
-        counts, strategy = self._engine.cache.shadow_counts, self._engine.config.strategy
-        for name, text in _SHADOW_COUNTERS.items():
-            metric = CounterMetricFamily(f"ccjax_shadow_{name}", text, labels=["strategy"])
-            metric.add_metric([strategy], getattr(counts, name))
-            yield metric
-        text = "Factor by which more is recomputed than configured, because answers differed"
-        factor = GaugeMetricFamily("ccjax_shadow_factor", text, labels=["strategy"])
-        factor.add_metric([strategy], counts.factor)
-        yield factor
+def _compilations(counter: Compilations) -> Iterator[Metric]:
+    """Compiled steps: an increase while requests run means that a request waited for a compilation."""
+    text = "Steps compiled for a new size, including those found in the compilation cache"
+    yield CounterMetricFamily("ccjax_compilations", text, value=counter.count)
+    text = "Steps compiled in idle time, for which no request waited"
+    yield CounterMetricFamily("ccjax_background_compilations", text, value=counter.background_count)
 
 
-class _RatesCollector:
-    """Measured loading and computing rates, read at every scrape; left out while unknown."""
+def _maintenance(engine: Engine) -> Iterator[Metric]:
+    """Changes of the variants by idle work and by other processes."""
+    counts = engine.cache.maintenance_counts
+    for name, text in _MAINTENANCE_COUNTERS.items():
+        yield CounterMetricFamily(f"ccjax_variants_{name}", text, value=getattr(counts, name))
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
 
-    def collect(self) -> Iterator[Metric]:
-        rates = self._engine.rates
-        costs = {tier: rate.cost for tier, rate in rates.tiers.items()}
-        text = "Measured time to load from a tier of the store"
-        fixed = GaugeMetricFamily("ccjax_load_latency_seconds", f"{text}, whatever the size", labels=["tier"])
-        unit = GaugeMetricFamily("ccjax_load_seconds_per_byte", f"{text}, by size", labels=["tier"])
-        for tier, cost in costs.items():
-            if cost is not None:
-                fixed.add_metric([tier], cost.fixed_s)
-                unit.add_metric([tier], cost.unit_s)
-        yield fixed
-        yield unit
-        token_s = rates.seconds_per_token
-        per_token = GaugeMetricFamily("ccjax_compute_seconds_per_token", "Measured time of one more computed token")
-        if token_s is not None:
-            per_token.add_metric([], token_s)
-        yield per_token
+def _orders(engine: Engine) -> Iterator[Metric]:
+    """Orders placed for waiting requests."""
+    counts = engine.orders.counts
+    for name, text in _ORDER_COUNTERS.items():
+        yield CounterMetricFamily(f"ccjax_orders_{name}", text, value=getattr(counts, name))
+
+
+def _shadow(engine: Engine) -> Iterator[Metric]:
+    """Comparison of answers with approximate reuse with a full prefill."""
+    counts, strategy = engine.cache.shadow_counts, engine.config.strategy
+    for name, text in _SHADOW_COUNTERS.items():
+        metric = CounterMetricFamily(f"ccjax_shadow_{name}", text, labels=["strategy"])
+        metric.add_metric([strategy], getattr(counts, name))
+        yield metric
+    text = "Factor by which more is recomputed than configured, because answers differed"
+    factor = GaugeMetricFamily("ccjax_shadow_factor", text, labels=["strategy"])
+    factor.add_metric([strategy], counts.factor)
+    yield factor
+
+
+def _rates(engine: Engine) -> Iterator[Metric]:
+    """Measured loading and computing rates; left out while unknown."""
+    rates = engine.rates
+    costs = {tier: rate.cost for tier, rate in rates.tiers.items()}
+    text = "Measured time to load from a tier of the store"
+    fixed = GaugeMetricFamily("ccjax_load_latency_seconds", f"{text}, whatever the size", labels=["tier"])
+    unit = GaugeMetricFamily("ccjax_load_seconds_per_byte", f"{text}, by size", labels=["tier"])
+    for tier, cost in costs.items():
+        if cost is not None:
+            fixed.add_metric([tier], cost.fixed_s)
+            unit.add_metric([tier], cost.unit_s)
+    yield fixed
+    yield unit
+    token_s = rates.seconds_per_token
+    per_token = GaugeMetricFamily("ccjax_compute_seconds_per_token", "Measured time of one more computed token")
+    if token_s is not None:
+        per_token.add_metric([], token_s)
+    yield per_token

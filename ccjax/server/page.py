@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -51,29 +51,23 @@ class _Files(StaticFiles):
         return response
 
 
-def add_page(app: FastAPI) -> None:
-    """Serves the page at / and its files below /page/, without a key: they contain only what is in the package."""
+def page_routes() -> list[BaseRoute]:
+    """The page at / and its files below /page/, without a key: they contain only what is in the package."""
     files = _Files(directory=_FILES)
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)
 
-    app.mount("/page", files, name="page")
+    return [Route("/", page), Mount("/page", files)]
 
 
 def page_app() -> Starlette:
     """The page and its files alone, for a front: so they are of one release, and available while no server answers."""
-    files = _Files(directory=_FILES)
-
-    async def page(request: Request) -> Response:
-        return await files.get_response("index.html", request.scope)
 
     async def refuse(_: Request, error: Exception) -> Response:
         return as_api_error(error).response()
 
-    routes = [Route("/", page), Mount("/page", files)]
-    return Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+    return Starlette(routes=page_routes(), exception_handlers={HTTPException: refuse})
 
 
 def live_routes(service: Service) -> APIRouter:

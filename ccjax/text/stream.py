@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ccjax.text.tokenizer import Tokenizer
 
 _MAX_CHARACTER_TOKENS = 4
+_CONTEXT_TOKENS = 6
 
 
 class IncrementalDecoder:
@@ -18,10 +19,10 @@ class IncrementalDecoder:
     text differ: some tokenizers then also replace the whole characters just before them.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, context_tokens: int = 6):
-        """`prompt_ids`: tokens before the answer; the last `context_tokens` of them determine a leading space."""
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
+        """`prompt_ids`: tokens before the answer; the last few of them determine a leading space."""
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids)[-context_tokens:]
+        self._ids = list(prompt_ids)[-_CONTEXT_TOKENS:]
         self._start = 0
         self._emitted = len(self._ids)
 

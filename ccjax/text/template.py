@@ -68,11 +68,11 @@ class ChatTemplate:
             raise ValueError(f"chat_template: wanted a Jinja template, got {error} in line {error.lineno}") from error
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str], name: str = "default") -> ChatTemplate:
+    def load(cls, directory: str | os.PathLike[str]) -> ChatTemplate:
         """The template of a model directory.
 
         `chat_template.jinja` has priority, then `chat_template` in tokenizer_config.json, of a named list the one
-        called `name`. A directory without any gets `LLAMA3_TEMPLATE` if its tokenizer is Llama 3's own
+        called "default". A directory without any gets `LLAMA3_TEMPLATE` if its tokenizer is Llama 3's own
         `tokenizer.model`, else `PLAIN_TEMPLATE`.
 
         Raises:
@@ -86,9 +86,11 @@ class ChatTemplate:
             return cls(file.read_text(encoding="utf-8"), variables)
         if isinstance(setting, list):
             named = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
-            if name not in named:
-                raise ValueError(f"{directory}: chat_template: wanted the name {name!r}, got {sorted(map(str, named))}")
-            setting = named[name]
+            if "default" not in named:
+                raise ValueError(
+                    f"{directory}: chat_template: wanted the name 'default', got {sorted(map(str, named))}"
+                )
+            setting = named["default"]
         if isinstance(setting, str):
             return cls(setting, variables)
         if setting is not None:

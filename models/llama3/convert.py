@@ -194,29 +194,10 @@ def fingerprint_files(config: LlamaConfig, files: Mapping[str, Path]) -> str:
     """sha256 (hex) of a configuration and its weight files, each with its name and all its bytes."""
     with concurrent.futures.ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
         digests = list(pool.map(_file_digest, files.values()))
-    total = _fingerprint_start(config)
+    total = hashlib.sha256(_FINGERPRINT_FORMAT + json.dumps(config.to_hf(), sort_keys=True).encode())
     for name, digest in zip(files, digests, strict=True):
         total.update(f"{name}\0{digest}\0".encode())
     return total.hexdigest()
-
-
-def fingerprint_params(params: Params, config: LlamaConfig) -> str:
-    """sha256 (hex) of configuration and leaf bytes, for weights without files; copies one leaf at a time to the host.
-
-    Differs from `fingerprint` of the same weights in files, because it hashes our layout and dtype.
-    """
-    total = _fingerprint_start(config)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        host = np.ascontiguousarray(leaf)
-        total.update(f"{jax.tree_util.keystr(path)}\0{host.dtype.name}\0{host.shape}\0".encode())
-        total.update(host.reshape(-1).view(np.uint8))
-    return total.hexdigest()
-
-
-def _fingerprint_start(config: LlamaConfig) -> Any:
-    total = hashlib.sha256(_FINGERPRINT_FORMAT)
-    total.update(json.dumps(config.to_hf(), sort_keys=True).encode())
-    return total
 
 
 def _file_digest(path: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,17 +20,8 @@ from ccjax.models.llama3.quantized import project
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     """Inverse RoPE frequencies [H / 2] of the model, float32, scaling included."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        return llama3_frequencies(config.head_dim, config.rope_theta)
-    return llama3_frequencies(
-        config.head_dim,
-        config.rope_theta,
-        factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        original_max_position_embeddings=scaling.original_max_position_embeddings,
-    )
+    scaling = {} if config.rope_scaling is None else dataclasses.asdict(config.rope_scaling)
+    return llama3_frequencies(config.head_dim, config.rope_theta, **scaling)
 
 
 def rms_norm(x: Float[Array, "*B N D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B N D"]:

@@ -129,15 +129,12 @@ def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:
         }
     return {
         "attention_norm": ParamSpec(block + "input_layernorm.weight", (d,), ("embed",), None, "as_is"),
-        "wq": ParamSpec(
-            block + "self_attn.q_proj.weight", (d, q, h), ("embed", "heads", "head_dim"), into, num_inputs=d
-        ),
-        "wk": ParamSpec(
-            block + "self_attn.k_proj.weight", (d, k, h), ("embed", "kv_heads", "head_dim"), into, num_inputs=d
-        ),
-        "wv": ParamSpec(
-            block + "self_attn.v_proj.weight", (d, k, h), ("embed", "kv_heads", "head_dim"), into, num_inputs=d
-        ),
+        **{
+            f"w{n}": ParamSpec(
+                f"{block}self_attn.{n}_proj.weight", (d, heads, h), ("embed", axis, "head_dim"), into, num_inputs=d
+            )
+            for n, heads, axis in (("q", q, "heads"), ("k", k, "kv_heads"), ("v", k, "kv_heads"))
+        },
         "wo": ParamSpec(
             block + "self_attn.o_proj.weight",
             (q, h, d),

@@ -48,11 +48,6 @@ class SentenceEncoder:
         """Length of a sentence vector."""
         return self.config.d_model
 
-    @property
-    def max_traces(self) -> int:
-        """Upper bound on the number of compiled shapes: length buckets times batch buckets."""
-        return len(self._lengths) * len(BATCH_BUCKETS)
-
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """One L2-normalised vector per text: float32 [len(texts), dim], in the given order.
 

@@ -9,7 +9,6 @@ KV, so all reuse comes from the store.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import tempfile
@@ -17,19 +16,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
-from ccjax.cli.progress import bars
 from scripts.benchmarks import cluster_report
 from scripts.benchmarks.common import (
     BenchmarkError,
+    Say,
     check_markers,
     data_folder,
     environment,
     fill_in,
-    filled_in,
     rows_of,
     spread,
+    stages,
 )
 from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
@@ -41,31 +38,23 @@ TIMEOUT_S = 1800.0
 _PASSAGE_TOKENS = 480
 """Longer than almost every paragraph: a paragraph is a document, as in the paper."""
 _OVERHEAD_REQUESTS = 100
-_USUAL = {"layers": 8, "width": 1024, "requests": 100, "passes": 3, "documents": [1, 2]}
-_QUICK = {"layers": 1, "width": 64, "requests": 8, "passes": 1, "documents": [2]}
+QUICK = {"layers": 1, "width": 64, "requests": 8, "passes": 1, "documents": [2]}
+QUICK |= {"no_overhead": True, "systems": ["none", "generator"]}
 _SHOWN = ("layers", "width", "replicas", "requests", "passes", "load", "order_after_s", "seed")
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterWorkload:
-    """Questions, and a file of the paragraphs that answer them."""
-
-    questions: Sequence[str]
-    paragraphs: Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
     add = parser.add_argument
     add("--data", type=Path, help="folder with qa/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
-    add("--layers", type=int, help="of the model with random weights (default 8)")
-    add("--width", type=int, help="of that model, a multiple of 64 (default 1024)")
-    add("--replicas", type=int, default=2, help="(default 2, as in the paper)")
-    add("--requests", type=int, help="different questions of a pass (default 100; the paper asks 1,000)")
-    add("--passes", type=int, help="(default 3)")
-    add("--documents", type=int, nargs="+", help="retrieved for a question (default: 1 2, as in the paper)")
-    add("--load", type=float, default=1.67, help="arrivals, in multiples of what the baseline can answer (1.67)")
-    add("--order-after-s", type=float, default=0.5, help="requests that wait longer are ordered (default 0.5)")
+    add("--layers", type=int, default=8, help="of the model with random weights (%(default)s)")
+    add("--width", type=int, default=1024, help="of that model, a multiple of 64 (%(default)s)")
+    add("--replicas", type=int, default=2, help="(%(default)s, as in the paper)")
+    add("--requests", type=int, default=100, help="different questions of a pass (%(default)s; the paper asks 1,000)")
+    add("--passes", type=int, default=3, help="(%(default)s)")
+    add("--documents", type=int, nargs="+", default=[1, 2], help="retrieved for a question (%(default)s)")
+    add("--load", type=float, default=1.67, help="arrivals, in multiples of what the baseline can answer (%(default)s)")
+    add("--order-after-s", type=float, default=0.5, help="requests that wait longer are ordered (%(default)s)")
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(default: all)")
     add("--no-overhead", action="store_true", help="do not measure the overhead of front and Ray")
     add("--seed", type=int, default=0, help="of order and arrivals (default 0)")
@@ -74,15 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints tables, and returns the raw figures."""
-    options = _fill_in(options)
-    model = bench_model(None, options.data, options.layers, options.width)
+    data = data_folder(options.data)
+    if options.markdown is not None:
+        check_markers(options.markdown, [cluster_report.PART])
+    model = bench_model(None, data, options.layers, options.width)
     cases, overhead = [], None
-    with tempfile.TemporaryDirectory() as scratch, bars() as progress:
-        workload = _workload(options.data, options.requests, Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, stages() as say:
+        questions, paragraphs = _workload(data, options.requests, Path(scratch))
         if not options.no_overhead:
-            overhead = _overhead(options, model, progress)
+            overhead = _overhead(options, model, say)
         for num_documents in options.documents:
-            cases += _passes(options, model, workload, num_documents, Path(scratch), progress)
+            cases += _passes(options, model, questions, paragraphs, num_documents, say)
     figures = {
         "environment": environment(),
         "options": {name: getattr(options, name) for name in _SHOWN},
@@ -95,17 +86,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _fill_in(given: argparse.Namespace) -> argparse.Namespace:
-    options = filled_in(given, _USUAL, _QUICK)
-    options.data = data_folder(options.data)
-    if options.markdown is not None:
-        check_markers(options.markdown, [cluster_report.PART])
-    if options.quick:
-        options.no_overhead, options.systems = True, ["none", "generator"]
-    return options
-
-
-def _workload(data: Path, count: int, folder: Path) -> ClusterWorkload:
+def _workload(data: Path, count: int, folder: Path) -> tuple[list[str], Path]:
+    """Questions, and a folder with the paragraphs that answer them."""
     rows = rows_of(data / "qa" / "squad_xquad_en.jsonl")
     if count > len(rows):
         raise BenchmarkError(f"--requests: wanted at most {len(rows)}, got {count}")
@@ -119,7 +101,7 @@ def _workload(data: Path, count: int, folder: Path) -> ClusterWorkload:
     collection.write_text("\n".join(lines), encoding="utf-8")
     # Rows at regular distances: they are sorted by article, and a pass should contain all articles.
     step = len(rows) / count
-    return ClusterWorkload([rows[int(number * step)]["question"] for number in range(count)], collection.parent)
+    return [rows[int(number * step)]["question"] for number in range(count)], collection.parent
 
 
 def _body(question: str, num_documents: int, *, reuse: str = "exact") -> dict[str, Any]:
@@ -150,37 +132,34 @@ def _flags(options: argparse.Namespace, model: BenchModel, documents: Path | Non
 def _passes(
     options: argparse.Namespace,
     model: BenchModel,
-    workload: ClusterWorkload,
+    questions: list[str],
+    paragraphs: Path,
     num_documents: int,
-    scratch: Path,
-    progress: Progress,
+    say: Say,
 ) -> Iterator[dict[str, Any]]:
     """A case for each pass of each system, over the same questions in the same orders at the same times."""
     rate = 0.0
-    total = options.passes * options.requests
     for system in options.systems:
-        task = progress.add_task(f"k = {num_documents}, {system}: start", total=total)
-        store = None if system == "none" else scratch / f"store-{num_documents}-{system}"
-        flags = _flags(options, model, workload.paragraphs, store)
+        store = None if system == "none" else paragraphs.parent / f"store-{num_documents}-{system}"
+        flags = _flags(options, model, paragraphs, store)
         flags += ["--cluster", "ray", "--replicas", str(options.replicas), "--log-level", "error"]
         if system == "shared":
             flags += ["--generators", "0"]
         elif system == "generator":
             flags += ["--generators", "1", "--order-after-s", str(options.order_after_s)]
         reuse = "off" if system == "none" else "exact"
-        with serving(flags, lambda text, task=task: progress.update(task, description=text)) as url:
+        with serving(flags, say) as url:
             _warm_up(url, 4 * options.replicas, num_documents, reuse)
-            rate = rate or options.load * _capacity(url, workload, num_documents, 4 * options.replicas)
+            rate = rate or options.load * _capacity(url, questions, num_documents, 4 * options.replicas)
             times_s = arrival_times(poisson_gaps(options.requests, options.seed), rate)
             for number in range(options.passes):
-                progress.update(task, description=f"k = {num_documents}, {system}: pass {number + 1}")
-                order = random.Random(options.seed * 1000 + number).sample(workload.questions, len(workload.questions))
+                say(f"k = {num_documents}, {system}: pass {number + 1}")
+                order = random.Random(options.seed * 1000 + number).sample(questions, len(questions))
                 before = scrape(url)
                 bodies = [_body(question, num_documents, reuse=reuse) for question in order]
                 records = open_loop(url, bodies, list(times_s), TIMEOUT_S)
                 case = _figures(records, before, scrape(url))
                 yield {"documents": num_documents, "system": system, "pass": number + 1, "rate": rate, **case}
-                progress.advance(task, options.requests)
 
 
 def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None:
@@ -197,12 +176,10 @@ def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None
         _check(closed_loop(url, bodies, concurrency if round else 1, TIMEOUT_S))
 
 
-def _capacity(url: str, workload: ClusterWorkload, num_documents: int, concurrency: int) -> float:
+def _capacity(url: str, questions: list[str], num_documents: int, concurrency: int) -> float:
     """Answers a second without any cache, in closed loop."""
-    questions = workload.questions[: max(8, len(workload.questions) // 2)]
-    records = closed_loop(
-        url, [_body(question, num_documents, reuse="off") for question in questions], concurrency, TIMEOUT_S
-    )
+    bodies = [_body(question, num_documents, reuse="off") for question in questions[: max(8, len(questions) // 2)]]
+    records = closed_loop(url, bodies, concurrency, TIMEOUT_S)
     _check(records)
     return len(records) / max(record.end_s for record in records)
 
@@ -230,17 +207,16 @@ def _check(records: Sequence[RequestRecord]) -> None:
         raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed, the first: {failed[0].error}")
 
 
-def _overhead(options: argparse.Namespace, model: BenchModel, progress: Progress) -> dict[str, Any]:
+def _overhead(options: argparse.Namespace, model: BenchModel, say: Say) -> dict[str, Any]:
     """Latency of a short prompt, one at a time: of one server, and of one replica behind the front."""
     body = {**_body("What is it?", 1, reuse="off"), "retrieval": False}
     found: dict[str, Any] = {}
     for name, more in (("single", []), ("cluster", ["--cluster", "ray", "--replicas", "1"])):
-        task = progress.add_task(f"overhead, {name}", total=None)
         flags = [*_flags(options, model, None, None), *more, "--log-level", "error"]
-        with serving(flags, lambda text, task=task: progress.update(task, description=text)) as url:
+        with serving(flags, say) as url:
+            say(f"overhead, {name}")
             closed_loop(url, [body] * 20, 1, TIMEOUT_S)
             records = closed_loop(url, [body] * _OVERHEAD_REQUESTS, 1, TIMEOUT_S)
             _check(records)
             found[name] = spread([record.end_s - record.scheduled_s for record in records])
-        progress.remove_task(task)
     return {**found, "median_ms": found["cluster"]["p50"] - found["single"]["p50"], "requests": _OVERHEAD_REQUESTS}

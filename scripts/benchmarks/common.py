@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
+import contextlib
 import dataclasses
 import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median as median
 from typing import TYPE_CHECKING, Any
 
+from ccjax.cli.progress import bars
 from ccjax.evaluation.environment import environment as environment
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ccjax.models.llama3 import LlamaConfig
-    from ccjax.retrieval import Embedder
 
 NUM_SYSTEM, NUM_QUESTION = 32, 16
 """Tokens of the system prompt and of the question of a random prompt."""
-_EMBEDDED_AT_ONCE = 64
+
+
+Say = Callable[[str], None]
+"""Shows which stage a run is at."""
 
 
 class BenchmarkError(Exception):
@@ -51,21 +53,6 @@ def existing(path: Path) -> Path:
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; raises as `existing`."""
     return [json.loads(line) for line in existing(path).read_text("utf-8").splitlines()]
-
-
-def filled_in(options: argparse.Namespace, usual: Mapping[str, Any], quick: Mapping[str, Any]) -> argparse.Namespace:
-    """The options with defaults for those not given: the `quick` ones with --quick."""
-    found = copy.copy(options)
-    for name, value in (quick if options.quick else usual).items():
-        if getattr(found, name) is None:
-            setattr(found, name, value)
-    return found
-
-
-def check(name: str, is_right: bool, wanted: str, got: object) -> None:
-    """Raises BenchmarkError unless the option of that name is valid."""
-    if not is_right:
-        raise BenchmarkError(f"--{name.replace('_', '-')}: wanted {wanted}, got {got}")
 
 
 def check_markers(page: Path, names: Iterable[str]) -> None:
@@ -125,15 +112,12 @@ def random_prompt(length: int, num_passages: int, vocab_size: int) -> list[list[
     return [[draw.randrange(vocab_size) for _ in range(size)] for size in (NUM_SYSTEM, *sizes, NUM_QUESTION)]
 
 
-def embed(embedder: Embedder, texts: Sequence[str], advance: Callable[[int], None]) -> np.ndarray:
-    """[len(texts), dim] unit vectors."""
-    import numpy as np
-
-    parts = []
-    for start in range(0, len(texts), _EMBEDDED_AT_ONCE):
-        parts.append(embedder.embed(texts[start : start + _EMBEDDED_AT_ONCE]))
-        advance(len(parts[-1]))
-    return np.concatenate(parts)
+@contextlib.contextmanager
+def stages(*, is_quiet: bool = False) -> Iterator[Say]:
+    """A display of the stages of a run."""
+    with bars(is_quiet=is_quiet) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda text: progress.update(task, description=text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +154,7 @@ def resident_bytes(field: str = "VmRSS") -> int:
     return 1024 * int(fields[field].split()[0])
 
 
-def spread(seconds: Sequence[float], scale: float = 1e3) -> dict[str, float | None]:
+def spread(seconds: Sequence[float] | np.ndarray, scale: float = 1e3) -> dict[str, float | None]:
     """Mean and percentiles in milliseconds, interpolated as numpy does; None without samples."""
     import numpy as np
 

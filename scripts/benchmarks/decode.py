@@ -13,53 +13,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, Request, SamplingParams
-from ccjax.errors import ConfigError
 from ccjax.evaluation.pages import show
-from ccjax.loading.named import gguf_path
 from scripts.benchmarks import llama_cpp_peer
-from scripts.benchmarks.common import BenchmarkError, environment, median
+from scripts.benchmarks.common import environment, median, stages
 
 MODEL = "smollm2"
+QUICK = {"requests": [1, 2], "prompt_tokens": 8, "answer_tokens": 4, "repetitions": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--requests", type=positive_int, nargs="+", help="requests at once (default 1 8)")
-    parser.add_argument("--prompt-tokens", type=positive_int, default=256, help="of each request (default 256)")
-    parser.add_argument("--answer-tokens", type=positive_int, default=64, help="of each answer (default 64)")
+    parser.add_argument("--requests", type=positive_int, nargs="+", default=[1, 8], help="at once (%(default)s)")
+    parser.add_argument("--prompt-tokens", type=positive_int, default=256, help="of each request (%(default)s)")
+    parser.add_argument("--answer-tokens", type=positive_int, default=64, help="of each answer (%(default)s)")
     parser.add_argument("--repetitions", type=positive_int, default=3, help="runs per case; the median counts")
     parser.add_argument("--no-peers", action="store_true", help="without llama.cpp")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures one way after the other, since an idle server of llama.cpp takes time from others; prints the table."""
-    counts = arguments.requests or ([1, 2] if arguments.quick else [1, 8])
-    repetitions = 1 if arguments.quick else arguments.repetitions
-    prompt, answer = (8, 4) if arguments.quick else (arguments.prompt_tokens, arguments.answer_tokens)
+    counts, repetitions = arguments.requests, arguments.repetitions
+    prompt, answer = arguments.prompt_tokens, arguments.answer_tokens
     cases: list[dict[str, Any]] = []
-    with bars() as progress, tempfile.TemporaryDirectory() as folder:
-        peers, skipped = _peers(arguments, Path(folder))
-        task = progress.add_task("", total=(1 + len(peers)) * len(counts) * (repetitions + 1))
+    with stages() as say, tempfile.TemporaryDirectory() as folder:
+        file, skipped = (None, []) if arguments.no_peers else llama_cpp_peer.file_of(MODEL)
+        peers = {}
+        if file is not None:
+            float32 = llama_cpp_peer.in_float32(file, Path(folder) / "float32.gguf")
+            peers = {"llama.cpp, float32": float32, "llama.cpp, the model's file": file}
 
         def measure(way: str, rate: Callable[[int, int, int], float]) -> None:
-            progress.update(task, description=way)
             for count in counts:
-                runs = []
-                for _ in range(repetitions + 1):
-                    runs.append(rate(count, prompt, answer))
-                    progress.advance(task)
-                runs = runs[1:]  # the first one compiles
+                say(f"{way}, {count} at once")
+                runs = [rate(count, prompt, answer) for _ in range(repetitions + 1)][1:]  # the first one compiles
                 about = {"way": way, "model": MODEL, "requests": count}
                 cases.append({**about, "tokens_per_s": median(runs), "runs": runs})
 
-        try:
-            engine = Engine.from_pretrained(MODEL, read_only=True)
-        except ConfigError as error:
-            raise BenchmarkError(str(error)) from error
-        with engine:
+        with Engine.from_pretrained(MODEL, read_only=True) as engine:
             measure("default", lambda *sizes: _rate(engine, *sizes))
         for name, path in peers.items():
             server = llama_cpp_peer.Server(path, max(counts), max(counts) * (prompt + answer + 16))
@@ -70,22 +62,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"skipped: {reason}")
     about = {"prompt_tokens": prompt, "answer_tokens": answer, "repetitions": repetitions, "skipped": skipped}
     return {"benchmark": "decode", **environment(), **about, "cases": cases}
-
-
-def _peers(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Files for llama.cpp by name, and what is left out and why."""
-    if arguments.no_peers:
-        return {}, []
-    if not llama_cpp_peer.has_package():
-        return {}, ["llama.cpp: xllamacpp is not installed"]
-    try:
-        file = gguf_path(MODEL)
-    except ConfigError:
-        file = None
-    if file is None:
-        return {}, [f"llama.cpp: {MODEL} is no GGUF file"]
-    float32 = llama_cpp_peer.in_float32(file, folder / "float32.gguf")
-    return {"llama.cpp, float32": float32, "llama.cpp, the model's file": file}, []
 
 
 def _rate(engine: Engine, count: int, num_prompt_tokens: int, num_answer_tokens: int) -> float:

@@ -21,6 +21,7 @@ from ccjax.runner.compilations import compilations
 from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ReuseReport
 from scripts.benchmarks import gpu_plan, gpu_torch
+from scripts.benchmarks.common import shapes_of
 from scripts.benchmarks.gpu_engines import Engines, Prompts, Run, run_prompts
 from scripts.benchmarks.gpu_plan import GpuCase, GpuScale
 from scripts.gpucheck.ceilings import SUITE as CEILINGS
@@ -67,17 +68,15 @@ def run(record: CheckRecord, scale: GpuScale, *, folder: Path | None, only: str 
     num_passages = max((scale.num_passages(case.context) for case in fitting), default=0)
     record.add(SETUP, name="pool", bytes=pool, device_bytes=device_bytes, torch_bytes=torch_bytes)
 
-    prompts, done = Prompts(scale), set()
+    prompts = Prompts(scale)
     with Engines(params, scale, prompts, pool_bytes=pool, num_passages=num_passages, folder=folder) as engines:
         bench = GpuBench(record, scale, params, engines, prompts)
         for case in chosen:
-            shape = (case.kind, case.context, case.batch, case.ratio)
-            reason = reasons[case] or bench.too_late(case, compiles=shape not in done)
+            reason = reasons[case] or (None if record.seconds_left() > 0.0 else "not run: out of time")
             if reason is not None:
                 record.add(CASES, **case.identity(), note=reason)
                 record.say(f"{case.name}: {reason}")
                 continue
-            done.add(shape)
             attempt(record, case, lambda case=case: bench.measure(case))
 
 
@@ -126,14 +125,6 @@ class GpuBench:
         self._engines, self._prompts = engines, prompts
         self._peer: gpu_torch.TorchPeer | None = None
         self._given: dict[int, tuple[list[int], np.ndarray]] = {}
-
-    def too_late(self, case: GpuCase, *, compiles: bool) -> str | None:
-        """Why a case is not started, or None; `compiles` as in `estimate_s`."""
-        opens = case.kind != "torch" and not self._engines.is_open_for(case)
-        tflops = ceiling(self._record, "matmul_tflops") or 1.0
-        need_s = gpu_plan.estimate_s(case, self._scale, tflops, compiles=compiles, opens=opens)
-        left_s = self._record.seconds_left()
-        return None if need_s <= left_s else f"not run: may take {need_s:.0f} s, {max(left_s, 0.0):.0f} s were left"
 
     def measure(self, case: GpuCase) -> dict[str, Any]:
         """The figures of a case."""
@@ -269,24 +260,10 @@ def _share(record: CheckRecord, value: float, name: str) -> float | None:
 
 def shapes(scale: GpuScale) -> dict[str, Any]:
     """Model and prompts, for the head of the results."""
-    config = scale.config
-    return {
-        "model": scale.name,
-        "layers": config.num_layers,
-        "d_model": config.d_model,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "d_ff": config.d_ff,
-        "vocab": config.vocab_size,
-        "dtype": "bfloat16",
-        "system_tokens": scale.system_tokens,
-        "passage_tokens": scale.passage_tokens,
-        "question_tokens": scale.question_tokens,
-        "max_num_batched_tokens": scale.max_num_batched_tokens,
-        "short": scale.short,
-        "long": scale.long,
-    }
+    config, names = scale.config, ("system_tokens", "passage_tokens", "question_tokens")
+    model = {"model": scale.name, **shapes_of(config), "head_dim": config.head_dim, "vocab": config.vocab_size}
+    prompts = {name: getattr(scale, name) for name in (*names, "max_num_batched_tokens", "short", "long")}
+    return {**model, "dtype": "bfloat16", **prompts}
 
 
 def keep_executables(folder: Path) -> None:

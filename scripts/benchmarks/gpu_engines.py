@@ -125,18 +125,9 @@ class Engines:
         self._engine, self._key = None, ()
         gc.collect()
 
-    @staticmethod
-    def key_of(case: GpuCase) -> tuple[Any, ...]:
-        """Identifies the engine of a case."""
-        return (case.ratio, case.tier == DISK) if case.kind == "reuse" else ("plain",)
-
-    def is_open_for(self, case: GpuCase) -> bool:
-        """True if `of` would open no other engine."""
-        return self._key == self.key_of(case)
-
     def of(self, case: GpuCase) -> Engine:
         """The engine for a case, with every passage stored in the case's tier."""
-        key = self.key_of(case)
+        key = (case.ratio, case.tier == DISK) if case.kind == "reuse" else ("plain",)
         if self._engine is not None and self._key == key:
             return self._engine
         self.close()

@@ -1,4 +1,4 @@
-"""The cases of `bench.py gpu`, most important first, with their work, memory and time."""
+"""The cases of `bench.py gpu`, most important first, with their work and memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,8 @@ KV_ITEM_BYTES = 2
 PAGE_TOKENS = 16
 """As in the engine's pool."""
 
-_COMPILE_S = {"full": 25.0, "reuse": 35.0, "decode": 30.0, "torch": 5.0}
-"""Seconds to compile the steps of a case, if none of them is compiled yet."""
-_UTILISATION = {"full": 0.4, "reuse": 0.15, "decode": 0.4, "torch": 0.4}
-"""Share of the matmul ceiling assumed by estimates; short cases and loads reach less."""
-_TIER_S = {"device": 0.0, "host": 1.0, "disk": 6.0}
-"""Seconds per run and GiB of KV to move loaded KV back to its tier."""
 _SPARE_BYTES = 3 << 30
 """For XLA's own buffers, fragmentation and XLA's choice of algorithms."""
-OPEN_S = 10.0
-"""Seconds to open or replace an engine: its pool, the store, and all KV read once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +153,7 @@ def cases(scale: GpuScale) -> list[GpuCase]:
         GpuCase("decode", long),
     ]
 
-    def group(
-        contexts: Sequence[int], batch: int, kinds: Sequence[tuple[Kind, float | None, str | None]]
-    ) -> list[GpuCase]:
+    def group(contexts: Sequence[int], batch: int, kinds: Sequence[Way]) -> list[GpuCase]:
         return [GpuCase(kind, context, batch, ratio, tier) for kind, ratio, tier in kinds for context in contexts]
 
     plain: list[Way] = [("full", None, None), ("decode", None, None)]
@@ -303,20 +293,3 @@ def pool_bytes(chosen: Sequence[GpuCase], scale: GpuScale, least_bytes: int) -> 
 def repetitions(case: GpuCase, scale: GpuScale) -> int:
     """Timed runs of a case; fewer of long ones."""
     return scale.repetitions if case.batch * case.context <= 16384 else min(3, scale.repetitions)
-
-
-def estimate_s(case: GpuCase, scale: GpuScale, matmul_tflops: float, *, compiles: bool, opens: bool) -> float:
-    """Upper estimate of a case's seconds: compiling, one run to warm up, the timed ones.
-
-    Args:
-      compiles: no case of its kind, context and batch has run yet.
-      opens: it needs another engine than the open one.
-    """
-    prefill_s = prefill_flops(case, scale) / (matmul_tflops * 1e12 * _UTILISATION[case.kind])
-    run_s = prefill_s
-    num_runs = repetitions(case, scale) + 1
-    if case.kind == "decode":
-        run_s, num_runs = prefill_s + 0.03 * scale.steps, 2
-    if case.tier is not None:
-        run_s += _TIER_S[case.tier] * kv_bytes(scale, case.context) / (1 << 30)
-    return num_runs * run_s + compiles * _COMPILE_S[case.kind] + opens * OPEN_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,24 +69,14 @@ def tables(results: dict[str, Any]) -> list[str]:
     columns += ("15% disk ms", "30% device ms", "30% host ms", "30% disk ms")
     lines = []
     for batch, context in places:
-
-        def ttft(
-            kind: str, ratio: float | None = None, tier: str | None = None, *, at: tuple[int, int] = (context, batch)
-        ) -> float | None:
-            seconds = _figure(results, "ttft_s", kind, *at, ratio, tier)
-            return None if seconds is None else 1e3 * seconds
-
-        full, part = ttft("full"), ttft("reuse", 0.15, "device")
-        share = _figure(results, "share_of_matmul", "full", context, batch)
-        line = (
-            full,
-            None if share is None else 100 * share,
-            ttft("torch"),
-            part,
-            full / part if full and part else None,
-        )
-        line += tuple(ttft("reuse", 0.15, tier) for tier in ("host", "disk"))
-        line += tuple(ttft("reuse", 0.30, tier) for tier in ("device", "host", "disk"))
+        figure = functools.partial(_figure, results, context=context, batch=batch)
+        ttft = functools.partial(figure, "ttft_s")
+        full, part, share = ttft("full"), ttft("reuse", ratio=0.15, tier="device"), figure("share_of_matmul", "full")
+        speed_up = full / part if full and part else None
+        rest = [ttft("reuse", ratio=0.15, tier=tier) for tier in ("host", "disk")]
+        rest += [ttft("reuse", ratio=0.30, tier=tier) for tier in ("device", "host", "disk")]
+        line = [_times(1e3, full), _times(100, share), _times(1e3, ttft("torch")), _times(1e3, part), speed_up]
+        line += [_times(1e3, seconds) for seconds in rest]
         if any(value is not None for value in line):
             lines.append((f"{context:,} x {batch}", *line))
     if lines:
@@ -121,6 +112,10 @@ def section(folder: Path) -> str:
     if not found:
         return NO_RESULTS
     return "\n\n".join(part for results in found for part in [*tables(results), _source(results)])
+
+
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
 
 
 def _figure(

@@ -1,69 +1,30 @@
-"""llama.cpp, for comparison: its own llama-bench if it is installed, else its server in this process (xllamacpp)."""
+"""llama.cpp, for comparison: its server in this process (xllamacpp)."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.common import BenchmarkError
-
-NAME = "llama-bench"
+from ccjax.loading.named import gguf_path
 
 
-def find(folder: Path | None) -> Path | None:
-    """The program in a folder or its `bin`, or on PATH if no folder is given; None if PATH lacks it.
-
-    Raises:
-      BenchmarkError: the folder lacks it.
-    """
-    if folder is None:
-        found = shutil.which(NAME)
-        return Path(found) if found else None
-    found = shutil.which(NAME, path=os.pathsep.join([str(folder), str(folder / "bin")]))
-    if found is None:
-        raise BenchmarkError(f"--llama-cpp: wanted a folder with {NAME}, got {folder}")
-    return Path(found)
+def file_of(model: str) -> tuple[Path | None, list[str]]:
+    """The GGUF file of a named model; None with the reason if llama.cpp cannot be measured here."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        return None, ["llama.cpp: xllamacpp is not installed"]
+    file = gguf_path(model)
+    return file, [] if file else [f"llama.cpp: {model} is no GGUF file"]
 
 
-def prefill_s(program: Path | None, model: Path, lengths: Sequence[int], repetitions: int) -> dict[int, list[float]]:
-    """Seconds of each run that prefills this many tokens on all cores, after an uncounted one.
-
-    Args:
-      program: llama-bench; None for xllamacpp.
-
-    Raises:
-      BenchmarkError: the program does not run, or prints something else.
-    """
-    if program is None:
-        server = Server(model, 1, max(lengths) + 1)
-        return {length: [server.prefill_s(length) for _ in range(repetitions + 1)][1:] for length in lengths}
-    folder = program.resolve().parent
-    libraries = [str(folder), str(folder / "lib"), str(folder.parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
-    command = [str(program), "-m", str(model), "-p", ",".join(map(str, lengths))]
-    command += f"-n 0 -r {repetitions} -t {os.cpu_count()} -o json".split()
-    try:
-        environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries))}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        found = {int(row["n_prompt"]): [ns / 1e9 for ns in row["samples_ns"]] for row in json.loads(done.stdout)}
-        return {length: found[length] for length in lengths}
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BenchmarkError(f"{program}: exit code {error.returncode}: {last}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchmarkError(f"{program}: wanted llama-bench's JSON, got {type(error).__name__}: {error}") from error
-
-
-def has_package() -> bool:
-    """Whether xllamacpp is installed."""
-    return importlib.util.find_spec("xllamacpp") is not None
+def prefill_s(model: Path, lengths: Sequence[int], repetitions: int) -> dict[int, list[float]]:
+    """Seconds of each run that prefills this many tokens on all cores, after an uncounted one."""
+    server = Server(model, 1, max(lengths) + 1)
+    return {length: [server.prefill_s(length) for _ in range(repetitions + 1)][1:] for length in lengths}
 
 
 def prompt(number: int, num_tokens: int) -> list[int]:
@@ -101,7 +62,6 @@ class Server:
         params.model.path = str(model)
         params.n_ctx, params.n_parallel, params.verbosity = num_tokens, num_slots, -1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
-        self._num_slots = num_slots
         self._server = xllamacpp.Server(params)
 
     def answer(self, token_ids: Sequence[int], num_answer_tokens: int) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.cache.snapshot.cache import kv_spec_of
-from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.evaluation.pages import show, text
@@ -35,9 +34,10 @@ from ccjax.runner.pages import RequestPages
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.store.throttle import ThrottledLink
 from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
-from scripts.benchmarks.common import environment, median, random_config, random_prompt, shapes_of
+from scripts.benchmarks.common import environment, median, random_config, random_prompt, shapes_of, stages
 
 NUM_PASSAGES = 5
+QUICK = {"context_tokens": 512, "repetitions": 2}
 RATIOS = (0.5, 1.0, 2.0, 4.0)
 QUEUE_SHARE = 0.54
 """Time in the queue as a share of the time to load: 0.32 s of 0.59 s in Cache-Craft fig. 29."""
@@ -54,7 +54,7 @@ MODES: dict[str, tuple[Any, bool]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--context-tokens", type=positive_int, help="prompt length (default 1024)")
+    parser.add_argument("--context-tokens", type=positive_int, default=1024, help="prompt length (%(default)s)")
     parser.add_argument("--recompute-ratio", type=float, default=0.15, help="share of each passage that is recomputed")
     parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
 
@@ -125,9 +125,7 @@ class _Held:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all cases in alternation and prints the table."""
-    length = arguments.context_tokens or (512 if arguments.quick else 1024)
-    repetitions = 2 if arguments.quick else arguments.repetitions
-    layers, width = (8, 256) if arguments.quick else (16, 1024)
+    length, repetitions = arguments.context_tokens, arguments.repetitions
     config = random_config(is_quick=arguments.quick)
     params = init_params(config, jax.random.key(0))
     model = LoadedModel("random", config, params, None, None, frozenset(), "loading")
@@ -136,7 +134,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     # Every run reuses and recomputes the same tokens.
     settings |= {"strategy": "cachecraft", "focus_window": None, "read_only": True}
 
-    with tempfile.TemporaryDirectory() as directory, bars() as progress:
+    with tempfile.TemporaryDirectory() as directory, stages() as say:
         url = f"file://{directory}/store"
         with Engine(model, EngineConfig(store=url, max_model_len=length + 1)) as engine:
             engine.run(fill)
@@ -155,24 +153,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             return LoadingCase(tier, mode, engine, load_s, QUEUE_SHARE * load_s if is_queued else 0.0)
 
         ratios = (2.0,) if arguments.quick else RATIOS
-        task = progress.add_task("compile, then measure", total=3 + (len(MODES) * len(ratios) + 3) * (repetitions + 1))
+        say("compile")
         cases = [case("device", "layer"), case("host", "sync"), case("host", "layer")]
         for _ in range(3):
             ideal.measure()
             for loading_case in cases:  # the first run promotes the KV to memory
                 loading_case.measure(request)
-            progress.advance(task)
         prefill_s, kv_bytes = min(ideal.runs_s), cases[0].reports[0].loaded_bytes
         for ratio in ratios:
             load_s = ratio * prefill_s
             cases += [case("disk", mode, load_s, ThrottledLink(kv_bytes / load_s)) for mode in MODES]
-        for _ in range(repetitions + 1):
+        for number in range(repetitions + 1):
+            say(f"run {number + 1} of {repetitions + 1}")
             ideal.measure()
             for loading_case in cases:
                 loading_case.measure(request)
-                progress.advance(task)
         ideal_s = median(ideal.runs_s[-repetitions:])
-        rows = [_row(loading_case, ideal_s, layers, repetitions) for loading_case in cases]
+        rows = [_row(loading_case, ideal_s, config.num_layers, repetitions) for loading_case in cases]
         for loading_case in cases:
             loading_case.engine.close()
     _print(rows, ideal_s)

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
-from ccjax.cli.progress import bars
+from ccjax.cli.values import positive_int
 from scripts.benchmarks import ragcache_order, ragcache_policies, ragcache_report, ragcache_scheduling
-from scripts.benchmarks.common import check, check_markers, data_folder, environment, fill_in, filled_in
+from scripts.benchmarks.common import Say, check_markers, data_folder, environment, fill_in, stages
 from scripts.benchmarks.ragcache_replay import (
     BATCHED_TOKENS,
     RECOMPUTE_RATIO,
@@ -32,87 +30,59 @@ PARTS = ("policies", "order", "speculation", "scheduling")
 STRATEGIES = ("prefix", "cachecraft")
 HEAD_DIM = 64
 """Head dimension of the model with random weights, as in the small Llama-3.2 models."""
-_USUAL = {"layers": 2, "width": 256, "requests": 1000, "budgets": [0.025, 0.05, 0.1, 0.2, 0.4], "order_requests": 500}
-_USUAL |= {"order_budgets": [0.05, 0.1, 0.4], "vectors": 3_000_000, "clusters": 1024, "embedded": 1000}
-_USUAL |= {"order_rounds": 3, "ratios": [0.125, 0.25, 0.5, 1.0], "searches": 60, "nodes": 100_000, "decisions": 1000}
-_QUICK = {"layers": 2, "width": 64, "requests": 8, "budgets": [0.4], "order_requests": 4, "order_budgets": [0.4]}
-_QUICK |= {"vectors": 4000, "clusters": 16, "embedded": 24, "ratios": [0.5, 1.0], "searches": 4}
-_QUICK |= {"nodes": 300, "decisions": 30, "order_rounds": 2}
-_COUNTS = ("passages", "seats", "max_model_len", "order_requests", "vectors", "clusters", "embedded", "stages")
-_COUNTS += ("nodes", "decisions", "order_rounds")
+QUICK = {"layers": 2, "width": 64, "requests": 8, "budgets": [0.4], "order_requests": 4, "order_budgets": [0.4]}
+QUICK |= {"vectors": 4000, "clusters": 16, "embedded": 24, "ratios": [0.5, 1.0], "searches": 4}
+QUICK |= {"nodes": 300, "decisions": 30, "order_rounds": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark. Defaults that --quick changes are set by `resolve`."""
-    add = parser.add_argument
+    """Options of this benchmark."""
+    add, count, shares = parser.add_argument, positive_int, {"type": float, "nargs": "+"}
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
     add("--data", type=Path, help="folder with rag_trace/, arrivals/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
     add("--model", help="as with ccjax serve (default: random weights)")
-    add("--layers", type=int, help="of the model with random weights (default 2)")
-    add("--width", type=int, help=f"of that model, a multiple of {HEAD_DIM} (default 256)")
-    add("--max-model-len", type=int, default=1024, help="longest prompt; passages are dropped beyond it (default 1024)")
-    add("--passages", type=int, default=2, help="of a request, the best (default 2, as in the paper)")
+    add("--layers", type=count, default=2, help="of the model with random weights (%(default)s)")
+    add("--width", type=count, default=256, help=f"of that model, a multiple of {HEAD_DIM} (%(default)s)")
+    add("--max-model-len", type=count, default=1024, help="longest prompt; passages are dropped beyond it")
+    add("--passages", type=count, default=2, help="of a request, the best (%(default)s, as in the paper)")
     add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="ways to reuse (default: both)")
-    add("--requests", type=int, help="of the trace: half fill the tier, half are measured (default 1000)")
-    add("--budgets", type=float, nargs="+", help="host memory, as shares of all passages' KV (default .025 to .4)")
-    add("--order-budgets", type=float, nargs="+", help="the same, for the order (default 0.05 0.1 0.4)")
-    add("--order-requests", type=int, help="of the measured half, at most (default 500)")
+    add("--requests", type=count, default=1000, help="of the trace: half to fill, half to measure (%(default)s)")
+    text = "host memory, as shares of all passages' KV (%(default)s)"
+    add("--budgets", **shares, default=[0.025, 0.05, 0.1, 0.2, 0.4], help=text)
+    add("--order-budgets", **shares, default=[0.05, 0.1, 0.4], help="the same, for the order (%(default)s)")
+    add("--order-requests", type=count, default=500, help="of the measured half, at most (%(default)s)")
     kinds = ragcache_order.WORKLOADS
     text = "requests for the order: as recorded, or with the paper's popularity (default: both)"
     add("--order-workloads", nargs="+", choices=kinds, default=kinds, help=text)
-    text = "each with its own saturation, the median counts (default 3)"
-    add("--order-rounds", type=int, metavar="N", help=text)
-    add("--load", type=float, default=1.1, help="arrival rate, as a multiple of the closed loop's (default 1.1)")
-    add("--seats", type=int, default=4, help="requests that run at once (default 4, as in the paper)")
-    add("--arrival-start", type=int, default=0, help="first recorded arrival that is used (default 0)")
-    add("--vectors", type=int, help="in the index, 1.5 KB each (default 3,000,000)")
-    add("--clusters", type=int, help="of the index (default 1024, as in the paper)")
-    add("--embedded", type=int, help="real passages in the index (default 1000)")
-    add("--ratios", type=float, nargs="+", help="shares of the clusters to search (default 0.125 0.25 0.5 1)")
-    add("--searches", type=int, help="for each of them (default 60)")
-    add("--stages", type=int, default=16, help="of a search (default 16)")
-    add("--nodes", type=int, help="of the knowledge tree (default 100,000)")
-    add("--decisions", type=int, help="requests planned over it (default 1000)")
-    add("--seed", type=int, default=0, help="of the random vectors (default 0)")
+    text = "each with its own saturation, the median counts (%(default)s)"
+    add("--order-rounds", type=count, default=3, metavar="N", help=text)
+    add("--load", type=float, default=1.1, help="arrival rate, as a multiple of the closed loop's (%(default)s)")
+    add("--seats", type=count, default=4, help="requests that run at once (%(default)s, as in the paper)")
+    add("--arrival-start", type=int, default=0, help="first recorded arrival that is used (%(default)s)")
+    add("--vectors", type=count, default=3_000_000, help="in the index, 1.5 KB each (%(default)s)")
+    add("--clusters", type=count, default=1024, help="of the index (%(default)s, as in the paper)")
+    add("--embedded", type=count, default=1000, help="real passages in the index (%(default)s)")
+    add("--ratios", **shares, default=[0.125, 0.25, 0.5, 1.0], help="shares of the clusters to search (%(default)s)")
+    add("--searches", type=count, default=60, help="for each of them (%(default)s)")
+    add("--stages", type=count, default=16, help="of a search (%(default)s)")
+    add("--nodes", type=count, default=100_000, help="of the knowledge tree (%(default)s)")
+    add("--decisions", type=count, default=1000, help="requests planned over it (%(default)s)")
+    add("--seed", type=int, default=0, help="of the random vectors (%(default)s)")
     add("--markdown", type=Path, metavar="FILE", help="put the tables into that page")
 
 
-def resolve(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The options with every default in place.
-
-    Raises:
-      BenchmarkError: one is out of range.
-    """
-    options = filled_in(arguments, _USUAL, _QUICK)
-    options.data = data_folder(options.data)
-    for name in _COUNTS:
-        check(name, getattr(options, name) >= 1, "a positive number", getattr(options, name))
-    for name, least in (("requests", 4), ("searches", 2), ("arrival_start", 0)):
-        check(name, getattr(options, name) >= least, f"at least {least}", getattr(options, name))
-    for name in ("budgets", "order_budgets", "ratios"):
-        values = getattr(options, name)
-        check(name, all(0.0 < value <= 1.0 for value in values), "shares above 0, at most 1", values)
-        setattr(options, name, sorted(set(values)))
-    shape = f"{options.layers} x {options.width}"
-    is_shape = options.layers >= 1 and options.width >= HEAD_DIM and options.width % HEAD_DIM == 0
-    check("width", is_shape, f"at least one layer and a positive multiple of {HEAD_DIM}", shape)
-    check("load", options.load > 0.0, "a positive number", options.load)
-    check("clusters", options.clusters <= options.vectors, "at most as many as --vectors", options.clusters)
-    if options.markdown is not None:
-        check_markers(options.markdown, map(ragcache_report.part, options.only))
-    return options
-
-
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures the parts, prints a table of each, writes the page.
 
     Raises:
-      BenchmarkError: an option or the data is invalid.
+      BenchmarkError: the data or the page is invalid.
     """
-    options = resolve(arguments)
+    options.data = data_folder(options.data)
+    if options.markdown is not None:
+        check_markers(options.markdown, map(ragcache_report.part, options.only))
     questions = _questions(options)
-    with bars() as progress:
-        found = _measure(options, questions, progress)
+    with stages() as say:
+        found = _measure(options, questions, say)
     result = {"benchmark": "ragcache", **environment(), **found}
     ragcache_report.show(result)
     if options.markdown is not None:
@@ -131,18 +101,18 @@ def _questions(options: argparse.Namespace) -> Sequence[WorkloadQuestion]:
     return questions
 
 
-def _measure(options: argparse.Namespace, questions: Sequence[WorkloadQuestion], progress: Progress) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, questions: Sequence[WorkloadQuestion], say: Say) -> dict[str, Any]:
     found: dict[str, Any] = {"shapes": {}}
     if questions:
         with tempfile.TemporaryDirectory() as folder:
-            found |= _measure_engines(options, questions, progress, Path(folder))
+            found |= _measure_engines(options, questions, say, Path(folder))
     if "scheduling" in options.only:
-        found["scheduling"] = ragcache_scheduling.measure(options, progress)
+        found["scheduling"] = ragcache_scheduling.measure(options, say)
     return found
 
 
 def _measure_engines(
-    options: argparse.Namespace, questions: Sequence[WorkloadQuestion], progress: Progress, folder: Path
+    options: argparse.Namespace, questions: Sequence[WorkloadQuestion], say: Say, folder: Path
 ) -> dict[str, Any]:
     """The parts that run a model."""
     from ccjax.loading.model import load_model
@@ -154,9 +124,10 @@ def _measure_engines(
     # Heads of a usual size: sixteen small ones would dominate the cost.
     asked = bench_model(options.model, options.data, options.layers, options.width, max(1, options.width // HEAD_DIM))
     model = load_model(asked.name, dtype="float32", tokenizer=asked.tokenizer)
-    bench = ReplayBench(options, model, past, measured, None, distinct_bytes(model, questions), progress)
+    bench = ReplayBench(options, model, past, measured, None, distinct_bytes(model, questions), say)
     if not options.quick:
-        _warm_up(bench)
+        with bench.engine("prefix", policy="pgdsf", share=1.0) as engine:
+            engine.warmup(lambda stage, done, total: say(f"compile: {stage}"))  # once for all engines
     profile = measure_profile(bench)
     path = folder / PROFILE_FILE
     write_profile(path, profile)
@@ -171,18 +142,6 @@ def _measure_engines(
 
         found["speculation"] = ragcache_speculation.measure(bench)
     return found
-
-
-def _warm_up(bench: ReplayBench) -> None:
-    """Compiles every step once, for all engines."""
-    task = bench.progress.add_task("compile")
-
-    def show(stage: str, done: int, total: int) -> None:
-        bench.progress.update(task, description=f"compile: {stage}", completed=done, total=total)
-
-    with bench.engine("prefix", policy="pgdsf", share=1.0) as engine:
-        engine.warmup(show)
-    bench.progress.remove_task(task)
 
 
 def _shapes(bench: ReplayBench) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import faiss
@@ -82,12 +82,7 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def build(
-    passages: Sequence[WorkloadPassage],
-    real: np.ndarray,
-    num_vectors: int,
-    num_clusters: int,
-    seed: int,
-    advance: Callable[[int], None],
+    passages: Sequence[WorkloadPassage], real: np.ndarray, num_vectors: int, num_clusters: int, seed: int
 ) -> ReplayCorpus:
     """The index of the real vectors, filled up with random ones.
 
@@ -102,11 +97,9 @@ def build(
     index.cp.niter = _TRAINING_ROUNDS
     index.train(draw(count=min(num_vectors, _TRAINED_PER_CLUSTER * num_clusters))[0])
     index.add(real)
-    advance(len(real))
     own = [np.arange(len(real))]
     while index.ntotal < num_vectors:
         vectors, of = draw(count=min(_DRAWN_AT_ONCE, num_vectors - index.ntotal))
         index.add(vectors)
         own.append(of)
-        advance(len(of))
     return ReplayCorpus(index, passages, np.concatenate(own))

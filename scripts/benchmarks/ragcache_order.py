@@ -14,7 +14,7 @@ import numpy as np
 
 from ccjax.engine import Engine
 from scripts.benchmarks.common import spread
-from scripts.benchmarks.ragcache_replay import ReplayBench, Served, ask_all, closed_loop, open_loop
+from scripts.benchmarks.ragcache_replay import ReplayBench, Served, ask, closed_loop, open_loop, reuse_figures
 from scripts.benchmarks.serve_workload import WorkloadQuestion, arrival_times, recorded_gaps
 from scripts.simulation.workload import zipf_odds
 
@@ -57,31 +57,26 @@ def _requests(
 
 def _measure(bench: ReplayBench, workload: str) -> list[dict[str, Any]]:
     options = bench.options
-    num_runs = len(options.strategies) * len(options.order_budgets) * options.order_rounds * (1 + len(WINDOWS))
-    num_requests = len(bench.past) + len(bench.measured[: options.order_requests])
-    task = bench.progress.add_task("", total=num_runs * num_requests)
-
-    def advance() -> None:
-        bench.progress.advance(task)
 
     def filled(strategy: str, share: float, window: int, past: Sequence[WorkloadQuestion]) -> Engine:
         engine = bench.engine(strategy, policy=POLICY, share=share, reorder_window=window)
-        ask_all(engine, past, advance)
+        for question in past:
+            ask(engine, question)
         return engine
 
     def one_round(strategy: str, share: float, number: int) -> dict[str, Any]:
         past, questions, gaps = _requests(bench, workload, number)
         where = f"order, {workload}: {strategy}, {share:.1%}, round {number + 1}"
-        bench.progress.update(task, description=f"{where}, saturation")
+        bench.say(f"{where}, saturation")
         with filled(strategy, share, WINDOWS["off"], past) as engine:
-            saturation = closed_loop(engine, questions, WAITING_PER_RUNNING * options.seats, advance)
+            saturation = closed_loop(engine, questions, WAITING_PER_RUNNING * options.seats)
         rate = options.load * saturation
         times_s = list(arrival_times(gaps, rate))
         runs = {}
         for name in list(WINDOWS)[:: 1 if number % 2 else -1]:
-            bench.progress.update(task, description=f"{where}, {name}")
+            bench.say(f"{where}, {name}")
             with filled(strategy, share, WINDOWS[name], past) as engine:
-                runs[name] = figures(open_loop(engine, questions, times_s, advance))
+                runs[name] = figures(open_loop(engine, questions, times_s))
         return {"saturation": saturation, "rate": rate, **runs, **gains(runs["off"], runs["on"])}
 
     cases = []
@@ -95,7 +90,6 @@ def _measure(bench: ReplayBench, workload: str) -> list[dict[str, Any]]:
             }
             rounds = [one_round(strategy, share, number) for number in range(options.order_rounds)]
             cases.append({**about, **median_round(rounds), "mean_gains": [result["mean_gain"] for result in rounds]})
-    bench.progress.remove_task(task)
     return cases
 
 
@@ -106,14 +100,7 @@ def median_round(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def figures(served: Sequence[Served]) -> dict[str, Any]:
     """Figures of one run, without intervals: requests of one queue wait for each other, so they are not independent."""
-    num_hits, num_documents = (
-        sum(getattr(answer, name) for answer in served) for name in ("num_hits", "num_documents")
-    )
-    return {
-        "ttft_ms": spread([answer.ttft_s for answer in served]),
-        "hit_ratio": num_hits / num_documents,
-        "computed_share": sum(answer.computed_share for answer in served) / len(served),
-    }
+    return {"ttft_ms": spread([answer.ttft_s for answer in served]), **reuse_figures(served)}
 
 
 def gains(off: dict[str, Any], on: dict[str, Any]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ccjax.engine import Engine
 from ccjax.evaluation.scores import mean_interval, ratio_interval
-from scripts.benchmarks.ragcache_replay import ReplayBench, Served, ask
+from scripts.benchmarks.ragcache_replay import ReplayBench, Served, ask, reuse_figures
 from scripts.benchmarks.serve_workload import WorkloadQuestion
 
 POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "saved_seconds")
@@ -23,28 +23,23 @@ def measure(bench: ReplayBench) -> dict[str, Any]:
     them.
     """
     options = bench.options
-    total = len(options.strategies) * len(options.budgets) * (len(bench.past) + len(bench.measured))
-    task = bench.progress.add_task("", total=total)
     cases = []
     for strategy in options.strategies:
         for share in options.budgets:
-            bench.progress.update(task, description=f"policies: {strategy}, {share:.1%}")
+            bench.say(f"policies: {strategy}, {share:.1%}")
             with contextlib.ExitStack() as stack:
                 engines = {
                     policy: stack.enter_context(bench.engine(strategy, policy=policy, share=share))
                     for policy in POLICIES
                 }
-                in_turns(engines, bench.past, lambda: bench.progress.advance(task))
-                served = in_turns(engines, bench.measured, lambda: bench.progress.advance(task))
+                in_turns(engines, bench.past)
+                served = in_turns(engines, bench.measured)
             about = {"strategy": strategy, "budget_share": share, "budget_bytes": bench.budget_bytes(share)}
             cases += [{**about, "policy": policy, **found} for policy, found in figures(served).items()]
-    bench.progress.remove_task(task)
     return {"cases": cases}
 
 
-def in_turns(
-    engines: Mapping[str, Engine], questions: Sequence[WorkloadQuestion], advance: Any = lambda: None
-) -> dict[str, list[Served]]:
+def in_turns(engines: Mapping[str, Engine], questions: Sequence[WorkloadQuestion]) -> dict[str, list[Served]]:
     """Each engine's results for all questions. The first engine changes, since it has colder processor caches."""
     names = list(engines)
     served: dict[str, list[Served]] = {name: [] for name in names}
@@ -52,7 +47,6 @@ def in_turns(
         first = number % len(names)
         for name in names[first:] + names[:first]:
             served[name].append(ask(engines[name], question))
-        advance()
     return served
 
 
@@ -62,16 +56,9 @@ def figures(served: Mapping[str, Sequence[Served]]) -> dict[str, dict[str, Any]]
     rows = {}
     for policy, answers in served.items():
         ttft_ms = [1e3 * answer.ttft_s for answer in answers]
-        num_hits, num_documents = (
-            sum(getattr(answer, name) for answer in answers) for name in ("num_hits", "num_documents")
-        )
         ratio = None if policy == REFERENCE else ratio_interval(ttft_ms, reference)
-        rows[policy] = {
-            "hits": num_hits,
-            "documents": num_documents,
-            "hit_ratio": num_hits / num_documents,
+        rows[policy] = reuse_figures(answers) | {
             "ttft_ms": dataclasses.asdict(mean_interval(ttft_ms)),
             "ttft_over_pgdsf": None if ratio is None else dataclasses.asdict(ratio),
-            "computed_share": sum(answer.computed_share for answer in answers) / len(answers),
         }
     return rows

@@ -7,21 +7,20 @@ import argparse
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-
-from rich.progress import Progress
 
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.prefill_measurement import measure_prefills
 from ccjax.loading.model import LoadedModel
 from ccjax.loading.prefill_profile import PrefillProfile
-from ccjax.requests import Delta, Request, Response, SamplingParams
+from ccjax.requests import Delta, Request, SamplingParams
 from ccjax.text import PromptBuilder
 from ccjax.types import Document, ReuseReport
-from scripts.benchmarks.common import BenchmarkError
+from scripts.benchmarks.common import BenchmarkError, Say
 from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
 
 PROFILED_CACHED = (0, 128, 256, 512)
@@ -68,7 +67,7 @@ class ReplayBench:
     measured: Sequence[WorkloadQuestion]
     profile: Path | None
     distinct_bytes: int
-    progress: Progress
+    say: Say
 
     def engine(self, strategy: str, *, policy: str, share: float, **settings: Any) -> Engine:
         """A fresh engine whose host tier has space for that share of `distinct_bytes`."""
@@ -119,126 +118,73 @@ def count_hits(report: ReuseReport) -> tuple[int, int]:
     return sum(document.computed_tokens == 0 for document in documents), len(documents)
 
 
+def reuse_figures(served: Sequence[Served]) -> dict[str, Any]:
+    """Passages reused, all of them, their ratio, and the mean share of token-layers computed."""
+    hits, documents = sum(answer.num_hits for answer in served), sum(answer.num_documents for answer in served)
+    share = sum(answer.computed_share for answer in served) / len(served)
+    return {"hits": hits, "documents": documents, "hit_ratio": hits / documents, "computed_share": share}
+
+
 def measure_profile(bench: ReplayBench) -> PrefillProfile:
     """T(cached, new) of the model on this machine, by the library's own profiler."""
     import jax
 
     longest = (bench.options.max_model_len - 1) // 2
     cached, new = (tuple(count for count in counts if count <= longest) for counts in (PROFILED_CACHED, PROFILED_NEW))
-    task = bench.progress.add_task("profile of prefills")
+    bench.say("profile of prefills")
     share = _PROFILE_BYTES / bench.distinct_bytes
     with bench.engine("prefix", policy="pgdsf", share=share) as engine:
-        grid = measure_prefills(
-            engine,
-            cached,
-            new,
-            repetitions=2 if bench.options.quick else PROFILE_REPETITIONS,
-            progress=lambda done, total: bench.progress.update(task, completed=done, total=total),
-        )
-    bench.progress.remove_task(task)
+        repetitions = 2 if bench.options.quick else PROFILE_REPETITIONS
+        grid = measure_prefills(engine, cached, new, repetitions=repetitions)
     return PrefillProfile(bench.model.fingerprint, jax.devices()[0].device_kind, grid)
 
 
 def ask(engine: Engine, question: WorkloadQuestion) -> Served:
     """Answers one question on an otherwise idle engine."""
     response = engine.run(request_of(question.text, documents_of(question.passages)))
-    return Served(response.ttft_s, *count_hits(response.reuse), response.reuse.computed_share)
+    return _served(response.reuse, response.ttft_s)
 
 
-def ask_all(engine: Engine, questions: Sequence[WorkloadQuestion], advance: Callable[[], None]) -> list[Served]:
-    """Answers questions one after the other."""
-    served = []
-    for question in questions:
-        served.append(ask(engine, question))
-        advance()
-    return served
-
-
-def closed_loop(
-    engine: Engine, questions: Sequence[WorkloadQuestion], concurrency: int, advance: Callable[[], None]
-) -> float:
+def closed_loop(engine: Engine, questions: Sequence[WorkloadQuestion], concurrency: int) -> float:
     """Answers per second with a constant number of requests in progress."""
     free = threading.Semaphore(concurrency)
-
-    def answered() -> None:
-        free.release()
-        advance()
-
     started_s = time.perf_counter()
-    line = _Line(engine, answered)
+    answers = []
     for question in questions:
         if not free.acquire(timeout=_TIMEOUT_S):
             raise BenchmarkError(f"an answer took more than {_TIMEOUT_S:g} s")
-        line.submit(question, time.perf_counter())
-    line.served()
+        answers.append(_submit(engine, question, time.perf_counter()))
+        answers[-1].add_done_callback(lambda _: free.release())
+    for answer in answers:
+        answer.result(_TIMEOUT_S)
     return len(questions) / (time.perf_counter() - started_s)
 
 
-def open_loop(
-    engine: Engine,
-    questions: Sequence[WorkloadQuestion],
-    times_s: Sequence[float],
-    advance: Callable[[], None],
-    *,
-    on_traced: Callable[[Response, Served], None] | None = None,
-) -> list[Served]:
-    """Answers to requests that arrive at these times, however busy the engine is; TTFT counts from the planned arrival.
-    With `on_traced`, requests have a trace, and it is called with every answer on the engine's thread."""
-    line = _Line(engine, advance, on_traced)
+def open_loop(engine: Engine, questions: Sequence[WorkloadQuestion], times_s: Sequence[float]) -> list[Served]:
+    """Answers to requests that arrive at these times, however busy the engine is; TTFT counts from the planned
+    arrival."""
     started_s = time.perf_counter()
+    answers = []
     for question, at_s in zip(questions, times_s, strict=True):
         time.sleep(max(0.0, started_s + at_s - time.perf_counter()))
-        line.submit(question, started_s + at_s)
-    return line.served()
+        answers.append(_submit(engine, question, started_s + at_s))
+    return [answer.result(_TIMEOUT_S) for answer in answers]
 
 
-class _Line:
-    """Submitted requests and their results."""
+def _submit(engine: Engine, question: WorkloadQuestion, arrived_s: float) -> Future[Served]:
+    """Queues a request."""
+    answer: Future[Served] = Future()
 
-    def __init__(
-        self, engine: Engine, advance: Callable[[], None], on_traced: Callable[[Response, Served], None] | None = None
-    ) -> None:
-        self._engine = engine
-        self._advance = advance
-        self._on_traced = on_traced
-        self._changed = threading.Condition()
-        self._served: dict[int, Served | Exception] = {}
-        self._num_submitted = 0
-
-    def submit(self, question: WorkloadQuestion, arrived_s: float) -> None:
-        number = self._num_submitted
-        self._num_submitted += 1
-
-        def emit(event: Delta | Exception) -> None:
-            """On the engine's thread. An answer has one token, so its only delta is the last one."""
-            if isinstance(event, Exception):
-                self._take(number, event)
-            elif event.response is not None:
-                report = event.response.reuse
-                served = Served(time.perf_counter() - arrived_s, *count_hits(report), report.computed_share)
-                if self._on_traced is not None:
-                    self._on_traced(event.response, served)
-                self._take(number, served)
-
-        request = request_of(question.text, documents_of(question.passages))
-        self._engine.submit(dataclasses.replace(request, trace=self._on_traced is not None), emit)
-
-    def _take(self, number: int, event: Served | Exception) -> None:
-        with self._changed:
-            self._served[number] = event
-            self._changed.notify_all()
-        self._advance()
-
-    def served(self) -> list[Served]:
-        """Waits for all results; returns them in the order of submission."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._served) == self._num_submitted, timeout=_TIMEOUT_S):
-                raise BenchmarkError(f"{self._num_submitted - len(self._served)} answers took over {_TIMEOUT_S:g} s")
-        return list(_whole(self._served[number] for number in range(self._num_submitted)))
-
-
-def _whole(events: Iterator[Served | Exception]) -> Iterator[Served]:
-    for event in events:
+    def emit(event: Delta | Exception) -> None:
+        """On the engine's thread. An answer has one token, so its only delta is the last one."""
         if isinstance(event, Exception):
-            raise BenchmarkError(f"a request failed: {type(event).__name__}: {event}")
-        yield event
+            answer.set_exception(BenchmarkError(f"a request failed: {type(event).__name__}: {event}"))
+        elif event.response is not None:
+            answer.set_result(_served(event.response.reuse, time.perf_counter() - arrived_s))
+
+    engine.submit(request_of(question.text, documents_of(question.passages)), emit)
+    return answer
+
+
+def _served(report: ReuseReport, ttft_s: float) -> Served:
+    return Served(ttft_s, *count_hits(report), report.computed_share)

@@ -10,11 +10,10 @@ import argparse
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.rates import Rates
@@ -27,7 +26,7 @@ from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt, chunk_id
 from ccjax.store import KVSpec, StoreIdentity, TieredStore
 from ccjax.types import Chunk, ChunkId, PrefillPlan, VariantMeta
-from scripts.benchmarks.common import CallCost, timed
+from scripts.benchmarks.common import CallCost, Say, timed
 from scripts.benchmarks.ragcache_replay import BATCHED_TOKENS
 
 POLICY = "pgdsf"
@@ -60,7 +59,7 @@ class Tree:
     """The engine's index over its store in host memory, filled by a tree: the system prompt, passages behind it, and
     passages behind these."""
 
-    def __init__(self, num_nodes: int, num_passages: int, advance: Callable[[int], None]):
+    def __init__(self, num_nodes: int, num_passages: int):
         self._rng = random.Random(0)
         self._kv = np.zeros(KV_SPEC.shape(NUM_TOKENS), np.float32)
         self.store = TieredStore.open(
@@ -71,11 +70,9 @@ class Tree:
         self.system = self._new_chunk()
         self.prompts: list[Prompt] = []
         while len(self.index) < num_nodes:
-            before = len(self.index)
             prompt = self.prompt_of([self._new_chunk() for _ in range(num_passages)])
             self.insert(prompt, self.plan(prompt))
             self.prompts.append(prompt)
-            advance(len(self.index) - before)
 
     def prompt_of(self, passages: Sequence[Chunk]) -> Prompt:
         """A question behind the system prompt and some passages."""
@@ -195,7 +192,7 @@ class FullQueue:
             self.scheduler.replan(work_of(sequence_id, self._tree.plan(prompt)))
 
 
-def spend(tree: Tree, num_requests: int, num_slots: int, advance: Callable[[int], None]) -> Spent:
+def spend(tree: Tree, num_requests: int, num_slots: int) -> Spent:
     """Makes the decisions for a number of requests, in the order of the engine's loop."""
     queue, spent = FullQueue(tree, num_slots), Spent()
     for number in range(num_requests):
@@ -209,7 +206,6 @@ def spend(tree: Tree, num_requests: int, num_slots: int, advance: Callable[[int]
         served = timed(queue.serve)[0]
         spent.schedule.append(CallCost(came.wall_s + served.wall_s, came.cpu_s + served.cpu_s))
         queue.fill()
-        advance(1)
     return spent
 
 
@@ -234,19 +230,15 @@ def figures(spent: Spent) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def measure(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Measures decisions over a full tree."""
-    task = progress.add_task(f"scheduling: tree of {options.nodes} nodes", total=options.nodes + options.decisions)
-
-    def advance(count: int) -> None:
-        progress.advance(task, count)
-
-    tree = Tree(options.nodes, options.passages, advance)
+    say(f"scheduling: tree of {options.nodes} nodes")
+    tree = Tree(options.nodes, options.passages)
     try:
-        spent = spend(tree, options.decisions, options.seats, advance)
+        say(f"scheduling: {options.decisions} decisions")
+        spent = spend(tree, options.decisions, options.seats)
         num_nodes = len(tree.index)
     finally:
         tree.store.close()
-    progress.remove_task(task)
     about = {"nodes": num_nodes, "requests": options.decisions, "window": WINDOW, "policy": POLICY}
     return {**about, "cases": figures(spent)}

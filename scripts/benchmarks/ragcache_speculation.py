@@ -25,7 +25,7 @@ from ccjax.requests import Delta, Request
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.staged import staged_search
 from ccjax.types import Document
-from scripts.benchmarks.common import BenchmarkError, embed
+from scripts.benchmarks.common import BenchmarkError
 from scripts.benchmarks.ragcache_corpus import ReplayCorpus, build
 from scripts.benchmarks.ragcache_replay import ReplayBench, request_of
 from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
@@ -64,23 +64,20 @@ def measure(bench: ReplayBench) -> dict[str, Any]:
     options = bench.options
     questions = sorted((*bench.measured, *bench.past), key=lambda question: not question.is_real)[: options.searches]
     corpus, vectors = corpus_of(bench, questions)
-    task = bench.progress.add_task("", total=2 * len(options.ratios) * len(questions))
     cases = []
     with _single_threaded(), contextlib.ExitStack() as stack:
         engines = {
             name: stack.enter_context(bench.engine("prefix", policy="pgdsf", share=1.0)) for name in ("off", "on")
         }
         for ratio in options.ratios:
-            bench.progress.update(task, description=f"speculation: {ratio:.1%} of the clusters")
+            bench.say(f"speculation: {ratio:.1%} of the clusters")
             corpus.index.nprobe = max(1, round(ratio * corpus.index.nlist))
             found: dict[str, list[Searched]] = {name: [] for name in engines}
             for number, (question, vector) in enumerate(zip(questions, vectors, strict=True)):
                 for name in ("off", "on") if number % 2 else ("on", "off"):
                     num_stages = options.stages if name == "on" else 1
                     found[name].append(search(engines[name], corpus, question.text, vector, options, num_stages))
-                    bench.progress.advance(task)
             cases.append({"search_ratio": ratio, "num_probes": corpus.index.nprobe, **figures(**found)})
-    bench.progress.remove_task(task)
     return {
         "vectors": corpus.index.ntotal,
         "real_vectors": len(corpus.passages),
@@ -101,17 +98,11 @@ def corpus_of(bench: ReplayBench, questions: Sequence[WorkloadQuestion]) -> tupl
     others = {passage: None for question in (*bench.past, *bench.measured) for passage in question.passages}
     passages: list[WorkloadPassage] = list({**first, **others})[: max(options.embedded, len(first))]
     embedder = default_embedder()
-    task = bench.progress.add_task("speculation: embed", total=len(questions) + len(passages) + options.vectors)
-
-    def advance(count: int) -> None:
-        bench.progress.advance(task, count)
-
-    vectors = embed(embedder, [question.text for question in questions], advance)
-    real = embed(embedder, [f"{passage.title}\n{passage.text}" for passage in passages], advance)
-    bench.progress.update(task, description=f"speculation: index of {options.vectors} vectors")
-    corpus = build(passages, real, options.vectors, options.clusters, options.seed, advance)
-    bench.progress.remove_task(task)
-    return corpus, vectors
+    bench.say("speculation: embed")
+    vectors = embedder.embed([question.text for question in questions])
+    real = embedder.embed([f"{passage.title}\n{passage.text}" for passage in passages])
+    bench.say(f"speculation: index of {options.vectors} vectors")
+    return build(passages, real, options.vectors, options.clusters, options.seed), vectors
 
 
 class Starts:

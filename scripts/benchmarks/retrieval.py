@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
-from ccjax.cli.progress import bars
+from ccjax.cli.values import positive_int
 from ccjax.evaluation.pages import show
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import IndexKind, PassageIndex
-from scripts.benchmarks.common import data_folder, embed, environment, resident_bytes, rows_of, timed
+from scripts.benchmarks.common import Say, data_folder, environment, resident_bytes, rows_of, stages, timed
 
+QUICK = {"passages": 20_000}
 PASSAGES_PER_DOCUMENT = 10
 DOCUMENTS_PER_WRITE = 400
 PER_MILLE = (1, 10, 100, 500)
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     add = parser.add_argument
     add("--data", type=Path, help="folder with rag_trace/ and qa/ (default $CCJAX_TEST_DATA)")
-    add("--passages", type=int, help="passages of the index (default 1000000)")
+    add("--passages", type=positive_int, default=1_000_000, help="passages of the index (%(default)s)")
     add("--kind", choices=("ivf", "hnsw"), default="ivf", help="of the trained index (default ivf)")
     add("--recall", type=float, default=0.95, help="requested recall (default 0.95)")
     add("--top-k", type=int, default=5, help="passages of a search (default 5)")
@@ -46,15 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Builds an index, measures, prints a table."""
     data = data_folder(arguments.data)
-    num_passages = (20_000 if arguments.quick else 1_000_000) if arguments.passages is None else arguments.passages
-    if num_passages < 1000:
-        sys.exit(f"bench.py retrieval: --passages: wanted at least 1000, got {num_passages}")
-    with bars() as progress, tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+    num_passages = arguments.passages
+    with stages() as say, tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         texts, questions = _texts(data, 200 if arguments.quick else 3000, 30 if arguments.quick else 200)
         embedder = default_embedder()
-        task = progress.add_task("embed", total=len(texts) + len(questions))
-        real, queries = (embed(embedder, some, lambda n: progress.advance(task, n)) for some in (texts, questions))
-        bench = _Bench(Path(name), arguments.kind, arguments.recall, arguments.top_k, queries, progress)
+        say("embed")
+        real, queries = embedder.embed(texts), embedder.embed(questions)
+        bench = _Bench(Path(name), arguments.kind, arguments.recall, arguments.top_k, queries, say)
         figures = bench.run(texts, real, num_passages)
     figures |= {"embedder": embedder.name, "passages": num_passages, "real_passages": len(texts)}
     figures |= {"questions": len(questions), "top_k": arguments.top_k, "dim": embedder.dim}
@@ -64,22 +61,24 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 class _Bench:
     def __init__(
-        self, directory: Path, kind: IndexKind, recall: float, top_k: int, queries: np.ndarray, progress: Progress
+        self, directory: Path, kind: IndexKind, recall: float, top_k: int, queries: np.ndarray, say: Say
     ) -> None:
         self._kind: IndexKind = kind
         self._directory, self._recall, self._top_k = directory, recall, top_k
-        self._queries, self._progress = queries, progress
+        self._queries, self._say = queries, say
         self._settings = IndexSettings("benchmark", queries.shape[1], 200, 0, ())
 
     def run(self, texts: Sequence[str], real: np.ndarray, num_passages: int) -> dict[str, Any]:
         index = self._open()
+        self._say("write")
         figures: dict[str, Any] = {"write_s": self._fill(index, texts, _vectors(real, num_passages))}
         figures["flat"] = self._searches(index)
-        improved, trained = timed(lambda: index.improve(self._tell))
+        improved, trained = timed(lambda: index.improve(lambda stage, done, total: self._say(stage)))
         assert trained is not None
         figures["improve_s"] = improved.wall_s
         figures["trained"] = {"kind": trained.kind, "width": trained.width, "recall_of_own_rows": trained.recall}
         figures["recall_of_questions"] = index.recall(self._queries, self._top_k)
+        self._say("search and change")
         index.close()
         figures["bytes"] = {path.suffix[1:]: path.stat().st_size for path in self._directory.iterdir()}
         before = resident_bytes("RssAnon")
@@ -96,16 +95,8 @@ class _Bench:
     def _open(self) -> PassageIndex:
         return PassageIndex.open(self._directory, self._settings, kind=self._kind, recall=self._recall)
 
-    def _tell(self, stage: str, done: int, total: int) -> None:
-        for task in self._progress.tasks:
-            if task.description == stage:
-                self._progress.update(task.id, completed=done)
-                return
-        self._progress.add_task(stage, total=total, completed=done)
-
     def _fill(self, index: PassageIndex, texts: Sequence[str], batches: Iterator[np.ndarray]) -> float:
         seconds, number = 0.0, 0
-        task = self._progress.add_task("write", total=None)
         for vectors in batches:
             documents = []
             for start in range(0, len(vectors), PASSAGES_PER_DOCUMENT):
@@ -117,7 +108,6 @@ class _Bench:
                 documents.append(IndexedDocument(f"{number:07}", f"Document {number}", "v", passages, "", metadata))
                 number += 1
             seconds += timed(lambda d=documents, v=vectors: index.write(d, v))[0].wall_s
-            self._progress.advance(task, len(vectors))
         return seconds
 
     def _searches(self, index: PassageIndex, where: Filter | None = None) -> dict[str, float]:

@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
-from ccjax.cli.progress import bars
 from scripts.benchmarks import serve_report, serve_soak
 from scripts.benchmarks import serve_workload as workload
-from scripts.benchmarks.common import BenchmarkError, data_folder, environment
+from scripts.benchmarks.common import BenchmarkError, Say, data_folder, environment, stages
 from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
 from scripts.benchmarks.serve_figures import figures, is_bounded, ttft_s
 from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
-from scripts.benchmarks.serve_options import add_arguments, resolve
+from scripts.benchmarks.serve_options import QUICK, add_arguments
 from scripts.benchmarks.serve_server import scrape, serving
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["QUICK", "add_arguments", "run"]
 
 RATE_MULTIPLES = (0.7, 1.0, 1.4)
 """Default rates, as multiples of the first strategy's closed-loop rate."""
@@ -48,7 +46,7 @@ class ServeBench:
     windows: Sequence[range]
     rates: Sequence[float]
     slo_s: float
-    progress: Progress
+    say: Say
 
     def bodies(
         self, questions: Sequence[workload.WorkloadQuestion], max_tokens: int | None = None
@@ -110,30 +108,23 @@ class StrategyRun:
         return row
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures every strategy at every rate and prints the tables.
 
     Raises:
       BenchmarkError: a trace is too short, or a server does not start or answer without any load.
     """
-    options = resolve(arguments)
-    return _run(options, data_folder(options.data))
-
-
-def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
+    data = data_folder(options.data)
     questions = workload.load_trace(data, options.passages)
     model = bench_model(options.model, data, options.layers, options.width)
-    with bars() as progress:
+    with stages() as say:
         if options.soak is not None:
-            found = serve_soak.soak(questions, lambda s: _flags(options, s, model), options, progress)
+            found = serve_soak.soak(questions, lambda s: _flags(options, s, model), options, say)
             return {"benchmark": "serve", **environment(), "shapes": _shapes(options, model), **found}
-        num_rates = len(options.rates or RATE_MULTIPLES)
-        windows = workload.windows(len(questions), 1 + num_rates, options.requests)
-        bench = ServeBench(
-            options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, progress
-        )
-        task = progress.add_task("", total=len(options.strategies) * (1 + num_rates))
-        cases = _measure(bench, model, task)
+        options.requests = options.requests or (4 if options.quick else 60)
+        windows = workload.windows(len(questions), 1 + len(options.rates or RATE_MULTIPLES), options.requests)
+        bench = ServeBench(options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, say)
+        cases = _measure(bench, model)
     comparison = serve_report.compare(cases)
     serve_report.show(cases, comparison, bench.slo_s, options)
     return {
@@ -145,31 +136,27 @@ def _run(options: argparse.Namespace, data: Path) -> dict[str, Any]:
     }
 
 
-def _measure(bench: ServeBench, model: BenchModel, task: Any) -> list[dict[str, Any]]:
+def _measure(bench: ServeBench, model: BenchModel) -> list[dict[str, Any]]:
     """All runs of all strategies, each with its own server and store. They alternate at every load, so that a busy
     machine slows all of them; the other servers are idle."""
-    options = bench.options
-
-    def show(text: str, *, advance: int = 0) -> None:
-        bench.progress.update(task, description=text, advance=advance)
-
+    options, say = bench.options, bench.say
     with contextlib.ExitStack() as stack:
         runs: list[StrategyRun] = []
         for strategy in options.strategies:
-            show(f"{strategy}: start the server")
-            url = stack.enter_context(serving(_flags(options, strategy, model), show))
+            say(f"{strategy}: start the server")
+            url = stack.enter_context(serving(_flags(options, strategy, model), say))
             runs.append(StrategyRun(bench, strategy, url))
         for strategy_run in runs:
-            show(f"{strategy_run.strategy}: earlier requests")
+            say(f"{strategy_run.strategy}: earlier requests")
             unloaded_s = strategy_run.warm_up()
             bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
         for strategy_run in runs:
-            show(f"{strategy_run.strategy}: {options.concurrency} at a time", advance=1)
+            say(f"{strategy_run.strategy}: {options.concurrency} at a time")
             throughput = strategy_run.closed(bench.windows[0], options.concurrency)["request_throughput"]
             bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
         for rate, window in zip(bench.rates, bench.windows[1:], strict=False):
             for strategy_run in runs:
-                show(f"{strategy_run.strategy}: {rate:.3g} a second", advance=1)
+                say(f"{strategy_run.strategy}: {rate:.3g} a second")
                 strategy_run.open(window, rate)
     return [case for strategy_run in runs for case in strategy_run.cases]
 

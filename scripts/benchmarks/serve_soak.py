@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.progress import Progress
-
 from ccjax.evaluation.pages import show
+from scripts.benchmarks.common import Say
 from scripts.benchmarks.serve_client import RequestRecord, closed_loop
 from scripts.benchmarks.serve_figures import figures
 from scripts.benchmarks.serve_server import Watch, scrape, serving
@@ -29,19 +28,18 @@ def soak(
     questions: Sequence[WorkloadQuestion],
     flags_of: Callable[[str], list[str]],
     options: argparse.Namespace,
-    progress: Progress,
+    say: Say,
 ) -> dict[str, Any]:
     """Runs it and prints the results; `failures` of the result is not empty if an answer was incomplete."""
     strategy = "cachecraft" if "cachecraft" in options.strategies else options.strategies[0]
-    task = progress.add_task(strategy, total=None)
     bodies = [q.body(max_tokens=options.max_tokens) for q in questions[-NUM_QUESTIONS:]]
-    with serving(flags_of(strategy), lambda text: progress.update(task, description=text)) as url:
-        progress.update(task, description=f"{strategy}: {options.concurrency} at a time")
+    with serving(flags_of(strategy), say) as url:
+        say(f"{strategy}: {options.concurrency} at a time")
         before = scrape(url)
         with Watch(url, _SCRAPE_S) as watch:
             records = closed_loop(
                 url,
-                itertools.islice(itertools.cycle(bodies), options.requests_given),
+                itertools.islice(itertools.cycle(bodies), options.requests),
                 options.concurrency,
                 options.timeout_s,
                 stop_after_s=options.soak,

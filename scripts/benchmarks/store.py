@@ -21,7 +21,6 @@ from typing import Any
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.rates import Rates
 from ccjax.cache.variants import VariantIndex
-from ccjax.cli.progress import bars
 from ccjax.evaluation.pages import show
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import plan_prefill
@@ -30,8 +29,9 @@ from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TieredStore
 from ccjax.store.formats import AS_IT_IS, expected_layout
 from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
-from scripts.benchmarks.common import CallCost, environment, resident_bytes, timed
+from scripts.benchmarks.common import CallCost, environment, resident_bytes, stages, timed
 
+QUICK = {"variants": 2_000}
 LLAMA3_8B = KVSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 IDENTITY = StoreIdentity("benchmark")
 NUM_TOKENS = 200
@@ -66,14 +66,13 @@ def add_records(root: Path, num_variants: int, seed: int) -> int:
     space = root / IDENTITY.namespace
     plain = expected_layout(LLAMA3_8B, NUM_TOKENS, 1, AS_IT_IS)
     num_bytes = 0
-    with bars() as progress:
-        for record in progress.track(records(num_variants, seed), num_variants, description="records"):
-            object_id = f"{rng.getrandbits(128):032x}"
-            layout = dataclasses.replace(plain, checksums=tuple(rng.getrandbits(32) for _ in plain.checksums))
-            raw = encode_record(record, identity=IDENTITY, kv_spec=LLAMA3_8B, object_id=object_id, layout=layout)
-            (space / "data" / object_id).mkdir(exist_ok=True)
-            (space / "records" / f"{record.variant_id}.json").write_bytes(raw)
-            num_bytes += len(raw)
+    for record in records(num_variants, seed):
+        object_id = f"{rng.getrandbits(128):032x}"
+        layout = dataclasses.replace(plain, checksums=tuple(rng.getrandbits(32) for _ in plain.checksums))
+        raw = encode_record(record, identity=IDENTITY, kv_spec=LLAMA3_8B, object_id=object_id, layout=layout)
+        (space / "data" / object_id).mkdir(exist_ok=True)
+        (space / "records" / f"{record.variant_id}.json").write_bytes(raw)
+        num_bytes += len(raw)
     return num_bytes // num_variants
 
 
@@ -137,20 +136,22 @@ def _digest(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--variants", type=int, metavar="N", help="variants in the store (default 100,000)")
+    parser.add_argument("--variants", type=int, metavar="N", default=100_000, help="in the store (%(default)s)")
     parser.add_argument("--folder", type=Path, help="where to put the store (default: a temporary directory)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Creates a store of records, opens it in new processes, first without a catalog, and prints the table."""
-    num_variants = arguments.variants or (2_000 if arguments.quick else 100_000)
+    num_variants = arguments.variants
     num_changes = min(100, num_variants // 20)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, stages() as say:
+        say("create records")
         root = Path(folder) / "kv"
         open_store(root).close()
         record_bytes = add_records(root, num_variants, seed=0)
         cases = []
         for catalog in (False, True, True):
+            say("open with a catalog" if catalog else "open without a catalog")
             command = [sys.executable, "-m", "scripts.benchmarks.store", str(root), str(num_changes), "100"]
             done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=Path(__file__).parents[2])
             cases.append({"catalog": catalog, **json.loads(done.stdout.splitlines()[-1])})

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.evaluation.pages import show
 from ccjax.store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
-from scripts.benchmarks.common import drop_from_cache, environment, median
+from scripts.benchmarks.common import drop_from_cache, environment, median, stages
 
+QUICK = {"repetitions": 2}
 SHAPES = {"8 MB": (KVSpec(16, 8, 128, "bfloat16"), 128), "64 MB": (KVSpec(32, 8, 128, "bfloat16"), 512)}
 """Variant -> KV shape and tokens: 16 layers of half a megabyte; Llama-3-8B's 32 layers of two."""
 
@@ -38,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all cases in alternation and prints the table."""
-    repetitions = 2 if arguments.quick else arguments.repetitions
+    repetitions = arguments.repetitions
     rows = []
-    with bars() as progress:
-        task = progress.add_task("write and read", total=len(SHAPES) * repetitions)
+    with stages() as say:
         for name, (kv_spec, num_tokens) in SHAPES.items():
+            say(f"write and read {name}")
             folder = Path(tempfile.mkdtemp(prefix="ccjax-bench-", dir=arguments.directory))
             try:
                 cases = _Cases(
@@ -50,7 +50,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
                 for _ in range(repetitions):
                     cases.run_once()
-                    progress.advance(task)
             finally:
                 shutil.rmtree(folder)
             rows.append(cases.figures(name))

@@ -15,6 +15,15 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
 
 
+def peer(config: LlamaConfig, *, is_wanted: bool) -> tuple[Callable[[Sequence[int]], float] | None, list[str]]:
+    """(`full_prefill`, or None; the reason if it is missing)."""
+    if not is_wanted:
+        return None, []
+    if not is_installed():
+        return None, ["transformers: it is not installed, or torch is not"]
+    return full_prefill(config), []
+
+
 def full_prefill(config: LlamaConfig) -> Callable[[Sequence[int]], float]:
     """A function from token ids to the seconds to the first token, for a model of the same shapes with its own random
     weights, sdpa attention, float32, all cores."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from ccjax.cli.progress import bars
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig
 from ccjax.evaluation.pages import show, text
@@ -34,9 +32,11 @@ from scripts.benchmarks.common import (
     random_config,
     random_prompt,
     shapes_of,
+    stages,
 )
 
 NUM_PASSAGES = 8
+QUICK = {"repetitions": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "prompt lengths (default 1024 2048 on the real model, 2048 4096 on random weights)"
     parser.add_argument("--context-tokens", type=positive_int, nargs="+", help=text)
     parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
-    parser.add_argument(
-        "--no-peers", action="store_true", help="leave transformers and llama.cpp out, installed or not"
-    )
-    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder with llama-bench (default: from PATH)")
+    parser.add_argument("--no-peers", action="store_true", help="without transformers and llama.cpp")
 
 
 @dataclasses.dataclass
@@ -70,23 +67,21 @@ class TtftCase:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures all cases in alternation and prints the table."""
     lengths = arguments.context_tokens or ([512] if arguments.quick else [2048, 4096])
-    repetitions = 2 if arguments.quick else arguments.repetitions
+    repetitions = arguments.repetitions
     config = random_config(is_quick=arguments.quick)
     params = init_params(config, jax.random.key(0))
-    has_peer = transformers_peer.is_installed() and not arguments.no_peers
-    peer = transformers_peer.full_prefill(config) if has_peer else None
+    peer, _ = transformers_peer.peer(config, is_wanted=not arguments.no_peers)
     rows: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
-    with bars() as progress:
+    with stages() as say:
         real = arguments.context_tokens or ([256] if arguments.quick else [1024, 2048])
-        default_rows, default_peers, skipped = ttft_default.measure(arguments, real, repetitions, progress)
-        task = progress.add_task("compile, then measure", total=len(lengths) * (repetitions + 2))
+        default_rows, default_peers, skipped = ttft_default.measure(arguments, real, say)
         for length in lengths:
+            say(f"random weights, {length} tokens")
             prompts = _Prompts(config.vocab_size, length)
             cases = _cases(params, config, length, prompts.original())
             if not arguments.quick:  # it would take half of its minute
                 _compile_packs(cases[0].engine, length)
-            progress.advance(task)
             peer_s = []
             for _ in range(repetitions + 1):
                 segments = prompts.shuffled()
@@ -94,7 +89,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     case.measure(segments)
                 if peer is not None:
                     peer_s.append(peer([token for segment in segments for token in segment]))
-                progress.advance(task)
             for case in cases:
                 case.engine.close()
                 runs_s = case.runs_s[1:]  # the first run is not counted, for any case

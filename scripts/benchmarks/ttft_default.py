@@ -10,21 +10,18 @@ import argparse
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.progress import Progress
 
 from ccjax.engine import Engine, EngineConfig, Response
 from ccjax.errors import ConfigError
 from ccjax.evaluation.states import STATES, State, fill
 from ccjax.evaluation.ways import DEFAULT
 from ccjax.loading.model import LoadedModel, load_model
-from ccjax.loading.named import gguf_path
 from ccjax.types import Document
 from scripts.benchmarks import llama_cpp_peer, transformers_peer
-from scripts.benchmarks.common import BenchmarkError, median
+from scripts.benchmarks.common import Say, median
 from scripts.demo_model.corpus import build_corpus
 
 MODEL = "smollm2"
@@ -35,20 +32,19 @@ _ROOM = 64
 
 
 def measure(
-    arguments: argparse.Namespace, lengths: list[int], repetitions: int, progress: Progress
+    arguments: argparse.Namespace, lengths: list[int], say: Say
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Cases, peers, and what was skipped and why; the cases of one prompt length run in alternation."""
     try:
-        file = gguf_path(MODEL)
         model = load_model(MODEL, dtype="float32")
     except ConfigError as error:
         return [], [], [f"{MODEL}: {error}"]
-    peer, skipped = _peer(arguments, model)
-    llama_bench = None if arguments.no_peers else llama_cpp_peer.find(arguments.llama_cpp)
+    peer, skipped = transformers_peer.peer(model.config, is_wanted=not arguments.no_peers)
+    repetitions = arguments.repetitions
     states: Sequence[State] = ("empty", "prepared") if arguments.quick else STATES
     cases, peers = [], []
-    task = progress.add_task(f"{MODEL}: compile, then measure", total=len(lengths) * (repetitions + 2))
     for length in lengths:
+        say(f"{MODEL}, {length} tokens")
         documents = _documents(model, length)
         rng = random.Random(length)
         responses: dict[State, list[Response]] = {state: [] for state in states}
@@ -56,7 +52,6 @@ def measure(
         with _engines(model, states, documents) as engines:
             if not arguments.quick:  # it would take half of its minute
                 engines["empty"].warmup()  # all engines share the compiled steps
-            progress.advance(task)
             for _ in range(repetitions + 1):
                 order = rng.sample(documents, len(documents))
                 for state, engine in engines.items():
@@ -64,7 +59,6 @@ def measure(
                     count = responses[state][-1].num_prompt_tokens
                 if peer is not None:
                     peer_s.append(peer([rng.randrange(model.config.vocab_size) for _ in range(count)]))
-                progress.advance(task)
         about = {"model": MODEL, "context_tokens": count}
         for state, (_, *counted) in responses.items():  # the first run is not counted, for any case
             share = median([response.reuse.computed_share for response in counted])
@@ -72,19 +66,12 @@ def measure(
             cases.append({**case, **_seconds([response.ttft_s for response in counted])})
         if peer is not None:
             peers.append({"name": "transformers", **about, **_seconds(peer_s[1:])})
-    has_llama_cpp = not arguments.no_peers and (llama_bench is not None or llama_cpp_peer.has_package())
-    if has_llama_cpp and file is not None:
+    file, why_not = (None, []) if arguments.no_peers else llama_cpp_peer.file_of(MODEL)
+    if file is not None:
         counts = list(dict.fromkeys(case["context_tokens"] for case in cases))
-        try:
-            for count, runs_s in llama_cpp_peer.prefill_s(llama_bench, file, counts, repetitions).items():
-                peers.append({"name": "llama.cpp", "model": MODEL, "context_tokens": count, **_seconds(runs_s)})
-        except BenchmarkError as error:
-            skipped.append(f"llama.cpp: {error}")
-    elif not arguments.no_peers:
-        absent = f"neither xllamacpp nor {llama_cpp_peer.NAME} (on PATH or in --llama-cpp DIR) is installed"
-        reason = f"{MODEL} is no GGUF file" if has_llama_cpp else absent
-        skipped.append(f"llama.cpp: {reason}")
-    return cases, peers, skipped
+        for count, runs_s in llama_cpp_peer.prefill_s(file, counts, repetitions).items():
+            peers.append({"name": "llama.cpp", "model": MODEL, "context_tokens": count, **_seconds(runs_s)})
+    return cases, peers, skipped + why_not
 
 
 def _seconds(runs_s: list[float]) -> dict[str, Any]:
@@ -114,14 +101,3 @@ def _engines(model: LoadedModel, states: Sequence[State], documents: list[Docume
             read = EngineConfig(**{**DEFAULT.settings, "store": config.store, "read_only": True})
             engines[state] = stack.enter_context(Engine(model, read))
         yield engines
-
-
-def _peer(
-    arguments: argparse.Namespace, model: LoadedModel
-) -> tuple[Callable[[Sequence[int]], float] | None, list[str]]:
-    """(Full prefill in transformers, or None; the reason if it is left out)."""
-    if arguments.no_peers:
-        return None, []
-    if not transformers_peer.is_installed():
-        return None, ["transformers: it is not installed, or torch is not"]
-    return transformers_peer.full_prefill(model.config), []

@@ -219,14 +219,12 @@ def train(
     *,
     resume: bool = False,
     console: Console | None = None,
-    stop_after: int | None = None,
 ) -> tuple[Params, Progression]:
     """Trained parameters and the final progression.
 
     Args:
       directory: checkpoints go to `directory / "checkpoints"`.
       resume: continue from the newest checkpoint there.
-      stop_after: end early after this step, with a checkpoint, as an interruption does.
 
     Raises:
       ValueError: as `restore_or_start`.
@@ -235,7 +233,7 @@ def train(
     checkpoints = Checkpoints(directory / "checkpoints")
     params, state, progression = restore_or_start(config, checkpoints, resume=resume)
     step = make_step(config)
-    end = min(config.num_steps, stop_after or config.num_steps)
+    end = config.num_steps
     tally: dict[str, list[bool]] = collections.defaultdict(list)
     guesses: list[float] = []
     started = time.monotonic()

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import jax
 import numpy as np
 
-from ccjax.kernels.attention import api, attention
+from ccjax.kernels.attention import api
 from scripts.gpucheck import serving_case
-from scripts.gpucheck.attention_cases import UNUSED, Case, frequencies, packed, worst
-from scripts.gpucheck.record import CheckRecord, table
+from scripts.gpucheck.attention_cases import UNUSED, Case, frequencies, jitted, packed, worst
+from scripts.gpucheck.record import CheckRecord, numerics_table
 from scripts.gpucheck.serving_case import ServingCase
 
 SUITE = "attention_numerics"
@@ -47,7 +46,6 @@ BLOCK: Mutants = {
 }
 
 _STATIC = ("scale", "num_segments", "implementation")
-_jitted = jax.jit(attention, static_argnames=_STATIC)
 
 
 def tf32(x: np.ndarray) -> np.ndarray:
@@ -91,7 +89,7 @@ def missing(name: str) -> str | None:
     """Why an implementation cannot be called on this machine, or None."""
     inputs, arguments = Case(head_dim=64, dtype="bfloat16").arguments()
     try:
-        _jitted.eval_shape(*inputs, **arguments, implementation=name)
+        jitted.eval_shape(*inputs, **arguments, implementation=name)
     except (NotImplementedError, ImportError) as error:
         return str(error)
     except Exception as error:
@@ -164,7 +162,7 @@ def check(record: CheckRecord, names: Sequence[str], problem: Problem) -> None:
     with ThreadPoolExecutor() as pool:
         for name in names:
             with _noted(record, name, problem):
-                lowered = _jitted.lower(*inputs, **arguments, implementation=name)
+                lowered = jitted.lower(*inputs, **arguments, implementation=name)
                 building[name] = pool.submit(lowered.compile)
         expected = problem.case.expected()
     for name, compiled in building.items():
@@ -212,21 +210,4 @@ def run(record: CheckRecord) -> None:
 
 def tables(record: CheckRecord) -> list[str]:
     """One row per implementation."""
-    checked = record.rows.get(SUITE, [])
-    rows = []
-    for name in dict.fromkeys(row["implementation"] for row in checked):
-        own = [row for row in checked if row["implementation"] == name]
-        right = [row for row in own if "error" in row and row["mutant"] is None]
-        mutants = [row for row in own if row.get("mutant")]
-        shares = [row["error"] / row["tolerance"] for row in right if row["error"] is not None]
-        rows.append(
-            (
-                name,
-                f"{sum(row['passed'] for row in right)} of {len(right)}",
-                max(shares, default=None),
-                f"{sum(row['passed'] for row in mutants)} of {len(mutants)}",
-                sum("cannot" in row for row in own),
-            )
-        )
-    columns = ("implementation", "cases right", "worst error / tolerance", "mutants caught", "cannot")
-    return [table("Attention against the float64 oracle", columns, rows)]
+    return [numerics_table(record, SUITE, "Attention against the float64 oracle", "implementation")]

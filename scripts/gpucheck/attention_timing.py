@@ -146,33 +146,16 @@ def _noted(record: CheckRecord, candidate: Candidate) -> Iterator[None]:
 
 
 def tables(record: CheckRecord) -> list[str]:
-    """Times, rates and ratios, one row per context and share, one column per kernel; then the target."""
+    """Times and rates, one row per context and share, one column per kernel; then the target."""
     timed = [row for row in record.rows.get(SUITE, []) if "ms" in row]
     if not timed:
         return []
     best = ceiling(record, "matmul_tflops")
 
-    def of_best_full(row: dict[str, Any]) -> float | None:
-        full = best_full([other for other in timed if other["context"] == row["context"]])
-        if full is None:
-            return None
-        return 100 * ratio(full["samples_ms"], row["samples_ms"]) * row["flops"] / full["flops"]
-
-    def mass_cost(row: dict[str, Any]) -> float | None:
-        bare = [other for other in timed if _key(other) == _key(row) and not other["with_mass"]]
-        return 100 * (ratio(row["samples_ms"], bare[0]["samples_ms"]) - 1) if row["with_mass"] and bare else None
-
-    def over_flex(row: dict[str, Any]) -> float | None:
-        same = [other for other in timed if other["name"] == "torch flex" and _key(other)[1:] == _key(row)[1:]]
-        return ratio(same[0]["samples_ms"], row["samples_ms"]) if same and not row["is_library"] else None
-
     shown = [
         _pivot("Attention, ms per call", timed, lambda row: row["ms"]),
         _pivot("Attention, TFLOP/s on visible pairs", timed, lambda row: row["tflops"]),
         _pivot("Rate, % of the matrix product's", timed, lambda row: 100 * row["tflops"] / best if best else None),
-        _pivot("Rate, % of the best library kernel's on the whole context", timed, of_best_full),
-        _pivot("Cost of the mass, %", [row for row in timed if row["with_mass"]], mass_cost),
-        _pivot("Speed, times FlexAttention's", [row for row in timed if not row["is_library"]], over_flex),
     ]
     verdicts = [
         (_column(row), row["best_library"], 100 * row["ratio"], "PASS" if row["passed"] else "FAIL")
@@ -187,10 +170,6 @@ def tables(record: CheckRecord) -> list[str]:
     if untimed:
         shown.append(table("Not timed", ("kernel", "at first", "why"), untimed))
     return [*shown, table(title, ("kernel", "best library", "%", "verdict"), verdicts)]
-
-
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["name"], row["context"], row["computed"]
 
 
 def _column(row: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from ccjax.kernels.decode import decode_attention
 from scripts.gpucheck.attention_cases import worst
 from scripts.gpucheck.decode_cases import MUTANTS, TOLERANCE, Case
-from scripts.gpucheck.record import CheckRecord, table
+from scripts.gpucheck.record import CheckRecord, numerics_table
 
 SUITE = "decode_numerics"
 IMPLEMENTATIONS = ("triton", "xla", "reference")
@@ -49,12 +49,4 @@ def run(record: CheckRecord, implementations: tuple[str, ...] = IMPLEMENTATIONS)
 
 def tables(record: CheckRecord) -> list[str]:
     """One row per implementation and dtype, worst of the shapes."""
-    checked = record.rows.get(SUITE, [])
-    rows = []
-    for key in dict.fromkeys((row["implementation"], row["dtype"]) for row in checked):
-        own = [row for row in checked if (row["implementation"], row["dtype"]) == key]
-        errors = [row["error"] for row in own if row["mutant"] is None and row["error"] is not None]
-        caught = [row["passed"] for row in own if row["mutant"]]
-        right = all(row["passed"] for row in own)
-        rows.append((" ".join(key), right, max(errors, default=None), f"{sum(caught)} of {len(caught)}"))
-    return [table("Paged decode against float64", ("implementation", "right", "error", "mutants caught"), rows)]
+    return [numerics_table(record, SUITE, "Paged decode against float64", "implementation", "dtype")]

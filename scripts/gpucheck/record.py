@@ -102,3 +102,18 @@ def _text(value: Any) -> str:
         if isinstance(value, float) and abs(value) < 100
         else str(round(value) if isinstance(value, float) else value)
     )
+
+
+def numerics_table(record: CheckRecord, suite: str, title: str, *names: str) -> str:
+    """A row for each value of these columns: how many cases are right, the worst error, how many mutants are caught."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in record.rows.get(suite, []):
+        groups.setdefault(" ".join(row[name] for name in names), []).append(row)
+    rows = []
+    for name, own in groups.items():
+        right = [row for row in own if "error" in row and row["mutant"] is None]
+        mutants = [row for row in own if row.get("mutant")]
+        shares = [row["error"] / row["tolerance"] for row in right if row["error"] is not None]
+        counts = (f"{sum(row['passed'] for row in some)} of {len(some)}" for some in (right, mutants))
+        rows.append((name, *counts, max(shares, default=None), sum("cannot" in row for row in own)))
+    return table(title, (" and ".join(names), "right", "mutants caught", "worst error / tolerance", "cannot"), rows)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, remove_rope
-from scripts.gpucheck.record import CheckRecord, table
+from scripts.gpucheck.record import CheckRecord, numerics_table
 
 SUITE = "rope_numerics"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
@@ -60,7 +60,7 @@ def check(record: CheckRecord, dtype: str, head_dim: int, num_tokens: int) -> No
             float(np.nan_to_num(error, nan=np.inf)),
             TOLERANCE[dtype],
             mutant=mutant,
-            operation=name if mutant is None else "mutant",
+            operation=name if mutant is None else "broken",
             dtype=dtype,
             head_dim=head_dim,
         )
@@ -76,14 +76,4 @@ def run(record: CheckRecord) -> None:
 
 def tables(record: CheckRecord) -> list[str]:
     """One row per operation and dtype, worst of the head sizes."""
-    checked = record.rows.get(SUITE, [])
-    rows = []
-    for key in dict.fromkeys((row["operation"], row["dtype"]) for row in checked if row["mutant"] is None):
-        own = [row for row in checked if (row["operation"], row["dtype"]) == key]
-        errors = [row["error"] for row in own if row["error"] is not None]
-        rows.append((" ".join(key), all(row["passed"] for row in own), max(errors, default=None), own[0]["tolerance"]))
-    mutants = [row["passed"] for row in checked if row["mutant"]]
-    rows.append((f"mutants caught: {sum(mutants)} of {len(mutants)}", all(mutants), None, None))
-    return [
-        table("RoPE at positions up to 131,071 against float64", ("operation", "right", "error", "tolerance"), rows)
-    ]
+    return [numerics_table(record, SUITE, "RoPE at positions up to 131,071 against float64", "operation", "dtype")]

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from ccjax.cache.load_plan import LoadPlanner
 from ccjax.cache.rates import Cost, Rates
-from ccjax.policy._checks import check_ratio
 from ccjax.policy.capture import make_variant_id, should_capture
 from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import plan_prefill
@@ -19,7 +18,7 @@ from ccjax.policy.strategies import expected_share
 from ccjax.prompts import Prompt
 from ccjax.store.spec import KVSpec
 from ccjax.store.tickets import LoadTicket
-from ccjax.store.usage import DEVICE, DISK
+from ccjax.store.usage import DISK
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, Segment, VariantId, VariantMeta
 from scripts.simulation.costs import CostModel
 from scripts.simulation.store import NO_KV, SizedIndex, SizedStore
@@ -27,6 +26,8 @@ from scripts.simulation.workload import Passages, chunk_of
 
 INTRA_OVER_INTER = 2.18
 """CacheCraft sec. 6 (1): intra-attention is 2.18 times inter-attention on average, assumed for every chunk."""
+CCI = chunk_context_impact(1.0, INTRA_OVER_INTER)
+"""CacheCraft eq. 11 of every chunk, since there is no model to measure it."""
 SYSTEM = 2**31 - 1
 """The number of the system prompt among passages."""
 _TYPICAL_TOKENS = 1024
@@ -34,28 +35,21 @@ _TYPICAL_TOKENS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedCacheSettings:
-    """The chunk-cache settings of `EngineConfig`, under the same names; checked where they are used.
+    """The chunk-cache settings of `EngineConfig`, under the same names.
 
     Attributes:
       device_cache_bytes, host_cache_bytes, disk_cache_bytes: budgets of the tiers; 0 for none. The device's is separate
         from the pages of requests, which share one pool in the engine.
-      cci: CacheCraft eq. 11 of every chunk, since there is no model to measure it.
     """
 
     strategy: str = "cachecraft"
     reuse: ReuseMode = "bounded"
-    alpha: float = 1.0
     recompute_ratio: float | None = None
-    fast_ratio: float = 0.05
     eviction_policy: str = DEFAULT_POLICY
     max_variants: int | None = None
     device_cache_bytes: int = 0
     host_cache_bytes: int = 64 * 2**30
     disk_cache_bytes: int = 0
-    cci: float = chunk_context_impact(1.0, INTRA_OVER_INTER)
-
-    def __post_init__(self) -> None:
-        check_ratio("cci", self.cci)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,9 +100,7 @@ class ReplicaCache:
         )
         self._planner = PlannerSettings(
             strategy=settings.strategy,
-            alpha=settings.alpha,
             recompute_ratio=settings.recompute_ratio,
-            fast_ratio=settings.fast_ratio,
             focus_window=None,
             num_layers=kv_spec.num_layers,
         )
@@ -120,7 +112,7 @@ class ReplicaCache:
             expected_share=lambda cci: expected_share(self._planner, cci),
         )
         self._loads = LoadPlanner(self.store, _ModelRates(costs), kv_spec.num_layers)
-        self._kv_spec = kv_spec
+        self.kv_spec = kv_spec
         self._views: dict[Passages, PromptView] = {}
         self._planned: dict[Passages, Planned] = {}
 
@@ -174,10 +166,6 @@ class ReplicaCache:
         """Promotes variants read from a lower tier to faster tiers where that is worth it."""
         self.index.complete_load(ticket)
 
-    def num_bytes(self, num_tokens: int) -> int:
-        """KV bytes of this many tokens."""
-        return self._kv_spec.num_bytes(num_tokens)
-
     def keep(self, planned: Planned) -> None:
         """Credits reused variants and stores computed chunks, as `PrefillCapture.keep` does."""
         if self.is_off:
@@ -196,16 +184,6 @@ class ReplicaCache:
                 meta = self._meta(segment, view, place)
                 if self.index.add(meta, NO_KV, view.prompt, pinned=kept):
                     kept.add(meta.variant_id)
-
-    def on_device(self, planned: Planned, ticket: LoadTicket) -> frozenset[int]:
-        """Unchanged reused segments, read in place if the device tier has them."""
-        return frozenset(
-            place
-            for place, segment in enumerate(planned.plan.segments)
-            if segment.variant_id is not None
-            and not segment.recompute_offsets
-            and ticket.tiers.get(segment.variant_id) == DEVICE
-        )
 
     def _make(self, view: PromptView, question_tokens: int, without: frozenset[VariantId]) -> PrefillPlan:
         candidates: Mapping[ChunkId, Sequence[VariantMeta]] = {}
@@ -245,10 +223,10 @@ class ReplicaCache:
             inter_by_prefix=tuple(float(chunk.num_tokens * (chunk.role != "system")) for chunk in view.chunks[:place]),
             a_mean=1.0,
             b_mean=INTRA_OVER_INTER,
-            cci=self.settings.cci if len(prefix) > has_system else 0.5,
+            cci=CCI if len(prefix) > has_system else 0.5,
             token_ranking=_ranking(segment.num_tokens),
             num_tokens=segment.num_tokens,
-            num_bytes=self._kv_spec.num_bytes(segment.num_tokens),
+            num_bytes=self.kv_spec.num_bytes(segment.num_tokens),
             fidelity=segment.fidelity,
             has_system=has_system,
         )

@@ -6,10 +6,9 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.policy._checks import check_count, check_mass
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.store.usage import DEVICE, DISK, HOST
 from scripts.simulation.hardware import Hardware
@@ -35,61 +34,39 @@ _MEMO = 1 << 18
 """Number of memoised prefill times: eviction asks for the same ones over and over."""
 
 
-class CostModel(Protocol):
+class CostModel(abc.ABC):
     """Seconds of virtual time as a function of sizes; stateless."""
 
-    @property
-    def num_layers(self) -> int:
-        """Of the model."""
-        ...
-
+    @abc.abstractmethod
     def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         """One pack through all layers, without loads."""
-        ...
 
+    @abc.abstractmethod
     def decode_s(self, num_seqs: int, context_tokens: int) -> float:
         """One decode step of this many sequences with this many context tokens in all."""
-        ...
 
+    @abc.abstractmethod
     def link_s(self, tier: str, num_bytes: int) -> float:
         """KV bytes from "host" memory to the device, or from "disk" to host memory, without contention."""
-        ...
-
-    def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
-        """`ccjax.cache.placement.Costs`: a chunk's part of a prefill (RAGCache eq. 4)."""
-        ...
-
-    def load_s(self, tier: str, num_bytes: int) -> float:
-        """`ccjax.cache.placement.Costs`: time to load from a tier until the KV is on the device."""
-        ...
-
-
-class _Derived(abc.ABC):
-    """The parts of a `CostModel` that follow from the others."""
-
-    @abc.abstractmethod
-    def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float: ...
-
-    @abc.abstractmethod
-    def link_s(self, tier: str, num_bytes: int) -> float: ...
 
     @functools.cached_property
     def _one_prefill_s(self) -> Callable[[int, int], float]:
         return functools.lru_cache(_MEMO)(lambda cached, new: self.pack_s([SimulatedPiece(new, cached + new)]))
 
     def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
-        """See `CostModel`."""
+        """`ccjax.cache.placement.Costs`: a chunk's part of a prefill (RAGCache eq. 4)."""
         return num_tokens * self._one_prefill_s(cached_tokens, new_tokens) / new_tokens
 
     def load_s(self, tier: str, num_bytes: int) -> float:
-        """See `CostModel`; KV on disk is loaded through host memory."""
+        """`ccjax.cache.placement.Costs`: time to load from a tier until the KV is on the device; from disk through host
+        memory."""
         if tier == DEVICE:
             return 0.0
         return self.link_s(HOST, num_bytes) + (self.link_s(DISK, num_bytes) if tier == DISK else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class RooflineCosts(_Derived):
+class RooflineCosts(CostModel):
     """A step takes the larger of its compute time and its memory time, plus a fixed time per layer.
 
     Compute: 2 FLOPs per token for each weight of a layer (only its own experts'), 4 for each pair of query and key
@@ -106,17 +83,11 @@ class RooflineCosts(_Derived):
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        check_count("tensor_parallel_size", self.tensor_parallel_size)
         if self.tensor_parallel_size > 1 and not self.hardware.link_bytes_per_s:
             raise ValueError(
                 f"tensor_parallel_size: wanted 1, {self.hardware.name} has no link between devices, got "
                 f"{self.tensor_parallel_size}"
             )
-
-    @property
-    def num_layers(self) -> int:
-        """Of the model."""
-        return self.config.num_layers
 
     @functools.cached_property
     def kv_bytes_per_token(self) -> int:
@@ -201,36 +172,23 @@ class RooflineCosts(_Derived):
 
 
 @dataclasses.dataclass(frozen=True)
-class GridCosts(_Derived):
+class GridCosts(CostModel):
     """T(cached, new) as measured by `scripts/profile_prefill.py`, decode steps and links as given.
 
-    A pack takes the sum of its pieces' times, with the constant part of a prefill counted once, and without the output
-    head if no prompt ends in it. The grid was measured with its cached tokens in the fastest tier that accepted them,
-    so it includes moving them from host memory, and `link_s` of "host" is 0.
+    A pack takes the sum of its pieces' times, with the constant part of a prefill counted once. The grid was measured
+    with its cached tokens in the fastest tier that accepted them, so it includes moving them from host memory, and
+    `link_s` of "host" is 0.
 
     Attributes:
-      num_layers: of the model.
-      head_s: part of every measured time for the output head and sampling.
       decode_fixed_s, decode_seq_s, decode_token_s: a decode step, each sequence in it, each token of their contexts.
       disk_bytes_per_s: from disk to host memory.
-      scale: factor on all measured times, for when another measurement shows that they have changed.
     """
 
     grid: PrefillGrid
-    num_layers: int
     decode_fixed_s: float
     decode_seq_s: float = 0.0
     decode_token_s: float = 0.0
-    head_s: float = 0.0
     disk_bytes_per_s: float = 1e9
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_count("num_layers", self.num_layers)
-        for name in ("decode_fixed_s", "decode_seq_s", "decode_token_s", "head_s", "disk_bytes_per_s", "scale"):
-            check_mass(name, getattr(self, name))
-        if not self.disk_bytes_per_s or not self.scale:
-            raise ValueError("disk_bytes_per_s, scale: wanted more than 0, got 0")
 
     @functools.cached_property
     def fixed_s(self) -> float:
@@ -241,9 +199,7 @@ class GridCosts(_Derived):
     def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         """See `CostModel`."""
         prefills = sum(max(self.fixed_s, self.grid.prefill_s(max(0, seen - new), new)) for new, seen, _ in pieces)
-        shared_s = max(0, len(pieces) - 1) * self.fixed_s
-        head_s = 0.0 if any(piece.is_last for piece in pieces) else self.head_s
-        return self.scale * max(0.0, prefills - shared_s - head_s)
+        return prefills - max(0, len(pieces) - 1) * self.fixed_s
 
     def decode_s(self, num_seqs: int, context_tokens: int) -> float:
         """See `CostModel`."""

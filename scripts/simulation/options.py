@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ccjax.cli.options import flag
 from ccjax.cli.serving.options import ServeOptions
-from ccjax.cli.values import num_bytes
+from ccjax.cli.values import num_bytes, positive_int
 from scripts.simulation.cache import SimulatedCacheSettings
 
 if TYPE_CHECKING:
-    from scripts.simulation.run import Deployment
+    from scripts.simulation.replica import Deployment
     from scripts.simulation.workload import Workload
 
 _TYPICAL_TOKENS = (90, 110, 130, 160, 200, 260)
@@ -29,32 +29,28 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("requests and their arrivals")
     add = what.add_argument
-    add("--requests", type=int, default=10_000, help="how many (default 10,000)")
+    add("--requests", type=positive_int, default=10_000, help="how many (default 10,000)")
     add("--warmup", type=int, default=0, help="how many of these only fill the caches and count in no figure")
     add("--rate", type=float, help="arrivals a second (default 5, with --arrivals as recorded)")
-    add(
-        "--arrivals",
-        type=Path,
-        metavar="FILE",
-        help="recorded arrivals: Azure's .csv, Mooncake's .jsonl (default: Poisson)",
-    )
+    text = "recorded arrivals: Azure's .csv, Mooncake's .jsonl (default: Poisson)"
+    add("--arrivals", type=Path, metavar="FILE", help=text)
     add("--trace", type=Path, metavar="FILE", help="retrieval trace: JSON lines with 'docs' (default: drawn)")
     add("--lengths", type=Path, metavar="FILE", help="JSON: tokens by passage id, or a list that passages draw from")
-    add("--passages", type=int, default=5000, help="drawn: number of passages (default 5,000)")
-    add("--lists", type=int, default=20_000, help="drawn: distinct lists that requests retrieve (default 20,000)")
+    add("--passages", type=positive_int, default=5000, help="drawn: number of passages (default 5,000)")
+    add("--lists", type=positive_int, default=20_000, help="drawn: distinct lists of passages (default 20,000)")
     add("--zipf", type=float, default=0.9, help="drawn: exponent of the frequency of passages and lists (default 0.9)")
-    add("--top-k", type=int, default=5, help="passages of a request (default 5)")
-    add("--question-tokens", type=int, default=32, help="of each question (default 32)")
+    add("--top-k", type=positive_int, default=5, help="passages of a request (default 5)")
+    add("--question-tokens", type=positive_int, default=32, help="of each question (default 32)")
     add("--system-tokens", type=int, default=32, help="of the system prompt, 0 for none (default 32)")
-    add("--answer-tokens", type=int, help="of each answer (default 16, with --arrivals as recorded)")
+    add("--answer-tokens", type=positive_int, help="of each answer (default 16, with --arrivals as recorded)")
     add("--seed", type=int, default=0, help="of all random draws (default 0)")
 
     add = parser.add_argument_group("what answers").add_argument
     add("--model", default="llama3-8b", help="a preset such as llama3-70b, or LAYERSxWIDTH[xHEADS] (default llama3-8b)")
     add("--hardware", default="h100", help="a100, h100, h200, h800, a10g, v5e or v6e (default h100)")
-    add("--tensor-parallel-size", type=int, default=1, help="devices of a replica (default 1)")
+    add("--tensor-parallel-size", type=positive_int, default=1, help="devices of a replica (default 1)")
     add("--profile", type=Path, metavar="FILE", help="T(cached, new) of scripts/profile_prefill.py in place of FLOPs")
-    add("--replicas", type=int, default=1, help="each with tiers of its own (default 1)")
+    add("--replicas", type=positive_int, default=1, help="each with tiers of its own (default 1)")
     add("--strategy", default="cachecraft", help="of ccjax.policy.strategies; full for none (default cachecraft)")
     add("--reuse", default="bounded", choices=("off", "exact", "bounded", "fast"), help="(default bounded)")
     add("--recompute-ratio", type=float, help="of each passage reused behind another prefix (default: eq. 12)")
@@ -73,11 +69,9 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     add = parser.add_argument_group("goals and output").add_argument
     add("--size-for", metavar="GOAL", help="find budgets and replicas, such as for 'p99 TTFT < 1 s at 20 req/s'")
     add("--budgets", type=num_bytes, nargs="+", help="host budgets to try (default: 5, 20, 50, 100 %% of all passages)")
-    add("--most-replicas", type=int, default=64, help="to try (default 64)")
-    add("--validate", action="store_true", help="compare the simulation with the real engine on this CPU")
+    add("--most-replicas", type=positive_int, default=64, help="to try (default 64)")
     add("--paper", type=Path, metavar="FILE", help="simulate the papers' experiments, and put the tables in that page")
     add("--quick", action="store_true", help="with --paper: few requests, to see that it runs")
-    add("--data", type=Path, help="folder with rag_trace/ and tokenizer_llama3/, for --validate")
     add("--json", action="store_true", help="print raw figures as one JSON object on the last line")
     add("--quiet", action="store_true", help="no progress bar")
     return parser
@@ -95,6 +89,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
     if not 0 <= args.warmup < args.requests:
         raise ValueError(f"--warmup: wanted fewer than --requests {args.requests}, got {args.warmup}")
+    if args.rate is not None and args.rate <= 0.0:
+        raise ValueError(f"--rate: wanted more than 0, got {args.rate}")
     lengths = _lengths(args.lengths) if args.lengths is not None else list(_TYPICAL_TOKENS)
     if args.trace is not None:
         lists = made.trace_lists(args.trace, lengths, args.top_k)
@@ -112,8 +108,6 @@ def workload_of(args: argparse.Namespace) -> Workload:
         answers = np.resize(recorded, args.requests)
         if args.answer_tokens is not None:
             answers = np.full(args.requests, args.answer_tokens)
-    if answers.min() < 1:
-        raise ValueError(f"--answer-tokens: wanted at least 1, got {answers.min()}")
     workload = made.Workload(times, which, lists, args.question_tokens, answers, args.system_tokens)
     if args.arrivals is not None and args.rate is not None:
         workload = workload.at_rate(args.rate)
@@ -126,6 +120,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     Raises:
       ValueError: an option is invalid, or the model does not fit its devices.
     """
+    from ccjax.loading.prefill_profile import PrefillProfile
     from ccjax.models.llama3.presets import preset
     from ccjax.policy.eviction import DEFAULT_POLICY, make_policy
     from ccjax.policy.scheduling import SchedulerSettings
@@ -133,7 +128,7 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
     from ccjax.store.spec import KVSpec
     from scripts.simulation.costs import GridCosts, RooflineCosts
     from scripts.simulation.hardware import hardware
-    from scripts.simulation.run import Deployment
+    from scripts.simulation.replica import Deployment
 
     device = hardware(args.hardware)
     config = preset(args.model, vocab_size=128_256)
@@ -155,10 +150,8 @@ def deployment_of(args: argparse.Namespace, workload: Workload) -> Deployment:
         )
     costs = roofline
     if args.profile is not None:
-        grid = _grid(args.profile)
         costs = GridCosts(
-            grid,
-            config.num_layers,
+            PrefillProfile.from_json(json.loads(args.profile.read_text("utf-8"))).grid,
             decode_fixed_s=roofline.decode_s(1, 0),
             decode_seq_s=roofline.decode_s(2, 0) - roofline.decode_s(1, 0),
             disk_bytes_per_s=device.disk_bytes_per_s,
@@ -198,9 +191,3 @@ def _lengths(path: Path) -> dict[int, int] | list[int]:
     if not isinstance(values, list) or not values or not all(type(value) is int and value > 0 for value in values):
         raise ValueError(f"--lengths: wanted positive integers in an object by passage id, or in a list, in {path}")
     return {int(key): value for key, value in found.items()} if isinstance(found, dict) else found
-
-
-def _grid(path: Path):
-    from ccjax.loading.prefill_profile import PrefillProfile
-
-    return PrefillProfile.from_json(json.loads(path.read_text("utf-8"))).grid

@@ -70,7 +70,7 @@ class SimulationResults:
             "answered": int(done.sum()),
             "refused": self.num_refused,
             "preempted": self.num_preempted,
-            "rate": (len(ttft) - 1) / span if (span := _span(workload, warmup)) else None,
+            "rate": (len(ttft) - 1) / span if (span := float(np.ptp(workload.arrival_s[counted]))) else None,
             "ttft_s": _spread(ttft),
             "latency_s": _spread(latency),
             "throughput": (len(ends) - 1) / seconds if seconds else None,
@@ -88,11 +88,6 @@ class SimulationResults:
             "busy_share": self.busy_s / self.end_s if self.end_s else None,
             "virtual_s": self.end_s,
         }
-
-
-def _span(workload: Workload, warmup: int) -> float:
-    times = workload.arrival_s[warmup:]
-    return float(times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
 def _spread(seconds: np.ndarray) -> dict[str, float] | None:

@@ -18,7 +18,8 @@ from ccjax.store.spec import KVSpec
 from scripts.simulation.cache import SimulatedCacheSettings
 from scripts.simulation.costs import RooflineCosts, SimulatedPiece
 from scripts.simulation.hardware import HARDWARE, Hardware
-from scripts.simulation.run import Deployment, Simulation
+from scripts.simulation.replica import Deployment
+from scripts.simulation.run import Simulation
 from scripts.simulation.workload import Passages, Workload, draw_which, poisson, zipf_lists
 
 A100 = HARDWARE["a100"]

@@ -7,10 +7,7 @@ fails or is cancelled; one answer per request, one flow and one priority.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import random
 
-from ccjax.policy._checks import check_mass, check_masses
 from ccjax.policy.scheduling import (
     AdmissionQueueFullError,
     ScheduledPack,
@@ -20,46 +17,36 @@ from ccjax.policy.scheduling import (
     StepCosts,
 )
 from ccjax.runner.pool import PAGE_TOKENS, num_pages
+from ccjax.store.spec import KVSpec
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE, DISK, HOST
-from scripts.simulation.cache import Planned, ReplicaCache
+from scripts.simulation.cache import Planned, ReplicaCache, SimulatedCacheSettings
 from scripts.simulation.costs import CostModel, SimulatedPiece, overlapped_s
 from scripts.simulation.outcome import SimulationResults
 from scripts.simulation.workload import Passages, Workload
 
 NUM_PREPLANNED = 8
 """Queued requests that are planned before each pack, as by the engine's batch loop."""
-LOADINGS = ("layerwise", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
-class HostWork:
-    """Times besides the device's work, in seconds.
+class Deployment:
+    """The simulated deployment. Each replica has its own tiers: a shared store is not modelled.
 
     Attributes:
-      before_s: host work before a pack (planning, launching) while the device waits: for each request that starts in
-        it, at least once.
-      after_s: host work after a pack (copying KV out, storing, answering).
-      pack_s: excess of every pack over its cost model, whatever its size.
-      piece_s: excess for each prompt in a pack beyond the first.
-      wake_s: excess of a pack if nothing ran before it: on a CPU the weights have left its caches.
-      apart_s: remaining part of a request's latency: tokenizing its text, delivering its answer.
-      jitter: measured slow-downs of packs, in their order, since slow phases of a machine last; replayed from a random
-        position. Empty for none.
+      cache, scheduler: of each replica.
+      replicas: their number.
+      loading: "layerwise" lets layers run while later ones load (CacheCraft alg. 2), "sync" loads all first.
+      preloads: whether what waiting requests will reuse is read from disk (CacheCraft sec. 3.5).
     """
 
-    before_s: float = 0.0
-    after_s: float = 0.0
-    pack_s: float = 0.0
-    piece_s: float = 0.0
-    wake_s: float = 0.0
-    apart_s: float = 0.0
-    jitter: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("before_s", "after_s", "pack_s", "piece_s", "wake_s", "apart_s"):
-            check_mass(name, getattr(self, name))
-        check_masses("jitter", self.jitter)
+    costs: CostModel
+    kv_spec: KVSpec
+    cache: SimulatedCacheSettings
+    scheduler: SchedulerSettings
+    replicas: int = 1
+    loading: str = "layerwise"
+    preloads: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -84,50 +71,25 @@ class SimulatedJob:
 
 
 class SimulatedReplica:
-    """A simulated replica. `advance` runs it up to a time, `submit` adds a request that arrives then.
+    """A simulated replica. `advance` runs it up to a time, `submit` adds a request that arrives then."""
 
-    Args:
-      loading: "layerwise" lets layers run while later ones load (CacheCraft alg. 2), "sync" loads all first.
-      preloads: reads from disk what waiting requests will reuse (CacheCraft sec. 3.5).
-      seed: of random draws, together with `name`.
-    """
-
-    def __init__(
-        self,
-        cache: ReplicaCache,
-        costs: CostModel,
-        settings: SchedulerSettings,
-        workload: Workload,
-        outcome: SimulationResults,
-        *,
-        name: str = "0",
-        host_work: HostWork = HostWork(),
-        loading: str = "layerwise",
-        preloads: bool = True,
-        seed: int = 0,
-    ) -> None:
-        if loading not in LOADINGS:
-            raise ValueError(f"loading: wanted one of {', '.join(LOADINGS)}, got {loading!r}")
-        self.cache = cache
-        self.scheduler = Scheduler(settings)
+    def __init__(self, deployment: Deployment, workload: Workload, outcome: SimulationResults, index: int) -> None:
+        self._costs = deployment.costs
+        self.cache = ReplicaCache(deployment.cache, self._costs, deployment.kv_spec)
+        self.scheduler = Scheduler(deployment.scheduler)
         self.now_s = 0.0
-        self._costs = costs
         self._workload = workload
         self._outcome = outcome
-        self._host_work = host_work
-        self._is_layerwise = loading == "layerwise"
-        self._preloads = preloads and bool(cache.settings.disk_cache_bytes)
-        self._index = int(name)
-        first = random.Random(f"{seed} {name}").randrange(max(1, len(host_work.jitter)))
-        self._jitter = itertools.cycle(host_work.jitter[first:] + host_work.jitter[:first] or (1.0,))
+        self._is_layerwise = deployment.loading == "layerwise"
+        self._preloads = deployment.preloads and bool(deployment.cache.disk_cache_bytes)
+        self._index = index
         self._jobs: dict[str, SimulatedJob] = {}
         self._waiting: dict[str, SimulatedJob] = {}
-        self._free_pages = settings.num_pages
+        self._free_pages = deployment.scheduler.num_pages
         self._link_free_s = {HOST: 0.0, DISK: 0.0}
         self._decode_step_s = 0.0
-        self._has_paused = True
         self._answer_tokens: float | None = None
-        self._token_s = costs.compute_s(1024, 0, 1024) / 1024
+        self._token_s = self._costs.compute_s(1024, 0, 1024) / 1024
         self._scheduler_costs = StepCosts(self._token_s, 0.0)
 
     @property
@@ -166,7 +128,6 @@ class SimulatedReplica:
             self._run_one()
         if not self._jobs and self.now_s < until_s:
             self.now_s = until_s
-            self._has_paused = True
 
     def finish(self) -> None:
         """Runs until all requests have their answers."""
@@ -269,10 +230,11 @@ class SimulatedReplica:
         job.loaded_at_s = self.now_s
         if disk_tokens:
             if job.disk_at_s is None:
-                job.disk_at_s = self._on_link(DISK, self.cache.num_bytes(disk_tokens), self.now_s)
+                job.disk_at_s = self._on_link(DISK, self.cache.kv_spec.num_bytes(disk_tokens), self.now_s)
             job.loaded_at_s = max(job.loaded_at_s, job.disk_at_s)
         if host_tokens:
-            job.loaded_at_s = max(job.loaded_at_s, self._on_link(HOST, self.cache.num_bytes(host_tokens), self.now_s))
+            num_bytes = self.cache.kv_spec.num_bytes(host_tokens)
+            job.loaded_at_s = max(job.loaded_at_s, self._on_link(HOST, num_bytes, self.now_s))
 
     def _on_link(self, tier: str, num_bytes: int, now_s: float) -> float:
         """Queues a transfer of this many bytes on a link; returns the time at which it ends."""
@@ -283,19 +245,15 @@ class SimulatedReplica:
     def _run_pack(self, pieces: list) -> None:
         jobs = [self._jobs[piece.sequence_id] for piece in pieces]
         sizes: list[SimulatedPiece] = []
-        host, num_begun, load_s = self._host_work, 0, 0.0
+        load_s = 0.0
         for job, piece in zip(jobs, pieces, strict=True):
             assert job.planned is not None
             cached = job.planned.num_tokens - job.planned.computed
             sizes.append(SimulatedPiece(piece.num_tokens, cached + piece.start + piece.num_tokens, piece.is_last))
             if not piece.start:
                 load_s = max(load_s, job.loaded_at_s - self.now_s)
-                num_begun += 1
-        compute_s, num_layers = self._costs.pack_s(sizes), self._costs.num_layers
+        compute_s, num_layers = self._costs.pack_s(sizes), self.cache.kv_spec.num_layers
         whole_s = overlapped_s(compute_s, load_s, num_layers) if self._is_layerwise else compute_s + load_s
-        whole_s += host.pack_s + (len(sizes) - 1) * host.piece_s + (host.wake_s if self._has_paused else 0.0)
-        whole_s = whole_s * next(self._jitter) + max(1, num_begun) * host.before_s
-        self._has_paused = False
         if self.scheduler.num_decoding:
             for _ in range(num_layers):
                 self.now_s += whole_s / num_layers
@@ -311,13 +269,12 @@ class SimulatedReplica:
             assert job.planned is not None and job.ticket is not None
             if not job.is_prefilled:
                 job.is_prefilled = True
-                self._outcome.ttft_s[job.number] = self.now_s - job.arrival_s + host.apart_s
+                self._outcome.ttft_s[job.number] = self.now_s - job.arrival_s
                 self._outcome.note_prefill(job.number, job.planned, job.ticket)
                 kept.append(job.planned)
             self._take_token(job)
         for planned in kept:  # once the first tokens are out
             self.cache.keep(planned)
-        self.now_s += len(kept) * host.after_s
 
     def _decode(self) -> None:
         step = self.scheduler.next_decode(self._free_pages, self._as_costs())
@@ -343,7 +300,7 @@ class SimulatedReplica:
         job.context += 1
         if job.answered < job.answer_tokens:
             return
-        self._outcome.latency_s[job.number] = self.now_s - job.arrival_s + self._host_work.apart_s
+        self._outcome.latency_s[job.number] = self.now_s - job.arrival_s
         mean = self._answer_tokens
         self._answer_tokens = job.answered if mean is None else 0.9 * mean + 0.1 * job.answered
         self.scheduler.remove(job.sequence_id)

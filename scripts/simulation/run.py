@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 
-from ccjax.policy._checks import check_count, check_mass
 from ccjax.policy.routing import ChunkFilter, PromptSummary, ReplicaState, Summary, load_cost, rank
-from ccjax.policy.scheduling import SchedulerSettings
-from ccjax.store.spec import KVSpec
 from ccjax.store.usage import DISK
 from ccjax.types import ChunkId
-from scripts.simulation.cache import ReplicaCache, SimulatedCacheSettings
-from scripts.simulation.costs import CostModel
 from scripts.simulation.outcome import SimulationResults
-from scripts.simulation.replica import HostWork, SimulatedReplica
+from scripts.simulation.replica import Deployment, SimulatedReplica
 from scripts.simulation.workload import Workload
 
 _ADVANCE_EVERY = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Deployment:
-    """The simulated deployment. Each replica has its own tiers: a shared store is not modelled.
-
-    Attributes:
-      cache, scheduler: of each replica.
-      replicas: their number.
-      summary_interval_s: how often each replica publishes its chunks and queued tokens to the router.
-    """
-
-    costs: CostModel
-    kv_spec: KVSpec
-    cache: SimulatedCacheSettings
-    scheduler: SchedulerSettings
-    replicas: int = 1
-    host_work: HostWork = HostWork()
-    loading: str = "layerwise"
-    preloads: bool = True
-    summary_interval_s: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_count("replicas", self.replicas)
-        check_mass("summary_interval_s", self.summary_interval_s)
+_SUMMARY_EVERY_S = 0.5
+"""How often each replica publishes its chunks and queued tokens to the router."""
 
 
 class Simulation:
@@ -58,19 +29,7 @@ class Simulation:
         self._workload = workload
         self._rng = random.Random(seed)
         self.replicas = [
-            SimulatedReplica(
-                ReplicaCache(deployment.cache, deployment.costs, deployment.kv_spec),
-                deployment.costs,
-                deployment.scheduler,
-                workload,
-                self.outcome,
-                name=str(name),
-                host_work=deployment.host_work,
-                loading=deployment.loading,
-                preloads=deployment.preloads,
-                seed=seed,
-            )
-            for name in range(deployment.replicas)
+            SimulatedReplica(deployment, workload, self.outcome, index) for index in range(deployment.replicas)
         ]
         self._router = _Router(self.replicas, deployment) if deployment.replicas > 1 else None
 
@@ -113,7 +72,6 @@ class _Router:
 
     def __init__(self, replicas: list[SimulatedReplica], deployment: Deployment) -> None:
         self._replicas = {str(name): replica for name, replica in enumerate(replicas)}
-        self._interval_s = deployment.summary_interval_s
         self._next_s = 0.0
         self._summaries: dict[str, Summary] = {}
         self._filters: dict[str, tuple[int, ChunkFilter]] = {}
@@ -128,7 +86,7 @@ class _Router:
         """The replica for a request."""
         if now_s >= self._next_s:
             self._publish()
-            self._next_s = now_s + self._interval_s
+            self._next_s = now_s + _SUMMARY_EVERY_S
         states = [
             ReplicaState(name, self._summaries[name], self._sent[name], replica.num_under_way)
             for name, replica in self._replicas.items()

@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ccjax.policy._checks import check_count
-
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _GOAL = re.compile(
     rf"(mean|p50|p90|p99)\s+(ttft|latency)\s*<=?\s*{_NUMBER}\s*(ms|s)\s+at\s+{_NUMBER}\s*(?:req/s|requests/s|qps|/s)"
@@ -86,13 +84,7 @@ def search(
 
     Args:
       simulate: figures of a run at `goal.rate`; called once per size.
-
-    Raises:
-      ValueError: no budgets, or no replicas.
     """
-    check_count("most_replicas", most_replicas)
-    if not budgets:
-        raise ValueError("budgets: wanted at least one, got none")
     tried: dict[DeploymentSize, Tried] = {}
 
     def is_met(size: DeploymentSize) -> bool:

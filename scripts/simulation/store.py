@@ -29,7 +29,6 @@ class SizedTier(MemoryTier[None]):
 
     def __init__(self, name: str, kv_spec: KVSpec, budget_bytes: int | None) -> None:
         super().__init__(name, ByteBudget(name, budget_bytes))
-        self._kv_spec = kv_spec
         self._token_bytes = kv_spec.num_bytes(1)
 
     def charge_bytes(self, num_tokens: int) -> int:

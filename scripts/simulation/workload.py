@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ccjax.policy._checks import check_count, check_mass
 from ccjax.types import Chunk, ChunkId
 
 
@@ -47,33 +46,16 @@ class Workload:
     answer_tokens: np.ndarray
     system_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        check_count("question_tokens", self.question_tokens)
-        check_count("system_tokens", self.system_tokens, least=0)
-        if not len(self.arrival_s) == len(self.which) == len(self.answer_tokens):
-            raise ValueError(
-                f"arrival_s, which, answer_tokens: wanted one length, got {len(self.arrival_s)}, {len(self.which)}, "
-                f"{len(self.answer_tokens)}"
-            )
-        if len(self.arrival_s) and (self.arrival_s[0] < 0 or np.diff(self.arrival_s).min(initial=0.0) < 0):
-            raise ValueError("arrival_s: wanted ascending seconds of at least 0")
-
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def at_rate(self, rate: float) -> Workload:
         """The same requests with their gaps scaled to `rate` per second on average."""
-        check_mass("rate", rate)
-        if not rate or not self.arrival_s[-1]:
-            raise ValueError(f"rate: wanted more than 0, and requests that do not arrive all at once, got {rate}")
         return dataclasses.replace(self, arrival_s=self.arrival_s * (len(self) / rate / self.arrival_s[-1]))
 
     def unhurried(self, count: int, gap_s: float) -> Workload:
         """The same requests, the first `count` of them `gap_s` seconds apart and the rest with their own gaps: filling
         the caches then leaves no backlog."""
-        if not 0 <= count <= len(self):
-            raise ValueError(f"count: wanted 0 to {len(self)}, the number of requests, got {count}")
-        check_mass("gap_s", gap_s)
         first_s = self.arrival_s[count] if count < len(self) else 0.0
         slow, rest = np.arange(count) * gap_s, self.arrival_s[count:] - first_s
         return dataclasses.replace(self, arrival_s=np.concatenate([slow, count * gap_s + rest]))
@@ -111,10 +93,6 @@ def zipf_lists(
     Args:
       tokens: lengths, from which each passage's is drawn.
     """
-    check_count("num_passages", num_passages)
-    check_count("num_lists", num_lists)
-    check_count("top_k", top_k)
-    check_mass("exponent", exponent)
     if top_k > num_passages:
         raise ValueError(f"top_k: wanted at most {num_passages}, the number of passages, got {top_k}")
     rng = np.random.default_rng(seed)
@@ -140,7 +118,6 @@ def trace_lists(path: Path, lengths: Sequence[int] | dict[int, int], top_k: int)
     Raises:
       ValueError: a line is malformed, or a passage has no length.
     """
-    check_count("top_k", top_k)
     found = []
     for number, line in enumerate(path.read_text("utf-8").splitlines()):
         row = json.loads(line)
@@ -162,10 +139,6 @@ def trace_lists(path: Path, lengths: Sequence[int] | dict[int, int], top_k: int)
 
 def poisson(count: int, rate: float, seed: int) -> np.ndarray:
     """[count] seconds of arrivals of a Poisson process of `rate` a second."""
-    check_count("count", count)
-    check_mass("rate", rate)
-    if not rate:
-        raise ValueError("rate: wanted more than 0, got 0")
     return np.cumsum(np.random.default_rng(seed).exponential(size=count)) / rate
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.rates import Rates
 from ccjax.cache.snapshot import ChunkCache, restore_snapshot, save_snapshot
+from ccjax.cache.snapshot.index import KEY, _canonical
 from ccjax.cache.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.eviction import DEFAULT_POLICY
@@ -117,6 +118,15 @@ def save_ten(place: Path | str) -> tuple[list[str], dict[str, tuple[bytes, dict[
 def data_files(place: Path) -> list[Path]:
     """The files that KV lies in."""
     return sorted(place.glob("parts/*/*/pack-*/0.*"))
+
+
+def changed(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrites the index by `change(body)`, checksum and all."""
+    body = json.loads((place / KEY).read_bytes())
+    del body["checksum"]
+    change(body)
+    raw = _canonical(body | {"checksum": hashlib.sha256(_canonical(body)).hexdigest()})
+    (place / KEY).write_bytes(raw)
 
 
 def save(path: str, num_variants: str) -> None:

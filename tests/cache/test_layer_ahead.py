@@ -14,7 +14,6 @@ from ccjax.cache.contexts import LayerLoader, _zeros
 from ccjax.cache.reads import LoadFailedError
 from ccjax.engine import Request, SamplingParams
 from ccjax.runner.cancellation import PrefillCancelledError
-from ccjax.runner.device_model import DeviceModel
 from ccjax.store.arrays import ShardReader
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.throttle import ThrottledLink
@@ -102,7 +101,7 @@ class SteeredTicket(Memory):
 
 @pytest.mark.parametrize("depth", [1, 2, NUM_LAYERS])
 def test_reads_stay_preload_depth_layers_ahead_of_the_merged_layer(depth):
-    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), MODEL.device_model()
     with loader(model, plan(depth), ticket) as contexts:
         for there in range(NUM_LAYERS):
             first_behind = min(there + 1 + depth, NUM_LAYERS)
@@ -126,7 +125,7 @@ def test_at_most_two_contexts_are_merged_ahead():
         if len(merged) == 2:
             two.set()
 
-    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), MODEL.device_model()
     ticket.arrive(NUM_LAYERS)
     with loader(model, plan(1), ticket, on_merge=on_merge) as contexts:
         assert two.wait(120)
@@ -139,7 +138,7 @@ def test_at_most_two_contexts_are_merged_ahead():
 
 @pytest.mark.parametrize(("lead", "num_layers"), [(1, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS), (99, NUM_LAYERS)])
 def test_first_context_waits_until_the_lead_layers_are_read(lead, num_layers):
-    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), MODEL.device_model()
     with loader(model, plan(1), ticket, lead=lead) as contexts:
         if num_layers > 1:
             ticket.arrive(num_layers - 1)
@@ -152,7 +151,7 @@ def test_first_context_waits_until_the_lead_layers_are_read(lead, num_layers):
 
 @pytest.mark.parametrize(("depth", "lead"), [(1, 1), (3, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS)])
 def test_all_loading_methods_give_bit_identical_results(depth, lead):
-    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), MODEL.device_model()
     ticket.arrive(NUM_LAYERS)
     tokens = np.random.default_rng(1).integers(0, 97, plan().num_tokens).astype(np.int32)
 
@@ -189,7 +188,7 @@ def _on_device(contexts):
 
 
 def test_failed_read_stops_the_prefill_before_its_layer_runs():
-    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), MODEL.device_model()
     error = ShardCorruptError("bit flip")
     ticket.arrive(2)
     with loader(model, plan(), ticket) as contexts:
@@ -205,14 +204,14 @@ def test_any_error_in_the_loading_thread_is_raised_in_the_prefill():
     def read_layers(variant, first, last):
         raise MemoryError("no room")
 
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    model = MODEL.device_model()
     with pytest.raises(MemoryError, match="no room"):
         run_reusing(model, np.zeros(plan().num_tokens, np.int32), plan(), read_layers)
     assert not load_threads()
 
 
 def test_cancelling_the_request_ends_the_wait_and_the_loading_thread():
-    ticket, model = SteeredTicket(), DeviceModel(MODEL.loaded.params, MODEL.config)
+    ticket, model = SteeredTicket(), MODEL.device_model()
     ticket.arrive(1)
     with pytest.raises(PrefillCancelledError), loader(model, plan(), ticket, is_cancelled=After(2)) as contexts:
         contexts.take(0)

@@ -50,7 +50,7 @@ def meta_of(name, num_tokens=5):
 
 
 class Placed:
-    """A store, its placement and the ids that left it."""
+    """A store, its placement and the ids that left it. At the end of its block, policies know just what tiers hold."""
 
     def __init__(self, where=None, *, policy="saved_seconds", state=None, pages=0, **budgets):
         device = DevicePool(SPEC, pages * PAGE) if pages else None
@@ -69,7 +69,9 @@ class Placed:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, failure, *_):
+        if failure is None:
+            self.check()
         self.store.close()
 
     def put(self, *names, num_tokens=5, cfo=0.5, pinned=()):
@@ -107,7 +109,6 @@ def test_more_valuable_new_variant_evicts_an_unused_one():
         one.use("b")
         assert one.put("c") == [True] and one.gone == ["a"]
         assert one.held("host") == {"b", "c"}
-        one.check()
 
 
 def test_less_valuable_new_variant_is_not_admitted():
@@ -116,7 +117,6 @@ def test_less_valuable_new_variant_is_not_admitted():
         one.use("a", "b")
         assert one.put("c", cfo=1.0) == [False]  # each use would save nothing
         assert one.held("host") == {"a", "b"} and one.gone == []
-        one.check()
 
 
 def test_less_valuable_new_variant_is_stored_only_on_disk(tmp_path):
@@ -125,7 +125,6 @@ def test_less_valuable_new_variant_is_stored_only_on_disk(tmp_path):
         one.use("a", "b")
         assert one.put("c", cfo=0.9) == [True]
         assert one.held("host") == {"a", "b"} and one.held("disk") == {"a", "b", "c"}
-        one.check()
 
 
 def test_variant_evicted_from_memory_stays_on_disk_without_a_rewrite(tmp_path):
@@ -136,7 +135,6 @@ def test_variant_evicted_from_memory_stays_on_disk_without_a_rewrite(tmp_path):
             one.use(name)
         assert one.gone == [] and one.held("disk") == {"a", "b"} and one.held("host") == {"b"}
         assert one.store.usage()["disk"].writes == written == 2
-        one.check()
 
 
 def test_device_holds_the_most_used_variants_and_host_the_next(tmp_path):
@@ -162,7 +160,6 @@ def test_variant_evicted_from_device_stays_in_host_without_a_rewrite():
             one.use(name)
             assert one.held("device") == {name} and one.gone == []
         assert one.store.usage()["host"].writes == written == 2
-        one.check()
 
 
 def test_device_alone_keeps_variants_if_host_memory_has_no_room():
@@ -170,7 +167,6 @@ def test_device_alone_keeps_variants_if_host_memory_has_no_room():
         assert one.put("a", "b") == [True, True] and one.held("device") == {"a", "b"}
         one.use("b")
         assert one.put("c") == [True] and one.gone == ["a"]
-        one.check()
 
 
 def test_disk_read_promotes_to_host_and_device_at_once(tmp_path):
@@ -192,7 +188,6 @@ def test_room_is_made_for_all_variants_read_by_one_request(tmp_path):
         assert one.held("host") == {"x", "y"}
         one.use("a", "b")
         assert one.held("host") == {"a", "b"}
-        one.check()
 
 
 def test_tree_evicts_leaves_only_and_promotes_no_child_without_its_parent(tmp_path):
@@ -209,7 +204,6 @@ def test_tree_evicts_leaves_only_and_promotes_no_child_without_its_parent(tmp_pa
         assert one.held("host") == {"a", "x"}  # b is not there
         one.use("b")
         assert one.held("host") == {"a", "b"}
-        one.check()
 
 
 def test_leaf_in_use_protects_its_parents_from_eviction():
@@ -223,7 +217,6 @@ def test_leaf_in_use_protects_its_parents_from_eviction():
         assert one.put("x", num_tokens=10) == [True] and one.held("host") == {"a", "x"}
         one.placement.evict(["a"])  # not for want of room: wherever it stands
         assert one.held("host") == {"x"}
-        one.check()
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.booleans()), max_size=20), st.integers(1, 5))
@@ -249,7 +242,6 @@ def test_promotion_to_host_memory_lowers_device_score(tmp_path):
             one.use("b")
         one.use("a")
         assert one.held("host") == {"a", "b"} and one.held("device") == {"b"}
-        one.check()
 
 
 def test_device_copy_is_worth_only_the_load_time_of_its_host_copy(tmp_path):
@@ -260,7 +252,6 @@ def test_device_copy_is_worth_only_the_load_time_of_its_host_copy(tmp_path):
         one.use("a", "a", "a")
         assert one.put("b") == [True]  # worth more there, alone, than the copy of what the host holds as well
         assert one.held("device") == {"b"} and one.held("host") == {"a"} and one.gone == []
-        one.check()
 
 
 def test_disk_read_is_promoted_once_worth_more_than_a_held_variant(tmp_path):
@@ -273,7 +264,6 @@ def test_disk_read_is_promoted_once_worth_more_than_a_held_variant(tmp_path):
         assert one.held("host") == {"b"}  # a failed prefill moves nothing
         one.use("a")
         assert one.held("host") == {"a"}
-        one.check()
 
 
 def test_room_counted_for_one_variant_is_not_given_to_another(tmp_path):
@@ -292,7 +282,6 @@ def test_room_counted_for_one_variant_is_not_given_to_another(tmp_path):
             ticket.read_layers(name, 0, SPEC.num_layers)
         one.placement.complete_load(ticket, {"large": meta_of("large", 10), "small": meta_of("small")})
         assert one.held("host") == {"small"}
-        one.check()
 
 
 def test_a_use_counts_in_the_lower_tier_too(tmp_path):
@@ -305,7 +294,6 @@ def test_a_use_counts_in_the_lower_tier_too(tmp_path):
             one.use("a", "c")  # out of memory; the disk sees nothing of it
         one.put("d")
         assert one.held("disk") == {"a", "c", "d"} and one.held("host") == {"a", "b", "c", "d"}
-        one.check()
 
 
 def test_variants_held_by_a_load_are_not_evicted():
@@ -318,7 +306,6 @@ def test_variants_held_by_a_load_are_not_evicted():
         one.placement.complete_load(ticket, {})
         one.put("d")
         assert one.held("host") == {"c", "d"}
-        one.check()
 
 
 def test_failed_background_write_is_noticed_when_room_is_needed(tmp_path, monkeypatch):
@@ -334,7 +321,6 @@ def test_failed_background_write_is_noticed_when_room_is_needed(tmp_path, monkey
         one.use("a")
         one.put("c", "d")  # the first to go would be b, which is not there
         assert one.held("disk") == {"c", "d"}
-        one.check()
 
 
 def test_writes_skipped_by_a_full_queue_are_not_counted(tmp_path, monkeypatch):
@@ -347,7 +333,6 @@ def test_writes_skipped_by_a_full_queue_are_not_counted(tmp_path, monkeypatch):
         go_on.set()
         assert one.store.flush(120)
         assert one.held("disk") == {"a"} and one.held("host") == {"b"}
-        one.check()
 
 
 def test_variants_removed_by_another_process_are_no_longer_counted(tmp_path):
@@ -373,7 +358,6 @@ def test_eviction_order_survives_a_restart(tmp_path, policy):
         assert one.placement._policies["disk"].victims(4 * ONE) == wanted and wanted is not None
         one.put("e", cfo=0.0)
         assert one.held("disk") == set("abcde") - {wanted[0]}
-        one.check()
 
 
 def test_state_of_another_policy_is_ignored(tmp_path):
@@ -383,7 +367,6 @@ def test_state_of_another_policy_is_ignored(tmp_path):
     for other in ({**state, "policy": "lfu"}, {**state, "tiers": {"disk": 3}}, {"policy": "lru"}, [state], None):
         with Placed(tmp_path, host_bytes=9 * ONE, policy="lru", state=other) as one:
             assert one.placement.state(None, {"a"})["tiers"]["disk"]["uses"] == {}
-            one.check()
 
 
 def test_merged_state_keeps_the_longer_history_of_each_variant(tmp_path):
@@ -410,7 +393,6 @@ def test_replacement_variant_inherits_uses(tmp_path):
         one.placement.forget("approx")
         one.put("exact", "new")
         assert one.held("host") == {"exact", "new"}
-        one.check()
 
 
 NAMES = st.sampled_from([f"v{number}" for number in range(6)])

@@ -68,13 +68,6 @@ def test_inspect_and_restore_write_nothing(bucket):
     assert {key: bucket.read(key) for key in bucket.keys()} == before
 
 
-def test_prefix_without_its_commit_object_holds_no_snapshot(bucket):
-    save_ten(bucket.url)
-    bucket.delete(KEY)
-    with open_cache() as cache, pytest.raises(SnapshotError, match="holds no snapshot"):
-        restore_snapshot(cache, bucket.url)
-
-
 def test_existing_snapshot_is_kept_unless_overwrite_is_set(bucket):
     save_ten(bucket.url)
     with open_cache() as cache:
@@ -85,23 +78,6 @@ def test_existing_snapshot_is_kept_unless_overwrite_is_set(bucket):
     index = inspect_snapshot(bucket.url)
     assert [variant.record.variant_id for variant in index.variants] == [new]
     assert all(key == KEY or key.startswith(f"parts/{index.folder}/") for key in bucket.keys())
-
-
-def test_prefix_with_other_objects_is_left_untouched(bucket):
-    bucket.write("thesis.txt", b"years of work")
-    with open_cache() as cache, pytest.raises(SnapshotError, match="absent or empty .* with 'thesis.txt'"):
-        save_snapshot(cache, bucket.url, overwrite=True)
-    assert bucket.keys() == ["thesis.txt"]
-
-
-def test_flipped_byte_loses_only_its_own_variant(bucket):
-    _, expected = save_ten(bucket.url)
-    key = next(key for key in bucket.keys() if key.endswith("/pack-00001/0.0.0.0.0"))
-    bucket.flip(key, 100)
-    with open_cache() as cache:
-        assert restore_snapshot(cache, bucket.url).num_damaged == 1
-        held = contents(cache)
-    assert len(held) == 9 and held == {key: expected[key] for key in held}
 
 
 def test_failed_upload_leaves_no_objects_behind(bucket, monkeypatch):

@@ -1,6 +1,5 @@
 """Damage to a snapshot: whatever file, whatever byte, no wrong KV and no wrong metadata ever enters a cache."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -8,9 +7,9 @@ import shutil
 import pytest
 
 from ccjax.cache.snapshot import restore_snapshot, save_snapshot
-from ccjax.cache.snapshot.index import KEY, _canonical, decode_index, inspect_snapshot
+from ccjax.cache.snapshot.index import KEY, decode_index, inspect_snapshot
 from ccjax.errors import SnapshotError
-from tests.cache.snapshots import BYTES, contents, data_files, open_cache, put, save_ten
+from tests.cache.snapshots import BYTES, changed, contents, data_files, open_cache, put, save_ten
 
 KINDS = {
     "data": ("pack-*/0.0.0.0.0", 7),
@@ -116,15 +115,6 @@ def test_flipping_any_bit_of_the_index_is_detected(place):
             decode_index(raw, "here")
 
 
-def changed(place, change):
-    """Rewrites the index by `change(body)`, checksum and all."""
-    body = json.loads((place / KEY).read_bytes())
-    del body["checksum"]
-    change(body)
-    raw = _canonical(body | {"checksum": hashlib.sha256(_canonical(body)).hexdigest()})
-    (place / KEY).write_bytes(raw)
-
-
 def test_variants_with_swapped_ids_or_invalid_metadata_are_not_restored(saved):
     place, expected = saved
 
@@ -157,11 +147,14 @@ def test_index_entry_with_wrong_values_loses_only_its_own_variant(saved, field, 
         ("frequency_reuse", -1.0, "frequency_reuse: wanted a finite number >= 0"),
         ("frequency_reuse", "much", "damaged"),
         ("surprise", 1, "surprise"),
+        ("folder", "../../elsewhere", "folder: wanted 32 hex digits"),
+        ("format_version", 2, "has format version 2 and this program reads 1: upgrade this program"),
     ],
 )
 def test_an_index_with_impossible_values_is_refused(saved, field, value, message):
     place, _ = saved
-    changed(place, lambda body: body["variants"][1].update({field: value}))
+    is_whole = field in ("folder", "format_version")
+    changed(place, lambda body: (body if is_whole else body["variants"][1]).update({field: value}))
     with pytest.raises(SnapshotError, match=message):
         inspect_snapshot(place)
 

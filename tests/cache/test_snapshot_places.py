@@ -16,7 +16,7 @@ import pytest
 
 from ccjax.cache.snapshot import inspect_snapshot, restore_snapshot, save_snapshot
 from ccjax.cache.snapshot import save as save_module
-from ccjax.cache.snapshot.index import KEY, _canonical, decode_index
+from ccjax.cache.snapshot.index import KEY
 from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.store import KVSpec, StoreIdentity, StoreUnavailableError
@@ -62,16 +62,6 @@ def test_snapshot_files_do_not_contain_the_tenant_salt(place):
     save_ten(place)
     files = [path for path in place.rglob("*") if path.is_file()]
     assert len(files) > 4 and not any(OURS.tenant_salt.encode() in path.read_bytes() for path in files)
-
-
-def test_a_newer_format_is_refused(place):
-    save_ten(place)
-    body = json.loads((place / KEY).read_bytes()) | {"format_version": 2}
-    del body["checksum"]
-    checksum = hashlib.sha256(_canonical(body)).hexdigest()
-    (place / KEY).write_bytes(_canonical(body | {"checksum": checksum}))
-    with pytest.raises(SnapshotError, match="has format version 2 and this program reads 1: upgrade this program"):
-        inspect_snapshot(place)
 
 
 def test_places_without_a_snapshot_are_rejected(tmp_path):
@@ -220,12 +210,3 @@ def test_later_save_removes_old_leftovers_of_a_killed_save(place):
         put(cache, 1)
         save_snapshot(cache, place, overwrite=True)
     assert {path.name for path in (place / "parts").iterdir()} == {recent.name, inspect_snapshot(place).folder}
-
-
-def test_index_with_a_folder_outside_the_snapshot_is_rejected(place):
-    save_ten(place)
-    body = json.loads((place / KEY).read_bytes()) | {"folder": "../../elsewhere"}
-    del body["checksum"]
-    raw = _canonical(body | {"checksum": hashlib.sha256(_canonical(body)).hexdigest()})
-    with pytest.raises(SnapshotError, match="folder: wanted 32 hex digits"):
-        decode_index(raw, "somewhere")

@@ -1,6 +1,5 @@
 """The index of a store with more variants than anybody looks into: records are read when their chunk is asked for."""
 
-import dataclasses
 import logging
 
 import numpy as np
@@ -113,11 +112,6 @@ def test_least_used_variants_are_evicted_first_even_with_unread_records(url):
         engine.generate_from_tokens(new, max_new_tokens=1)
         held = engine._variants._by_id
         assert len(held) == 8 and kept <= held.keys()
-
-
-def test_known_variant_fields_have_the_expected_names():
-    names = [field.name for field in dataclasses.fields(KnownVariant)]
-    assert names == ["variant_id", "chunk_id", "num_tokens", "num_bytes", "frequency_reuse"]
 
 
 def test_a_read_only_engine_writes_no_catalog(tmp_path, url):

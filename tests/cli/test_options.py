@@ -9,12 +9,14 @@ import pytest
 
 from ccjax.cli.options import StartupError, config_lines, parse
 from ccjax.cli.precompute import PrecomputeOptions
+from ccjax.cli.serving.cluster import cluster_options
 from ccjax.cli.serving.options import ServeOptions, engine_settings, serve_options
 from ccjax.config import EngineConfig
 from ccjax.models.llama3.quantized import WEIGHT_FORMATS
 from ccjax.policy.eviction import POLICIES
 from ccjax.policy.strategies import STRATEGIES
 from ccjax.retrieval.index import INDEX_KINDS
+from ccjax.server import ServerSettings
 from ccjax.store.formats import COMPRESSIONS, KV_DTYPES
 
 
@@ -107,3 +109,16 @@ def test_engine_config_parses_size_strings() -> None:
     config = EngineConfig(host_cache_bytes="2GiB", ranking_layers=[0, 2])
     assert config.host_cache_bytes == 2 << 30 and config.ranking_layers == (0, 2)
     assert config.replace(alpha=2).alpha == 2 and config.alpha == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as ray is imported
+def test_replicas_on_one_machine_get_an_index_by_which_orders_are_placed():
+    pytest.importorskip("ray")
+    orders = ["--cluster", "ray", "--order-after-s", "2"]
+    options = serve_options([*orders, "--store", "file:///tmp/never"])
+    engine = cluster_options(options, ServerSettings()).replica.engine
+    assert engine["store_index"].startswith("sqlite://") and engine["order_after_s"] == 2.0
+    assert engine["share_computation"]
+    for refused in (orders, [*orders, "--store", "s3://bucket", "--cluster-address", "10.0.0.1:6379"], orders[2:]):
+        with pytest.raises(StartupError, match="--order-after-s: wanted a store_index"):
+            serve_options(refused)

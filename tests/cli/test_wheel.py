@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import selectors
 import shutil
 import subprocess
 import sys
@@ -18,7 +16,6 @@ import pytest
 from tests.conftest import ROOT
 from tests.server import patience
 
-READY_S = 300
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{kind}(sys.argv[1]))"
 COMMANDS = ("serve", "precompute", "evaluate", "calibrate", "snapshot", "convert")
 
@@ -89,13 +86,9 @@ def is_ready(command: Sequence[str], folder: Path, environment: Mapping[str, str
     arguments = ["--model", "demo", "--port", "0", "--no-warmup", "--embedder", "lexical"]
     process = subprocess.Popen([*command, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
     with process:
-        assert process.stdout is not None
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                assert selector.select(READY_S), "no final line"
-            found = re.search(r"http://[\d.]+:\d+", process.stdout.readline())
-            return found is not None and patience.get(f"{found[0]}/ready").status_code == 200
+            url, _ = patience.final_line(process)
+            return patience.get(f"{url}/ready").status_code == 200
         finally:
             process.terminate()
 

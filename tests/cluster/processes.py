@@ -6,8 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import os
-import re
-import selectors
 import signal
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import ROOT
 from tests.polling import wait_until
+from tests.server import patience
 
 READY_S = 240
 REPLICA, GENERATOR = "ray::ServeReplica:ccjax:Replica", "ray::ServeReplica:ccjax-generator"
@@ -111,15 +110,9 @@ def serving(folder: Path, *arguments: str, under: Sequence[str] = ()) -> Iterato
     command = [*under, sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", *QUICK, *arguments]
     with log.open("w") as errors:
         process = subprocess.Popen(command, env=environment(folder), stdout=subprocess.PIPE, stderr=errors, text=True)
-    assert process.stdout is not None
     server = Serving("", process, log)
     try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            assert selector.select(READY_S), f"not ready in time: {log.read_text()}"
-        found = re.search(r"http://[\d.]+:\d+", process.stdout.readline())
-        assert found is not None, log.read_text()
-        server.url = found[0]
+        server.url, _ = patience.final_line(process, log)
         yield server
     finally:
         end(server)

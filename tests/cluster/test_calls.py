@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from ccjax.cluster import calls
-from ccjax.cluster.calls import Call, Head, ReplicaResponse, collect, perform, perform_whole
+from ccjax.cluster.calls import Call, Head, ReplicaResponse, perform, perform_whole
 from ccjax.server.app import PASSAGES
 from ccjax.types import Document
 
@@ -183,11 +183,3 @@ def test_large_bodies_pass_in_both_directions():
     data = bytes(range(256)) * 40_000  # 10 MB
     answer = asyncio.run(perform_whole(app, dataclasses.replace(CALL, body=data)))
     assert answer.body == data[::-1]
-
-
-def test_response_without_a_head_is_an_error():
-    async def pieces():
-        yield b"tail"
-
-    with pytest.raises(RuntimeError, match="without a beginning"):
-        asyncio.run(collect(pieces()))

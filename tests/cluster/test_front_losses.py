@@ -105,14 +105,12 @@ def test_an_unforeseen_failure_is_logged_without_revealing_details(cluster, capl
 @contextlib.contextmanager
 def under_way(cluster: Cluster, *bodies):
     """The answers to requests that are in progress until the block ends."""
-    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor() as pool:
-        with contextlib.ExitStack() as busy:
-            for server in cluster.servers:
-                busy.enter_context(server.engine._exclusive())
-            answers = [pool.submit(cluster.post, CHAT, body) for body in bodies]
-            wait_until(lambda: sum(server.engine.batch_counts.waiting for server in cluster.servers) == len(bodies))
-            yield answers
-        stack.close()
+    with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as busy:
+        for server in cluster.servers:
+            busy.enter_context(server.engine._exclusive())
+        answers = [pool.submit(cluster.post, CHAT, body) for body in bodies]
+        wait_until(lambda: sum(server.engine.batch_counts.waiting for server in cluster.servers) == len(bodies))
+        yield answers
 
 
 def test_a_draining_front_answers_accepted_requests_and_refuses_others(cluster):
@@ -157,11 +155,3 @@ def under_way_beside(cluster: Cluster):
         waiting = pool.submit(cluster.post, CHAT, body)
         wait_until(lambda: len(cluster.replicas.calls) > before)
         yield waiting
-
-
-def test_readiness_reflects_the_replicas(cluster):
-    found = httpx.get(f"{cluster.url}/ready", timeout=60)
-    assert (found.status_code, found.json()) == (200, {"status": "ready", "replicas": {"running": 2}})
-    cluster.replicas.unreachable = {0, 1}
-    found = httpx.get(f"{cluster.url}/ready", timeout=60)
-    assert (found.status_code, found.json()["status"]) == (503, "no replica runs")

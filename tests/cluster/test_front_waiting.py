@@ -133,7 +133,8 @@ def test_readiness_reports_when_no_replica_runs(begin):
         assert (found.status_code, found.json()) == (503, {"status": "no replica runs", "replicas": NOBODY})
         assert httpx.get(f"{cluster.url}/health", timeout=60).status_code == 200
         cluster.replicas.states = {"running": 1, "starting": 1}
-        assert httpx.get(f"{cluster.url}/ready", timeout=60).status_code == 200
+        found = httpx.get(f"{cluster.url}/ready", timeout=60)
+        assert (found.status_code, found.json()) == (200, {"status": "ready", "replicas": cluster.replicas.states})
 
 
 def test_without_replicas_broadcast_calls_fail_at_once_and_metrics_work(begin):

@@ -202,12 +202,6 @@ def test_front_listing_covers_all_replicas(cluster):
     assert cluster.ask("GET", f"{DOCUMENTS}/{names[2]}").json()["replicas"] == 2
 
 
-def test_listing_fails_if_a_replica_is_unreachable(cluster):
-    cluster.replicas.unreachable = {1}
-    answer = cluster.ask("GET", DOCUMENTS)
-    assert answer.status_code == 503 and "1 of 2 replicas could not be reached" in answer.text
-
-
 @pytest.mark.parametrize(
     ("path", "key", "status"),
     [

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,43 +13,22 @@ import pytest
 
 from tests.cluster.processes import REPLICA, Serving, documents, loading, serving
 from tests.polling import wait_until
+from tests.redis_server import RedisServer, redis_server
 from tests.store.gate import Gate
 from tests.store.places import KEYS
-from tests.store.servers import free_port, moto
+from tests.store.servers import moto
 
 pytestmark = pytest.mark.cluster
 
 
-class Redis:
-    """A Redis without persistence."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.start()
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        wait_until(lambda: self.keys() is not None)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def keys(self) -> set[str] | None:
-        """None if it does not answer."""
-        command = ["redis-cli", "-p", str(self.port), "--scan", "--pattern", "ccjax:*"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        return None if done.returncode else set(done.stdout.split())
-
-
 @pytest.fixture(scope="module")
-def redis() -> Iterator[Redis]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("needs redis-server: apt-get install redis-server")
-    server = Redis()
-    yield server
-    server.kill()
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+def keys(redis: RedisServer) -> str:
+    return redis.run("--scan", "--pattern", "ccjax:*").strip()
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +40,13 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, gate: Gate, redis: Redis) -> Iterator[Serving]:
+def running(tmp_path_factory: pytest.TempPathFactory, gate: Gate, redis: RedisServer) -> Iterator[Serving]:
     folder: Path = tmp_path_factory.mktemp("cluster")
     store = f"s3://chunks/kv?endpoint=http://127.0.0.1:{gate.port}&region=us-east-1"
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         for name, value in KEYS.items():
             patch.setenv(name, value)
-        options = ["--store", store, "--store-index", f"redis://127.0.0.1:{redis.port}/0"]
+        options = ["--store", store, "--store-index", redis.url]
         yield stack.enter_context(serving(folder, "--cluster", "ray", "--replicas", "2", *options))
 
 
@@ -127,9 +104,9 @@ def test_answers_continue_during_bucket_outage_and_sharing_resumes_after(cluster
     assert tiers(cluster, "afterwards") == {"disk"} and tiers(cluster, "before") == {"disk"}
 
 
-def test_answers_continue_during_redis_outage_and_leases_resume_after(cluster: Serving, redis: Redis) -> None:
+def test_answers_continue_during_redis_outage_and_leases_resume_after(cluster: Serving, redis: RedisServer) -> None:
     tiers(cluster, "told")
-    assert redis.keys(), "nothing is told by Redis at all"
+    assert keys(redis), "nothing is told by Redis at all"
     with loading(cluster) as load:
         redis.kill()
         started = time.monotonic()
@@ -138,6 +115,6 @@ def test_answers_continue_during_redis_outage_and_leases_resume_after(cluster: S
         time.sleep(1.0)
         redis.start()
         started = time.monotonic()
-        wait_until(redis.keys, timeout_s=120)
+        wait_until(lambda: keys(redis), timeout_s=120)
         print(f"told again {time.monotonic() - started:.1f} s after Redis was back")
     assert set(load.statuses) == {200}

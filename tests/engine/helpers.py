@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ccjax.cache.capture import ReadLayers
+from ccjax.cache.capture import ReadLayers, capture_variants, context_deviations
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.reads import WaitLimit
 from ccjax.cache.snapshot.cache import kv_spec_of
@@ -26,7 +27,7 @@ from ccjax.runner.pages import RequestPages
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from ccjax.store.throttle import ThrottledLink
-from ccjax.types import PrefillPlan, VariantId
+from ccjax.types import PrefillPlan, VariantId, VariantMeta
 from tests.oracles import head_size, random_llama, rope_frequencies, rotate
 
 TOLERANCE = 3e-5
@@ -61,6 +62,22 @@ class TinyModel:
             eos_ids=frozenset(),
             fingerprint=f"tiny-{seed}",
         )
+
+    def __str__(self) -> str:
+        return self.loaded.fingerprint
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV in float32."""
+        return kv_spec_of(self.config, "float32").num_bytes(1)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of such KV."""
+        return PAGE_TOKENS * self.token_bytes
+
+    def device_model(self) -> DeviceModel:
+        return DeviceModel(self.loaded.params, self.config)
 
     def engine(self, *, disk_link: ThrottledLink | None = None, **settings: Any) -> Engine:
         return Engine(self.loaded, EngineConfig(**{"max_model_len": 4096, **settings}), disk_link=disk_link)
@@ -147,6 +164,21 @@ def run_reusing(
     """`run_plan` with variants in memory."""
     with loader(model, plan, Memory(read_layers)) as contexts:
         return run_plan(model, token_ids, plan, contexts=contexts, collect=collect)
+
+
+def check_deviations(engine: Engine, meta: VariantMeta) -> None:
+    """Compares a variant's deviations with full prefills of its chunk behind its prefix and behind the instructions."""
+    prompt = engine._variants.prompt_of(meta)
+    alone = dataclasses.replace(prompt, chunks=(prompt.chunks[0], prompt.chunks[-1]))
+    computed = []
+    for one in (prompt, alone):
+        plan = engine._planner.plan(one, "exact", {})
+        result = run_plan(engine._model, one.token_ids, plan, collect=True)
+        *_, (_, kv) = capture_variants(plan, result, {}, None)
+        computed.append(kv)
+    # The prefix was read, not computed: equal up to rounding in other shapes, and three digits.
+    np.testing.assert_allclose(meta.token_deviations, context_deviations(*computed), rtol=2e-2, atol=1e-5)
+    assert max(meta.token_deviations) > 0.05, "the tolerance is not what passes"
 
 
 def selective_oracle(

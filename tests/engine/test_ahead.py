@@ -15,7 +15,7 @@ import pytest
 
 from ccjax.cache import variant_records
 from ccjax.cache.shared.prefill_order import PrefillOrder
-from ccjax.engine import EngineConfig, Request, SamplingParams, prefill_orders
+from ccjax.engine import Request, SamplingParams, prefill_orders
 from ccjax.errors import ConfigError, ReadOnlyError, RequestError
 from ccjax.prompts import chunk_id
 from ccjax.types import Chunk
@@ -180,14 +180,3 @@ def test_order_survives_encoding_and_its_key_depends_on_chunk_order():
     assert ahead.key != PrefillOrder(chunks[::-1], True).key
     with pytest.raises(RequestError, match="max_model_len"):
         ahead.warming(max_model_len=5, vocab_size=97)
-
-
-@pytest.mark.parametrize("value", [-1.0, float("inf"), True, "1"])
-def test_order_after_s_must_be_a_valid_duration(value):
-    with pytest.raises(ConfigError, match="order_after_s"):
-        EngineConfig(store="file:///x", store_index="sqlite:///x.db", order_after_s=value)
-
-
-def test_order_after_s_requires_a_store_index():
-    with pytest.raises(ConfigError, match="store_index"):
-        EngineConfig(store="file:///x", order_after_s=1.0)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ccjax.engine import SamplingParams
 from ccjax.engine.answer import Answer
-from ccjax.errors import RequestError
 from ccjax.runner.sampling import SampledToken
 
 END, WORD = 1, 2
@@ -24,8 +21,3 @@ def test_an_end_of_text_token_ends_the_answer_unless_it_is_ignored() -> None:
     assert (ended.finish_reason, ended.num_tokens) == ("stop", 1)
     ignored = sampled([WORD, END, WORD], ignore_eos=True)
     assert (ignored.finish_reason, ignored.num_tokens) == (None, 3)
-
-
-def test_ignore_eos_must_be_a_bool() -> None:
-    with pytest.raises(RequestError, match="ignore_eos: wanted true or false, got 1"):
-        SamplingParams(ignore_eos=1)  # type: ignore[arg-type]

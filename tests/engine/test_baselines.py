@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Request
-from ccjax.errors import ConfigError
 from ccjax.requests import SamplingParams
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, selective_oracle
 from tests.oracles import llama_forward, rope_frequencies, rotate
@@ -67,13 +66,6 @@ def test_four_cases_of_table_3_match_the_oracle(moved, ratio):
     )
     np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
     assert np.abs(got - other).max() > 100 * TOLERANCE
-
-
-def test_device_tier_requires_fixes_positions():
-    with pytest.raises(ConfigError, match="fixes_positions: wanted True with device_cache_bytes"):
-        MODEL.engine(fixes_positions=False, device_cache_bytes=8 << 20)
-    with pytest.raises(ConfigError, match="fixes_positions: wanted True or False"):
-        MODEL.engine(fixes_positions=1)
 
 
 def test_h2o_recomputes_the_tokens_that_received_most_attention():

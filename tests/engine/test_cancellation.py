@@ -1,7 +1,5 @@
 """A cancelled request stops between two layers of its prefill, leaks nothing and frees the engine."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -51,26 +49,3 @@ def test_a_cancelled_reuse_leaves_variants_credit_and_pins_as_they_were():
             assert list(engine.stream(request, is_cancelled=After(num_layers))) == []
             assert set(engine._variants) == before and not engine._store._pins
         assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted
-
-
-def test_the_next_request_runs_when_another_thread_cancels(monkeypatch):
-    """The cancelled request releases everything: the second request, of another thread, is answered."""
-    reached, given_up = threading.Event(), threading.Event()
-    request = Request(segments=[[1, 2], [3, 4, 5]], sampling=SamplingParams(max_new_tokens=2))
-
-    def is_cancelled() -> bool:
-        reached.set()
-        return given_up.wait(120)
-
-    with MODEL.engine() as engine:
-        deltas: list = []
-        first = threading.Thread(target=lambda: deltas.extend(engine.stream(request, is_cancelled=is_cancelled)))
-        first.start()
-        assert reached.wait(120)
-        answers: list = []
-        second = threading.Thread(target=lambda: answers.append(engine.run(request)))
-        second.start()
-        given_up.set()
-        second.join(120)
-        first.join(120)
-        assert deltas == [] and len(answers[0].token_ids) == 2

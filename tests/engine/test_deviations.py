@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from ccjax.cache.capture import capture_variants, context_deviations
+from ccjax.cache.capture import context_deviations
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.errors import ConfigError
 from ccjax.loading.model import load_model
-from tests.engine.helpers import TinyModel, draw_segments, permuted, run_plan
+from tests.engine.helpers import TinyModel, check_deviations, draw_segments, permuted
 from tests.oracles import llama_forward
 
 MODEL = TinyModel(seed=4, num_hidden_layers=3)
@@ -118,12 +116,7 @@ def test_warming_computes_documents_alone_and_behind_the_frame_and_compares(demo
         framed = [meta for meta in metas if meta.prefix_ids[1:] == frame]
         assert len(framed) == 3
         for meta in framed:
-            prompt = engine._variants.prompt_of(meta)
-            alone = dataclasses.replace(prompt, chunks=(prompt.chunks[0], prompt.chunks[-1]))
-            own, other = (kv_of(engine, one) for one in (prompt, alone))
-            # The frame was read, not computed: equal up to rounding in other shapes, and three digits.
-            np.testing.assert_allclose(meta.token_deviations, context_deviations(own, other), rtol=2e-2, atol=1e-5)
-            assert max(meta.token_deviations) > 0.05, "the tolerance is not what passes"
+            check_deviations(engine, meta)
             assert meta.cci > 0.5 and meta.inter_by_prefix[0] == 0.0 < min(meta.inter_by_prefix[1:])
             own = (one for one in metas if one.chunk_id == meta.chunk_id and not one.passages_before)
             assert not next(own).token_deviations, "once is enough"
@@ -210,14 +203,6 @@ def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
             pass
         is_held = bool(engine._variants.of_chunks({chunk.chunk_id}).get(chunk.chunk_id))
         assert is_held == (erased == "never") == ("1" in {one.document_id for one in engine.documents.list()})
-
-
-def kv_of(engine, prompt):
-    """Keys before RoPE and values of the last chunk, from a full prefill."""
-    plan = engine._planner.plan(prompt, "exact", {})
-    result = run_plan(engine._model, prompt.token_ids, plan, collect=True)
-    *_, (_, kv) = capture_variants(plan, result, {}, None)
-    return kv
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.errors import ConfigError
 from ccjax.runner import budgets
 from ccjax.runner.budgets import memory_bytes
-from ccjax.runner.compilations import compilations
 from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.store.host import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 
 MODEL = TinyModel(seed=11)
-PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
+PAGE = MODEL.page_bytes
 ALL = 200 * PAGE
 LEAST = 512 // PAGE_TOKENS + 64
 """Pages that a pool needs for requests of 512 tokens."""
@@ -168,20 +166,6 @@ def test_a_lossy_copy_stays_lossy_on_the_device(url):
         assert_same(exact, answer(engine, SEGMENTS, "off"))
         again = answer(engine, SEGMENTS, "bounded")  # KV computed in mode exact replaced the lossy copies
         assert again[2].exact and set(tiers(again[2])) == {"device"}
-
-
-def test_after_warm_up_the_first_hit_on_the_device_compiles_nothing():
-    model = TinyModel(seed=12, num_hidden_layers=2, hidden_size=48, num_attention_heads=2, intermediate_size=16)
-    page = kv_spec_of(model.config, "float32").num_bytes(PAGE_TOKENS)
-    few = {"max_num_batched_tokens": 128, "max_num_seqs": 2}
-    with model.engine(max_model_len=128, device_cache_bytes=80 * page, **few) as engine:
-        engine.warmup()
-        before = compilations().count
-        segments = draw_segments(np.random.default_rng(1), [30, 24, 36])
-        for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
-            report = engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3).reuse
-        assert "device" in tiers(report)
-        assert compilations().count == before
 
 
 def test_impossible_device_budgets_are_rejected(monkeypatch):

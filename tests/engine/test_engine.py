@@ -1,7 +1,5 @@
 """The engine as a library: arguments, errors, reports, variants, restarts, damaged stores."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -111,30 +109,6 @@ def test_read_only_adds_nothing():
         assert engine.cache.num_variants == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"strategy": "magic"}, "strategy"),
-        ({"dtype": "float16"}, "dtype"),
-        ({"attention": "abacus"}, "attention: .*abacus"),
-        ({"alpha": -1.0}, "alpha"),
-        ({"recompute_ratio": 1.5}, "recompute_ratio"),
-        ({"focus_window": 0}, "focus_window"),
-        ({"focus_rule": "middle"}, "focus_rule"),
-        ({"max_model_len": 0}, "max_model_len"),
-        ({"max_model_len": 5000}, "max_model_len"),
-        ({"host_cache_bytes": 0}, "host_cache_bytes"),
-        ({"cached_documents": 0}, "cached_documents"),
-        ({"store": "ftp://somewhere"}, "ftp"),
-        ({"store": 3}, "store"),
-        ({"max_model_len": True}, "max_model_len"),
-    ],
-)
-def test_invalid_settings_are_named_in_the_error(settings, named):
-    with pytest.raises((ConfigError, ValueError), match=named):
-        MODEL.engine(**settings)
-
-
 def test_chip_without_kernels_is_refused_but_works_with_xla_attention(monkeypatch):
     """In prefill, decode and warm-up: a chip without known block sizes, as this CPU is for Triton."""
     monkeypatch.setitem(dispatch.BEST, "cpu", "triton")
@@ -156,26 +130,6 @@ def test_head_dimension_unsupported_by_decode_is_rejected():
         TinyModel(head_dim=16).engine(attention="triton_interpret")
 
 
-@pytest.mark.parametrize(
-    ("segments", "named"),
-    [
-        ([[1, 2]], "segments: wanted at least a system and a question"),
-        ([[1], []], r"segments\[1\]: wanted at least one token"),
-        ([[1], [], [2]], r"segments\[1\]: wanted at least one token"),
-        ([[1], [97]], r"segments\[1\]: wanted token ids from 0 to 96, got 97"),
-        ([[1], [-1]], r"got -1"),
-        ([[1], ["a"]], r"segments\[1\]: wanted integers, got 'a'"),
-        ([[True], [1]], r"segments\[0\]: wanted integers, got True"),
-        ([1, 2, 3], r"segments\[0\]: wanted a list of token ids, got 1"),
-    ],
-)
-def test_invalid_segments_are_named_in_the_error(segments, named):
-    with MODEL.engine() as engine:
-        with pytest.raises(RequestError, match=named):
-            engine.generate_from_tokens(segments)
-        assert engine.generate_from_tokens([[1], [2]], max_new_tokens=1).token_ids
-
-
 def test_prompt_that_is_too_long_is_an_error_unless_truncated():
     segments = segments_of([40, 40, 40])
     with MODEL.engine(max_model_len=100) as engine:
@@ -195,49 +149,10 @@ def test_prompt_that_is_too_long_is_an_error_unless_truncated():
         assert engine.prefill_logits([1] * 100).shape == (100, 97)
 
 
-@pytest.mark.parametrize(
-    ("documents", "named"),
-    [
-        ("a text", "documents: wanted a list"),
-        ([5], r"documents\[0\]: wanted a mapping"),
-        ([{"text": "a"}, {"title": "b"}], r"documents\[1\]"),
-        ([{"text": 7}], r"documents\[0\]"),
-    ],
-)
-def test_invalid_documents_are_named_in_the_error(documents, named):
-    with pytest.raises(RequestError, match=named):
-        Request(prompt="Who?", documents=documents)
-
-
 def test_documents_may_be_mappings_but_not_combined_with_segments():
     assert Request(prompt="Who?", documents=[{"text": "a", "id": "7"}]).documents == (Document("a", "7"),)
     with pytest.raises(RequestError, match="documents: wanted none with segments"):
         Request(segments=[[1], [2]], documents=[Document("a")])
-
-
-@pytest.mark.parametrize(
-    ("sampling", "named"),
-    [
-        ({"max_new_tokens": "5"}, "max_new_tokens: wanted an integer, got '5'"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens"),
-        ({"temperature": "x"}, "temperature"),
-        ({"seed": 1.5}, "seed"),
-        ({"stop": "END"}, "stop"),
-        ({"stop": (3,)}, "stop"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"temperature": 5.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"seed": -1}, "seed"),
-        ({"stop": ("",)}, "stop"),
-        ({"logprobs": 99}, "logprobs"),
-    ],
-)
-def test_invalid_sampling_parameters_are_named_in_the_error(sampling, named):
-    with pytest.raises(RequestError, match=named):
-        SamplingParams(**sampling)
-    with pytest.raises(RequestError, match="reuse"):
-        Request(segments=[[1], [2]], reuse="sometimes")  # type: ignore[arg-type]
 
 
 def test_same_seed_repeats_the_answer_and_other_seeds_vary_it():
@@ -274,43 +189,6 @@ def test_streamed_tokens_equal_those_of_the_response():
     assert len(response.token_ids) == 7 and response.ttft_s <= response.total_s
     assert [len(token.top) for token in response.logprobs] == [2] * 7
     assert all(token.top[0][0] == token.token_id for token in response.logprobs)  # greedy: the likeliest token
-
-
-def test_closed_engine_raises_an_error_that_says_so():
-    engine = MODEL.engine()
-    engine.close()
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.generate_from_tokens([[1], [2]])
-
-
-_SERVE_ONCE = """
-import sys
-from tests.engine.few_shapes import few_shapes
-from tests.engine.test_engine import serve_once
-with few_shapes():
-    print(*serve_once(sys.argv[1]))
-"""
-
-
-def serve_once(url):
-    """Reused tokens, whether reuse was exact, tiers, and the tokens of the answer."""
-    with TinyModel(seed=2).engine(store=url) as engine:
-        response = engine.generate_from_tokens(segments_of([40, 30, 50]), max_new_tokens=5)
-    tiers = {str(document.tier) for document in response.reuse.per_document}
-    return [str(one) for one in (response.reuse.reused_tokens, response.reuse.exact, *tiers, *response.token_ids)]
-
-
-@pytest.mark.slow
-def test_a_restarted_process_reuses_what_the_first_one_stored(url):
-    first = serve_once(url)
-    command = [sys.executable, "-c", _SERVE_ONCE, url]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    second = done.stdout.split()
-    assert first[:3] == ["0", "True", "None"]
-    assert second[:3] == ["127", "True", "disk"]
-    assert first[3:] == second[3:]
 
 
 def test_two_models_keep_their_kv_in_one_store(url, caplog):

@@ -15,13 +15,11 @@ from ccjax.cache.documents.registry import Origin
 from ccjax.cache.snapshot import inspect_snapshot
 from ccjax.cache.variant_records import with_origin
 from ccjax.engine import Engine, Request, SamplingParams
-from ccjax.errors import (
-    EraseIncompleteError,
-)
+from ccjax.errors import EraseIncompleteError
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.files import FileRoot
 from ccjax.store.tiered import TieredStore
-from ccjax.types import Document
+from ccjax.types import Document, VariantId
 from tests.engine.documents import (
     ANNA,
     BOB,
@@ -47,6 +45,15 @@ def cataloged(monkeypatch, tmp_path):
     return lambda: b"".join(data for path, data in files(tmp_path).items() if path.parent.name == "catalog")
 
 
+def ids_seen_by(engine: Engine, document: Document) -> set[VariantId]:
+    return {meta.variant_id for meta in seen_by(engine, document)}
+
+
+def as_written(engine: Engine) -> bytes:
+    """ANNA's token ids as they are written in records."""
+    return as_json(ids_of(engine, ANNA))
+
+
 def fill(engine: Engine) -> None:
     """ANNA before and after other documents, and repaired KV of others whose computation attended to her."""
     ask(engine, ANNA, BOB, CARLA)
@@ -58,13 +65,13 @@ def fill(engine: Engine) -> None:
 def test_nothing_derived_from_an_erased_document_remains(start, url, tmp_path, cataloged):
     engine = start(store=url, device_cache_bytes=16 << 20)
     fill(engine)
-    assert as_json(ids_of(engine, ANNA)) in cataloged()
+    assert as_written(engine) in cataloged()
     tainted = seen_by(engine, ANNA)
     assert all("device" in engine._store.tiers_of(meta.variant_id) for meta in tainted)
     derived = [meta for meta in tainted if key_of(engine, ANNA) not in (meta.chunk_id, *meta.prefix_ids)]
     assert derived, "KV behind DINO was taken over from behind ANNA: its record must say so"
     rows = rows_of(engine, [meta.variant_id for meta in tainted])
-    needles = [*rows, as_json(ids_of(engine, ANNA)), b"anna"]
+    needles = [*rows, as_written(engine), b"anna"]
     assert all(where(tmp_path, [needle]) for needle in needles)  # the search finds existing traces
     untouched = {meta.variant_id for meta in engine._variants} - {meta.variant_id for meta in tainted}
     removal = engine.documents.erase("anna")
@@ -88,9 +95,9 @@ def test_catalog_copies_of_evicted_records_are_erased_too(start, url, tmp_path, 
     for meta in seen_by(engine, ANNA):
         engine._variants.discard(meta.variant_id)
     engine._store._writer.flush()
-    assert [path.parent.name for path in where(tmp_path, [as_json(ids_of(engine, ANNA))])] == ["catalog"]
+    assert [path.parent.name for path in where(tmp_path, [as_written(engine)])] == ["catalog"]
     assert engine.documents.erase("anna").variants == 0
-    assert where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
+    assert where(tmp_path, [as_written(engine)]) == []
 
 
 def test_another_process_does_not_write_erased_records_to_a_new_catalog(start, url, tmp_path, cataloged):
@@ -100,7 +107,7 @@ def test_another_process_does_not_write_erased_records_to_a_new_catalog(start, u
     first.documents.erase("anna")
     other._store.renew_catalog()
     other.cache.flush()
-    assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
+    assert where(tmp_path, [as_written(first)]) == [] and cataloged()
 
 
 def test_catalog_copies_of_late_writes_are_erased_too(start, url, tmp_path, cataloged, monkeypatch):
@@ -110,18 +117,18 @@ def test_catalog_copies_of_late_writes_are_erased_too(start, url, tmp_path, cata
     first.documents.erase("anna")
     ask(other, CARLA, ANNA)
     other.cache.flush()
-    assert as_json(ids_of(first, ANNA)) in cataloged()
+    assert as_written(first) in cataloged()
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)  # too few changes for a new catalog
     first.cache.refresh()
-    assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == [] and cataloged()
+    assert where(tmp_path, [as_written(first)]) == [] and cataloged()
 
 
 def test_unread_records_of_an_erased_document_are_never_used(start, url, tmp_path, cataloged):
     first = start(store=url)
     fill(first)
     other, late = start(store=url), start(store=url)
-    tainted = {meta.variant_id for meta in seen_by(first, ANNA)}
-    needles = [*rows_of(first, tainted), as_json(ids_of(first, ANNA))]
+    tainted = ids_seen_by(first, ANNA)
+    needles = [*rows_of(first, tainted), as_written(first)]
     kept = {path: data for path, data in files(tmp_path).items() if {"records", "data"} & set(path.parts)}
     first.documents.erase("anna")
     assert where(tmp_path, needles) == []
@@ -167,8 +174,8 @@ def test_opening_a_store_reads_records_only_after_an_erasure(start, url, monkeyp
 def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
     engine = start(store=url)
     fill(engine)
-    tainted = {meta.variant_id for meta in seen_by(engine, ANNA)}
-    needles = [*rows_of(engine, tainted), as_json(ids_of(engine, ANNA))]
+    tainted = ids_seen_by(engine, ANNA)
+    needles = [*rows_of(engine, tainted), as_written(engine)]
     engine.cache.save_snapshot(tmp_path / "snapshot")
     held = engine.cache.num_variants
     engine.documents.erase("anna")
@@ -181,12 +188,12 @@ def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
     engine._variants.restore((variant.record, variant.frequency_reuse) for variant in index.variants)
     assert where(tmp_path, needles) == [] and tainted.isdisjoint(engine._variants.ids())
     ask(engine, ANNA)
-    again = {meta.variant_id for meta in seen_by(engine, ANNA)}
+    again = ids_seen_by(engine, ANNA)
     engine.cache.save_snapshot(tmp_path / "later")
     for variant_id in again:
         engine._variants.discard(variant_id)
     assert engine.cache.restore_snapshot(tmp_path / "later").num_erased == 0
-    assert {meta.variant_id for meta in seen_by(engine, ANNA)} == again != set()  # sent again after the erasure
+    assert ids_seen_by(engine, ANNA) == again != set()  # sent again after the erasure
 
 
 def test_invalidation_keeps_variants_computed_behind_the_document(start):
@@ -199,11 +206,11 @@ def test_invalidation_keeps_variants_computed_behind_the_document(start):
 def test_origin_of_kv_survives_a_restart(start, url, tmp_path):
     engine = start(store=url)
     fill(engine)
-    tainted = {meta.variant_id for meta in seen_by(engine, ANNA)}
+    tainted = ids_seen_by(engine, ANNA)
     engine.close()
     engine = start(store=url)
-    assert {meta.variant_id for meta in seen_by(engine, ANNA)} == tainted
-    needles = [*rows_of(engine, tainted), as_json(ids_of(engine, ANNA))]
+    assert ids_seen_by(engine, ANNA) == tainted
+    needles = [*rows_of(engine, tainted), as_written(engine)]
     assert engine.documents.erase("anna", "1").variants == len(tainted)
     engine.close()
     assert where(tmp_path, needles) == []
@@ -223,7 +230,7 @@ def test_a_write_in_the_queue_is_erased_too(start, url, tmp_path, monkeypatch):
     monkeypatch.setattr(TensorStoreTier, "write", slow)
     ask(engine, ANNA, BOB)
     assert entered.wait(120)  # the system prompt is being written, the others wait
-    rows = rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)])
+    rows = rows_of(engine, ids_seen_by(engine, ANNA))
     outcomes: list[Any] = []
     erasing = threading.Thread(target=lambda: outcomes.append(engine.documents.erase("anna")))
     erasing.start()
@@ -231,7 +238,7 @@ def test_a_write_in_the_queue_is_erased_too(start, url, tmp_path, monkeypatch):
     assert erasing.is_alive()  # it does not return before the queue is processed
     gate.set()
     erasing.join(120)
-    assert outcomes[0].variants == 2 and where(tmp_path, [*rows, as_json(ids_of(engine, ANNA))]) == []
+    assert outcomes[0].variants == 2 and where(tmp_path, [*rows, as_written(engine)]) == []
     engine.cache.flush()
     assert where(tmp_path, rows) == [] and engine.cache.usage()["disk"].num_variants == 1
 
@@ -240,14 +247,14 @@ def test_quarantine_and_parts_of_killed_writes_are_erased_too(start, url, tmp_pa
     engine = start(store=url)
     ask(engine, ANNA)
     engine.cache.flush()
-    record = next(path for path, data in files(tmp_path).items() if as_json(ids_of(engine, ANNA)) in data)
+    record = next(path for path, data in files(tmp_path).items() if as_written(engine) in data)
     space = record.parent.parent
     raw = record.read_bytes()
     for left in (space / "quarantine" / record.name, space / "records" / "x.json.0.tmp", space / "data/0f/c"):
         left.parent.mkdir(exist_ok=True)
         left.write_bytes(raw)
     engine.documents.erase("anna")
-    assert where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
+    assert where(tmp_path, [as_written(engine)]) == []
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, matches) -> list[str]:
@@ -269,8 +276,8 @@ def test_failed_deletions_are_reported_not_used_and_retried(start, url, tmp_path
     engine = start(store=url)
     ask(engine, ANNA, BOB)
     engine.cache.flush()
-    rows = rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)])
-    needles = [*rows, as_json(ids_of(engine, ANNA)), b"anna"]
+    rows = rows_of(engine, ids_seen_by(engine, ANNA))
+    needles = [*rows, as_written(engine), b"anna"]
     relent = refuse(monkeypatch, lambda key: folder in key)
     with pytest.raises(EraseIncompleteError, match="could not be deleted") as caught:
         engine.documents.erase("anna")
@@ -291,7 +298,7 @@ def test_an_unfinished_erasure_is_finished_by_the_next_process(start, url, tmp_p
     engine = start(store=url)
     ask(engine, ANNA, BOB)
     engine.cache.flush()
-    needles = [*rows_of(engine, [meta.variant_id for meta in seen_by(engine, ANNA)]), as_json(ids_of(engine, ANNA))]
+    needles = [*rows_of(engine, ids_seen_by(engine, ANNA)), as_written(engine)]
     relent = refuse(monkeypatch, lambda key: "/records/" in key)
     with pytest.raises(EraseIncompleteError):
         engine.documents.erase("anna")
@@ -323,7 +330,7 @@ def test_erasure_that_cannot_be_recorded_raises_but_still_applies(start, url, tm
     assert "No space left" in caught.value.remaining[0] and not seen_by(engine, ANNA)
     engine.cache.refresh()
     assert engine.documents.counts.unfinished_erasures == 0 and engine.documents.list() == ()
-    assert where(tmp_path, [b"anna", as_json(ids_of(engine, ANNA))]) == []
+    assert where(tmp_path, [b"anna", as_written(engine)]) == []
 
 
 def test_erasure_reaches_the_memory_and_late_writes_of_another_engine(start, url, tmp_path):
@@ -332,13 +339,13 @@ def test_erasure_reaches_the_memory_and_late_writes_of_another_engine(start, url
     first.cache.flush()
     other.cache.refresh()
     ask(other, ANNA, BOB)
-    rows = rows_of(first, [meta.variant_id for meta in seen_by(first, ANNA)])
+    rows = rows_of(first, ids_seen_by(first, ANNA))
     first.documents.erase("anna")
     ask(other, CARLA, ANNA)  # unaware of the erasure: uses her, and stores her and what it computed after her
     other.cache.flush()
-    assert where(tmp_path, [as_json(ids_of(first, ANNA))])
+    assert where(tmp_path, [as_written(first)])
     first.cache.refresh()
-    assert not seen_by(first, ANNA) and where(tmp_path, [as_json(ids_of(first, ANNA))]) == []
+    assert not seen_by(first, ANNA) and where(tmp_path, [as_written(first)]) == []
     assert seen_by(other, ANNA)
     other.cache.refresh()
     assert not seen_by(other, ANNA)
@@ -367,7 +374,7 @@ def test_variants_stored_by_another_engine_during_an_erasure_are_erased(start, u
     monkeypatch.setattr(first._store, "erase", erase_before_other_writes)
     assert first.documents.erase("anna").variants == len(rounds[0])
     assert len(rounds) == 2 and len(rounds[1]) > len(rounds[0])
-    assert where(tmp_path, [as_json(ids_of(first, ANNA))]) == []
+    assert where(tmp_path, [as_written(first)]) == []
 
 
 def test_other_engines_are_notified_when_an_erasure_starts_and_ends(start, url, monkeypatch):
@@ -395,21 +402,21 @@ def test_late_notice_of_an_erasure_spares_variants_computed_after_it(start, url,
     for engine in (other, third):
         engine.cache.refresh()
         ask(engine, ANNA, BOB)
-    old = rows_of(first, [meta.variant_id for meta in seen_by(first, ANNA)])
+    old = rows_of(first, ids_seen_by(first, ANNA))
     first.documents.erase("anna")
     other.cache.refresh()
     ask(other, ANNA, BOB)
     other.cache.flush()
-    renewed = {meta.variant_id for meta in seen_by(other, ANNA)}
+    renewed = ids_seen_by(other, ANNA)
     assert third._store._disk.apply_commits(dict.fromkeys(renewed)) and "host" in third._store.tiers_of(
         next(iter(renewed))
     )
     third.cache.refresh()
     assert {third._store.tiers_of(key) for key in renewed} == {("disk",)}
-    assert {meta.variant_id for meta in seen_by(third, ANNA)} == renewed
+    assert ids_seen_by(third, ANNA) == renewed
     assert ask(third, ANNA, BOB).recomputed_tokens == 0 and rows_of(third, renewed) == rows_of(other, renewed)
     fresh = start(store=url)
-    assert {meta.variant_id for meta in seen_by(fresh, ANNA)} == renewed and rows_of(fresh, renewed) != []
+    assert ids_seen_by(fresh, ANNA) == renewed and rows_of(fresh, renewed) != []
     assert other.documents.erase("anna").variants == len(renewed) and where(tmp_path, old) == []
 
 
@@ -435,9 +442,9 @@ def test_second_round_of_an_erasure_spares_variants_computed_after_it(start, url
 
     monkeypatch.setattr(first._store, "erase", erase_before_others_write)
     first.documents.erase("anna")
-    (renewed,) = (meta.variant_id for meta in seen_by(other, ANNA))
+    (renewed,) = ids_seen_by(other, ANNA)
     assert renewed in rounds[0] and len(rounds) == 2
-    assert [meta.variant_id for meta in seen_by(first, ANNA)] == [renewed]
+    assert ids_seen_by(first, ANNA) == {renewed}
     assert first._store.tiers_of(renewed) == ("disk",)
 
 
@@ -447,7 +454,7 @@ def test_origin_is_tracked_for_a_variant_rewritten_by_another_process(start, url
     ask(first, DINO)
     ask(first, ANNA)
     first.cache.flush()
-    (known,) = (meta.variant_id for meta in seen_by(first, ANNA))
+    (known,) = ids_seen_by(first, ANNA)
     record, dino = first._store.get_record(known), key_of(first, DINO)
     assert record is not None and dino not in first._variants.origin_of(known).seen
     ticket = first._store.prepare_load([known])
@@ -493,7 +500,7 @@ def test_shared_text_is_erased_with_the_second_document_if_the_first_failed(star
         engine.documents.erase("copy")
     relent.append("now")
     engine.cache.refresh()
-    assert summary(engine) == {("bob", "1"): (1, 1)} and where(tmp_path, [as_json(ids_of(engine, ANNA))]) == []
+    assert summary(engine) == {("bob", "1"): (1, 1)} and where(tmp_path, [as_written(engine)]) == []
 
 
 def test_pins_of_an_erased_document_are_removed(start, url, tmp_path):

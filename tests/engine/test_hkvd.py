@@ -9,7 +9,6 @@ import pytest
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Request, SamplingParams
 from ccjax.policy.scheduling import SequenceWork
-from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
 from ccjax.runner.pack import Pack, Piece
 from ccjax.runner.pages import RequestPages
@@ -31,7 +30,7 @@ def blended(world):
 def run(world, plan, *, mutate=lambda kv: kv, max_rows=None):
     """Logits of the last token, and the job; in one pack, or split into packs of at most `max_rows`."""
     pool = DevicePool(SPEC, SPEC.num_bytes(40 * PAGE_TOKENS))
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    model = MODEL.device_model()
     ticket = Memory(lambda variant, first, last: mutate(world.read_layers(variant, first, last)))
     with loader(model, plan, ticket) as contexts:
         job = PrefillJob(world.prompt, plan, RequestPages(pool, plan, {}), contexts=contexts)

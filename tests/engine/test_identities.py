@@ -1,17 +1,49 @@
-"""Identities on every path: exact reuse changes nothing."""
+"""Identities on every path, for dense models, mixtures of experts and 8-bit weights: exact reuse changes nothing."""
 
+import dataclasses
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ccjax.engine import Request, SamplingParams
-from ccjax.runner.device_model import DeviceModel
+from ccjax.models.llama3.params import build_params
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize_on_host
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_reusing
+from tests.engine.test_batch_loop import Client, ask
 from tests.oracles import llama_forward
 
+
+class PackedModel(TinyModel):
+    """The tiny model in 8 bits; the oracle uses the dequantised weights."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        specs = {}
+        build_params(self.config, specs.__setitem__)
+
+        def pack(name_of_weight: str, leaf: jax.Array):
+            spec = specs[name_of_weight]
+            if spec.scales is None:
+                return leaf
+            values, scales = quantize_on_host(np.asarray(leaf), spec.input_axes, name)
+            whole = values.astype(np.float32) * np.expand_dims(scales, spec.input_axes)
+            self.weights[name_of_weight] = whole.reshape(spec.num_inputs, -1).T
+            return QuantizedWeight(jnp.asarray(values), jnp.asarray(scales))
+
+        leaves = iter(jax.tree.leaves(self.loaded.params))
+        names = build_params(self.config, lambda name_of_weight, _: name_of_weight)
+        in_order = [pack(key, leaf) for key, leaf in zip(jax.tree.leaves(names), leaves, strict=True)]
+        params = jax.tree.unflatten(jax.tree.structure(names), in_order)
+        self.loaded = dataclasses.replace(self.loaded, params=params, fingerprint=f"tiny-{name}")
+
+
 MODEL = TinyModel()
+EXPERTS = TinyModel(5, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+INT8, FP8 = (PackedModel(name) for name in WEIGHT_FORMATS)
 CASES = [
     [1],
     [300],
@@ -37,26 +69,40 @@ def assert_same(got, wanted):
     np.testing.assert_allclose(got[1], wanted[1], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("lengths", [*CASES[::3], LONG], ids=str)
-def test_full_prefill_matches_the_oracle(lengths):
+def of_models(names, *cases):
+    """Runs a test with each model in the cases listed for it."""
+    every = [(model, *case) for model, some in cases for case in some]
+    return pytest.mark.parametrize(("model", *names), every, ids=str)
+
+
+@of_models(
+    ["lengths"],
+    (MODEL, zip([*CASES[::3], LONG])),
+    (EXPERTS, zip([CASES[0], CASES[5]])),
+    (INT8, [([40, 90, 3],)]),
+    (FP8, [([40, 90, 3],)]),
+)
+def test_full_prefill_matches_the_oracle(model, lengths):
     segments = draw_segments(np.random.default_rng(len(lengths)), lengths)
     tokens = [token for segment in segments for token in segment]
-    with MODEL.engine() as engine:
+    with model.engine() as engine:
         logits = engine.prefill_logits(tokens)
-    np.testing.assert_allclose(logits, llama_forward(MODEL.weights, MODEL.raw, tokens)[0], atol=TOLERANCE)
+    np.testing.assert_allclose(logits, llama_forward(model.weights, model.raw, tokens)[0], atol=TOLERANCE)
+    if isinstance(model, PackedModel):
+        plain = llama_forward(MODEL.weights, model.raw, tokens)[0]
+        assert np.abs(logits - plain).max() > 100 * TOLERANCE, "these weights and not those that were not rounded"
 
 
-@pytest.mark.parametrize(
-    ("lengths", "reuse"),
-    [
-        *zip(CASES, itertools.cycle(["exact", "bounded", "fast"]), strict=False),
-    ],
-    ids=str,
+@of_models(
+    ["lengths", "reuse"],
+    (MODEL, zip(CASES, itertools.cycle(["exact", "bounded", "fast"]), strict=False)),
+    (EXPERTS, [(CASES[1], "fast"), (CASES[3], "bounded"), (CASES[6], "exact")]),
+    *((model, [([5, 130, 40], "exact"), ([5, 130, 40], "bounded")]) for model in (INT8, FP8)),
 )
-def test_cold_run_equals_full_prefill_and_warm_run_recomputes_nothing(lengths, reuse):
+def test_cold_run_equals_full_prefill_and_warm_run_recomputes_nothing(model, lengths, reuse):
     segments = draw_segments(np.random.default_rng(sum(lengths)), lengths)
     total = sum(map(len, segments))
-    with MODEL.engine() as engine:
+    with model.engine() as engine:
         plain = answer(engine, segments, "off")
         assert (plain[2].computed_tokens, plain[2].reused_tokens, plain[2].exact) == (total, 0, True)
         cold = answer(engine, segments, reuse)
@@ -69,12 +115,12 @@ def test_cold_run_equals_full_prefill_and_warm_run_recomputes_nothing(lengths, r
         assert warm[2].reused_tokens == total - len(segments[-1])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_full_recompute_and_exact_reuse_equal_full_prefill_in_any_order(seed):
+@of_models(["seed"], (MODEL, zip(range(2))), (EXPERTS, [(0,)]), (INT8, [(2,)]), (FP8, [(2,)]))
+def test_full_recompute_and_exact_reuse_equal_full_prefill_in_any_order(model, seed):
     random = np.random.default_rng(seed)
     lengths = [int(length) for length in random.integers(1, 120, random.integers(2, 8))]
     segments = draw_segments(random, lengths)
-    with MODEL.engine(recompute_ratio=1.0) as everything, MODEL.engine() as engine:
+    with model.engine(recompute_ratio=1.0) as everything, model.engine() as engine:
         for _ in range(3):
             shuffled = permuted(segments, random.permutation(len(lengths)))
             plain = answer(engine, shuffled, "off")
@@ -84,16 +130,29 @@ def test_full_recompute_and_exact_reuse_equal_full_prefill_in_any_order(seed):
             assert exact[2].exact and exact[2].recomputed_tokens == 0
 
 
-def test_naive_reuse_behind_other_chunks_differs_from_full_prefill():
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=str)
+def test_naive_reuse_behind_other_chunks_differs_from_full_prefill(model):
     """Mutant for the identities above: without recompute the error far exceeds the tolerance."""
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
     shuffled = permuted(segments, [2, 1, 0])
-    with MODEL.engine(strategy="reuse") as engine:
+    with model.engine(strategy="reuse") as engine:
         answer(engine, segments, "bounded")
         naive = answer(engine, shuffled, "bounded")
         plain = answer(engine, shuffled, "off")
     assert not naive[2].exact and naive[2].reused_tokens > 100
     assert max(abs(a - b) for a, b in zip(naive[1], plain[1], strict=True)) > 100 * TOLERANCE
+
+
+def test_exact_answers_of_experts_in_a_batch_equal_those_of_each_request_alone():
+    random = np.random.default_rng(8)
+    segments = draw_segments(random, [40, 33, 64, 17])
+    orders = [random.permutation(4) for _ in range(4)]
+    with EXPERTS.engine() as engine:
+        wanted = [answer(engine, permuted(segments, order), "off", tokens=20)[0] for order in orders]
+    with EXPERTS.engine(max_num_batched_tokens=64, device_cache_bytes=3 << 20) as engine:
+        for _ in range(2):
+            clients = [Client(engine, ask(permuted(segments, order), "exact", 20)) for order in orders]
+            assert [client.response().token_ids for client in clients] == wanted
 
 
 def test_prompt_with_the_same_chunk_twice_equals_full_prefill():
@@ -129,7 +188,7 @@ def test_recomputed_rows_completely_replace_the_cached_ones():
     """If all offsets of a reused chunk are recomputed, even NaN in its stored KV has no effect."""
     lengths = [20, 33, 9]
     tokens = np.random.default_rng(5).integers(0, 97, sum(lengths)).astype(np.int32)
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    model = MODEL.device_model()
     shape = (1, 2, 33, MODEL.config.num_kv_heads, MODEL.config.head_dim)
     poisoned = run_reusing(
         model,
@@ -148,7 +207,7 @@ def test_recomputing_every_row_of_reused_chunks_equals_full_prefill(seed):
     lengths = [int(length) for length in random.integers(1, 60, random.integers(1, 9))] + [9]
     actions = [range(length) if random.random() < 0.7 else None for length in lengths[:-1]] + [None]
     tokens = random.integers(0, 97, sum(lengths)).astype(np.int32)
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
+    model = MODEL.device_model()
     heads = (MODEL.config.num_kv_heads, MODEL.config.head_dim)
 
     def read_layers(variant, first, last):

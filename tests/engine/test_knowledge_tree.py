@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.types import VariantMeta
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
@@ -15,7 +14,7 @@ from tests.engine.test_identities import answer, assert_same
 MODEL = TinyModel(seed=12)
 LENGTHS = (40, 33, 64, 17)
 SEGMENTS = draw_segments(np.random.default_rng(12), LENGTHS)
-TOKEN = kv_spec_of(MODEL.config, "float32").num_bytes(1)
+TOKEN = MODEL.token_bytes
 
 
 def held(engine) -> dict[str, VariantMeta]:

@@ -6,7 +6,6 @@ import pytest
 
 from ccjax.demo.world import KINDS, held_out_contexts
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
-from ccjax.errors import ConfigError
 from ccjax.loading.model import load_model
 from ccjax.store.tiered import TieredStore
 from ccjax.types import Document, ReuseMode, ReuseReport
@@ -220,10 +219,3 @@ def test_demo_model_answers_nearly_the_same_from_int8(tmp_path):
         assert same.reuse.exact
         first = abs(near.logprobs[0].logprob - full.logprobs[0].logprob)
         assert 0 < first < 0.005  # measured at most 0.0009 over 100 questions
-
-
-@pytest.mark.parametrize("wrong", [{"disk_kv_dtype": "int4"}, {"disk_compression": "lz4"}, {"disk_kv_dtype": None}])
-def test_unsupported_disk_settings_are_rejected(wrong):
-    (name,) = wrong
-    with pytest.raises(ConfigError, match=f"{name}: wanted one of"):
-        MODEL.engine(**wrong)

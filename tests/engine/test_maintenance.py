@@ -1,5 +1,6 @@
 """Idle time: approximate variants become exact, changes of other processes are applied, `f_r` survives a restart."""
 
+import dataclasses
 import json
 import logging
 import threading
@@ -225,38 +226,25 @@ def test_a_restarted_engine_repairs_what_the_store_holds(url):
         assert engine.cache.num_variants == 7 and approximate(engine) == []
 
 
-def test_records_of_an_older_store_still_load_but_cannot_be_repaired(url, monkeypatch):
+@pytest.mark.parametrize("is_older", [True, False])
+def test_variants_without_or_with_wrong_token_ids_load_but_are_not_repaired(url, monkeypatch, is_older):
     record_from_meta = variants_module.record_from_meta
 
-    def older(meta, prompt):
+    def changed(meta, prompt):
         record = record_from_meta(meta, prompt)
         lasting = {name: value for name, value in record.meta.items() if name not in ("token_ids", "has_system")}
-        return type(record)(record.variant_id, record.chunk_id, record.num_tokens, record.num_bytes, lasting)
+        if not is_older:
+            lasting = record.meta | {"token_ids": [token + 1 for token in record.meta["token_ids"]]}
+        return dataclasses.replace(record, meta=lasting)
 
     with monkeypatch.context() as patch:
-        patch.setattr(variants_module, "record_from_meta", older)
+        patch.setattr(variants_module, "record_from_meta", changed)
         with MODEL.engine(store=url) as engine:
             fill(engine)
     with MODEL.engine(store=url) as engine:
         assert engine.cache.num_variants == 7 and not engine.cache.repair_one()
         assert engine.cache.maintenance_counts == MaintenanceCounts()
         assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
-
-
-def test_variant_with_wrong_token_ids_is_not_repaired(url, monkeypatch):
-    record_from_meta = variants_module.record_from_meta
-
-    def wrong(meta, prompt):
-        record = record_from_meta(meta, prompt)
-        lasting = record.meta | {"token_ids": [token + 1 for token in record.meta["token_ids"]]}
-        return type(record)(record.variant_id, record.chunk_id, record.num_tokens, record.num_bytes, lasting)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(variants_module, "record_from_meta", wrong)
-        with MODEL.engine(store=url) as engine:
-            fill(engine)
-    with MODEL.engine(store=url) as engine:
-        assert engine.cache.num_variants == 7 and not engine.cache.repair_one()
 
 
 def test_variants_longer_than_max_model_len_are_not_repaired(url):

@@ -5,7 +5,6 @@ import pytest
 
 from ccjax.cache.capture import capture_variants
 from ccjax.policy.focus import FocusState, observe
-from ccjax.runner.device_model import DeviceModel
 from ccjax.types import ChunkId, LayerStats, PrefillPlan, Segment, VariantId, VariantMeta
 from tests.engine.helpers import TOLERANCE, TinyModel, run_plan, run_reusing, selective_oracle
 from tests.oracles import llama_forward
@@ -69,8 +68,7 @@ def computed_offsets(plan, dropped=()):
 def test_selective_recompute_matches_the_oracle(share):
     world = World(seed=round(share * 100))
     plan = world.plan(share)
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
-    result = run_reusing(model, world.prompt, plan, world.read_layers)
+    result = run_reusing(MODEL.device_model(), world.prompt, plan, world.read_layers)
     rows = [computed_offsets(plan)] * 5
     wanted, _ = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows)
     np.testing.assert_allclose(result.last_logits[-1], wanted, atol=TOLERANCE)
@@ -83,8 +81,7 @@ def test_one_recomputed_token_more_or_less_exceeds_the_tolerance():
     world = World(seed=2)
     plan = world.plan(0.3)
     rows = computed_offsets(plan)
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
-    got = run_reusing(model, world.prompt, plan, world.read_layers).last_logits[-1]
+    got = run_reusing(MODEL.device_model(), world.prompt, plan, world.read_layers).last_logits[-1]
     fewer = [np.delete(rows, 3)] * 5  # a token of d
     wrong, _ = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), fewer)
     assert np.abs(got - wrong).max() > 10 * TOLERANCE
@@ -94,8 +91,7 @@ def test_one_recomputed_token_more_or_less_exceeds_the_tolerance():
 def test_focus_cut_matches_the_oracle(window, rule):
     world = World(seed=10 + window)
     plan = world.plan(0.5, focus_window=window, focus_rule=rule)
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
-    result = run_reusing(model, world.prompt, plan, world.read_layers, collect=True)
+    result = run_reusing(MODEL.device_model(), world.prompt, plan, world.read_layers, collect=True)
 
     # The oracle's own attention, layer by layer, determines the cut; then the oracle runs with it.
     documents = [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
@@ -138,11 +134,10 @@ def test_captured_kv_and_metadata_match_the_oracle(ranking_layers):
         segments.append(Segment(role=role, action="compute", start=start, num_tokens=LENGTHS[name], chunk_id=chunk))
         start += LENGTHS[name]
     plan = PrefillPlan(tuple(segments))
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
     captured = dict(
         (meta.chunk_id, (meta, kv))
         for meta, kv in capture_variants(
-            plan, run_plan(model, prompt, plan, collect=True), {}, None, ranking_layers=ranking_layers
+            plan, run_plan(MODEL.device_model(), prompt, plan, collect=True), {}, None, ranking_layers=ranking_layers
         )
     )
     assert list(captured) == list("sabcd")
@@ -180,8 +175,7 @@ def test_captured_kv_and_metadata_match_the_oracle(ranking_layers):
 def test_captured_repaired_kv_matches_the_oracle(window):
     world = World(seed=30)
     plan = world.plan(0.4, focus_window=window)
-    model = DeviceModel(MODEL.loaded.params, MODEL.config)
-    result = run_reusing(model, world.prompt, plan, world.read_layers, collect=True)
+    result = run_reusing(MODEL.device_model(), world.prompt, plan, world.read_layers, collect=True)
     parents = {name: [_parent(name, world)] for name in "sabcd"}
     captured = {meta.chunk_id: (meta, kv) for meta, kv in capture_variants(plan, result, parents, world.read_layers)}
     whole = [str(s.chunk_id) for i, s in enumerate(plan.segments[:-1]) if i not in result.partly_recomputed]

@@ -10,7 +10,6 @@ import pytest
 from ccjax.engine import Engine, EngineConfig, Request
 from ccjax.engine.divergence import kl_divergence
 from ccjax.engine.shadow import MOST_WAITING, ShadowCounts
-from ccjax.errors import ConfigError
 from ccjax.policy.shadow import WINDOW
 from ccjax.requests import SamplingParams
 from tests.engine.helpers import TinyModel, draw_segments, permuted
@@ -163,9 +162,3 @@ def test_answers_in_mode_fast_are_checked_without_changing_what_others_recompute
             pass
         counts = engine.cache.shadow_counts
         assert counts.checks == WINDOW and counts.same < WINDOW and counts.factor == 1.0
-
-
-@pytest.mark.parametrize("name", ["shadow_ratio", "shadow_target"])
-def test_shares_out_of_range_are_rejected(name):
-    with pytest.raises(ConfigError, match=f"{name}: wanted a share from 0 to 1"):
-        MODEL.engine(**{name: 1.5})

@@ -36,14 +36,15 @@ def test_a_hundred_random_requests_compile_only_listed_sizes():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "num_layers"), [("cachecraft", 2), ("cacheblend", 2), ("full", 2), ("auto", 2), ("auto", 14)]
+    ("strategy", "num_layers", "num_pages"),
+    [("cachecraft", 2, 0), ("cacheblend", 2, 0), ("full", 2, 0), ("auto", 2, 0), ("auto", 14, 0), ("auto", 2, 80)],
 )
-def test_warm_up_leaves_nothing_to_compile(strategy, num_layers):
+def test_warm_up_leaves_nothing_to_compile(strategy, num_layers, num_pages):
     shape = {"hidden_size": 48, "num_attention_heads": 2, "intermediate_size": 16}
     model = TinyModel(seed=9, num_hidden_layers=num_layers, **shape)
     random = np.random.default_rng(1)
     seen = []
-    few = {"max_num_batched_tokens": 128, "max_num_seqs": 2}
+    few = {"max_num_batched_tokens": 128, "max_num_seqs": 2, "device_cache_bytes": num_pages * model.page_bytes}
     with model.engine(max_model_len=128, strategy=strategy, focus_window=None, **few) as engine:
         engine.warmup(lambda stage, done, total: seen.append((stage, done, total)))
         assert len(seen) > len(engine._sizes.packs()) + len(engine._sizes.decodes())
@@ -51,8 +52,9 @@ def test_warm_up_leaves_nothing_to_compile(strategy, num_layers):
         before = compilations().count
         segments = draw_segments(random, [30, 24, 36])
         for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 0, 2]):
-            engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3)
+            report = engine.generate_from_tokens(permuted(segments, order), max_new_tokens=3).reuse
         assert compilations().count == before
+        assert (report.per_document[1].tier == "device") == (num_pages > 0)
 
 
 @pytest.mark.parametrize("bucket", [token_bucket, slot_bucket, segment_bucket])

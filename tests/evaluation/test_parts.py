@@ -12,16 +12,10 @@ from ccjax.evaluation.measure import measure
 from ccjax.evaluation.parts import ResultsFile, measure_in_parts
 from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.ways import FULL, Way
-from ccjax.loading.model import load_model
 
 QUESTIONS = demo_questions(1, (3,), kinds=KINDS[:2])
 WAYS = [Way("cachecraft", 0.3, (0,))]
 OPTIONS = {"states": ("prepared",), "max_new_tokens": 4, "with_forced": True}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("demo", dtype="float32")
 
 
 @pytest.fixture(autouse=True)

@@ -7,15 +7,9 @@ import pytest
 from ccjax.engine import Engine, EngineConfig
 from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.states import STATES, fill, steps
-from ccjax.loading.model import load_model
 
 QUESTIONS = demo_questions(1, (3,), kinds=("single", "pronoun"))
 PROMPTS = [question.documents for question in QUESTIONS]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model("demo", dtype="float32")
 
 
 @pytest.fixture(scope="module", params=STATES)

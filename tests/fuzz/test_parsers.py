@@ -52,18 +52,15 @@ def test_fuzzing_finds_and_saves_a_crash(tmp_path, monkeypatch):
 
 
 @needs_atheris
-def test_fuzzing_finds_a_hang(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzzing, "SLOWEST_S", 1)
-    outcome = fuzz("tests.fuzz.broken", "hang", [b"a"], ENOUGH_S, tmp_path)
-    assert not outcome.is_clean and "timeout" in outcome.line, outcome.line
-
-
-@needs_atheris
-def test_fuzzing_finds_excessive_memory_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzzing, "MOST_MEMORY_MB", 700)
+@pytest.mark.parametrize(
+    ("name", "limit", "value", "message"),
+    [("hang", "SLOWEST_S", 1, "timeout"), ("hoard", "MOST_MEMORY_MB", 700, "out-of-memory")],
+)
+def test_fuzzing_finds_a_hang_and_excessive_memory_use(tmp_path, monkeypatch, name, limit, value, message):
     monkeypatch.setattr(fuzzing, "SLOWEST_S", ENOUGH_S)
-    outcome = fuzz("tests.fuzz.broken", "hoard", [b"a"], ENOUGH_S, tmp_path)
-    assert not outcome.is_clean and "out-of-memory" in outcome.line, outcome.line
+    monkeypatch.setattr(fuzzing, limit, value)
+    outcome = fuzz("tests.fuzz.broken", name, [b"a"], ENOUGH_S, tmp_path)
+    assert not outcome.is_clean and message in outcome.line, outcome.line
 
 
 @needs_atheris

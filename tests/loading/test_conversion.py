@@ -10,15 +10,11 @@ from ccjax.engine import Engine
 from ccjax.errors import ConfigError
 from ccjax.loading.model import DEMO_MODEL, load_model, read_model_files
 from scripts.convert import main
+from tests.loading.conftest import assert_same_model
 
 
 def convert(*arguments) -> None:
     assert main([*map(str, arguments)]) == 0
-
-
-def assert_same_model(one, other) -> None:
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    assert one.fingerprint == other.fingerprint and one.eos_ids == other.eos_ids and one.template == other.template
 
 
 @pytest.mark.parametrize(

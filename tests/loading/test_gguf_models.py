@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import jax
-import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from ccjax.engine import Engine
-from ccjax.errors import ConfigError
 from ccjax.loading.model import load_model, load_prompt_builder, model_config, model_tokenizer, read_model_files
-from ccjax.loading.named import gguf_path
 from scripts.convert import main
+from tests.loading.conftest import assert_same_model
 from tests.loading.gguf_files import Shape, byte_level_words, hugging_face_tensors, write_gguf
 
 DOCUMENTS = [{"title": "Letter", "text": "The letter was written by Ann Lee in 1912."}]
@@ -25,32 +22,14 @@ def small(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    try:
-        gguf_path("smollm2")
-    except ConfigError as error:
-        pytest.skip(str(error))
-    return "smollm2"
-
-
-def assert_same_model(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    assert one.fingerprint == other.fingerprint and one.eos_ids == other.eos_ids and one.template == other.template
-
-
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_gguf_converted_to_a_checkpoint_loads_as_the_same_model(tmp_path, small, quantization):
-    flags = [] if quantization is None else ["--quantization", quantization]
+@pytest.mark.parametrize(
+    ("flags", "quantization"), [([], None), (["--quantization", "int8"], "int8"), (["--to", "huggingface"], None)]
+)
+def test_converted_gguf_loads_as_the_same_model(tmp_path, small, flags, quantization):
     assert main([str(small), str(tmp_path / "there"), *flags]) == 0
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32",) if "huggingface" in flags else ("float32", "bfloat16"):
         wanted = load_model(small, dtype=dtype, quantization=quantization)
         assert_same_model(load_model(tmp_path / "there", dtype=dtype), wanted)
-
-
-def test_gguf_converted_to_hugging_face_loads_as_the_same_model(tmp_path, small):
-    assert main([str(small), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
-    assert_same_model(load_model(tmp_path / "hf", dtype="float32"), load_model(small, dtype="float32"))
 
 
 def test_config_tokenizer_and_fingerprint_need_no_weights(small):
@@ -77,17 +56,19 @@ def test_gguf_engine_answers_the_same_on_two_devices(small):
         assert engine.generate("Who?", documents=DOCUMENTS, max_new_tokens=8).token_ids == wanted
 
 
-def test_smollm2_config_and_tokenizer_are_read(smollm2):
-    config = model_config(smollm2)
+@pytest.mark.usefixtures("smollm2")
+def test_smollm2_config_and_tokenizer_are_read():
+    config = model_config("smollm2")
     assert (config.num_layers, config.d_model, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.rope_theta, config.rms_norm_eps, config.tie_embeddings) == (100000.0, 1e-5, True)
-    tokenizer = model_tokenizer(smollm2)
+    tokenizer = model_tokenizer("smollm2")
     assert tokenizer is not None and tokenizer.eos_ids == {0, 2} and tokenizer.bos_id is None
 
 
 @pytest.mark.slow
-def test_smollm2_completes_a_name_from_its_prompt(smollm2):
-    with Engine.from_pretrained(smollm2) as engine:
+@pytest.mark.usefixtures("smollm2")
+def test_smollm2_completes_a_name_from_its_prompt():
+    with Engine.from_pretrained("smollm2") as engine:
         assert engine.model_name == "smollm2"
         tokenizer = engine.tokenizer
         assert tokenizer is not None

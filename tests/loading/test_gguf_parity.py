@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from ccjax.errors import ConfigError
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of
-from ccjax.loading.named import gguf_path
 from ccjax.models.llama3 import forward
 from tests.loading.gguf_files import Shape, as_read, byte_level_words, hugging_face_tensors, write_gguf
 
@@ -21,15 +19,6 @@ pytestmark = pytest.mark.peers
 
 ATOL = 1e-4
 TEXT = "The letter was written by Ann Lee in 1912.\n\nWho wrote it, and when?"
-
-
-def smollm2() -> Path:
-    try:
-        path = gguf_path("smollm2")
-    except ConfigError as error:
-        pytest.skip(str(error))
-    assert path is not None
-    return path
 
 
 def peer_logits(path: Path, tokens: np.ndarray, shape: Shape) -> np.ndarray:
@@ -68,13 +57,12 @@ def test_logits_of_small_files_match_transformers(tmp_path, kind, tied):
     np.testing.assert_allclose(ours, peers, atol=ATOL, rtol=0)
 
 
-def test_logits_of_smollm2_match_transformers():
-    path = smollm2()
-    found = text_of(open_gguf(path))
+def test_logits_of_smollm2_match_transformers(smollm2):
+    found = text_of(open_gguf(smollm2))
     assert found is not None
     tokens = np.array(found[0].encode(TEXT, allow_special=False))
     shape = Shape(num_layers=30, d_model=576, num_heads=9, num_kv_heads=3, d_ff=1536)
-    ours, peers = our_logits(path, tokens), peer_logits(path, tokens, shape)
+    ours, peers = our_logits(smollm2, tokens), peer_logits(smollm2, tokens, shape)
     print(f"largest difference {np.abs(ours - peers)[1:].max():.1e}, largest logit {np.abs(peers).max():.1f}")
     np.testing.assert_allclose(ours[1:], peers[1:], atol=ATOL, rtol=0)
     # The first token, which the others attend to most, rounds worse: there float32 is 4e-5 (transformers) and 2e-4

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ccjax.errors import ConfigError
 from ccjax.loading.gguf import open_gguf, text_of
 from ccjax.loading.gguf.pre_tokenizers import PRE_TOKENIZERS
-from ccjax.loading.named import gguf_path
 from ccjax.text import PromptBuilder, load_tokenizer
 from tests.loading.gguf_files import Shape, Words, byte_level_words, hugging_face_tensors, write_gguf
 
@@ -58,12 +56,8 @@ def test_token_ids_match_llama_cpp(tmp_path, name):
     assert differing(tokenizer, name) == DIFFERENT.get(name, set())
 
 
-def test_token_ids_of_smollm2_match_llama_cpp():
-    try:
-        path = gguf_path("smollm2")
-    except ConfigError as error:
-        pytest.skip(str(error))
-    tokenizer, _ = text_of(open_gguf(path))
+def test_token_ids_of_smollm2_match_llama_cpp(smollm2):
+    tokenizer, _ = text_of(open_gguf(smollm2))
     assert differing(tokenizer, "smollm2") == set()
 
 
@@ -76,18 +70,13 @@ def test_recorded_texts_distinguish_all_pre_tokenizers(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["smollm", "llama"])
-def test_decoding_encoded_text_restores_it(tmp_path, name):
+def test_untrusted_text_is_restored_by_decoding_and_has_no_control_token(tmp_path, name):
     tokenizer, _ = text(tmp_path, words_of(name))
     for content in RECORDED["texts"]:
-        got = tokenizer.decode(tokenizer.encode(content, allow_special=False), skip_special=False)
+        ids = tokenizer.encode(content, allow_special=False)
+        assert tokenizer.special_ids.isdisjoint(ids)
+        got = tokenizer.decode(ids, skip_special=False)
         assert got == (content.replace("▁", " ") if name == "llama" else content)
-
-
-def test_untrusted_text_never_becomes_a_control_token(tmp_path):
-    for name in ("smollm", "llama"):
-        tokenizer, _ = text(tmp_path, words_of(name))
-        for content in RECORDED["texts"]:
-            assert tokenizer.special_ids.isdisjoint(tokenizer.encode(content, allow_special=False))
 
 
 def test_whole_word_tokens_are_used_if_the_pre_tokenizer_ignores_merges(tmp_path):

@@ -50,14 +50,8 @@ def test_fingerprint_depends_on_preset_seed_dtype_and_tokenizer():
         of("random:llama3-8b", tokenizer=DEMO_MODEL),
     }
     assert len(different) == 7
-    assert of("random:tiny") == of("random:tiny")
+    assert of("random:tiny") == of("random:tiny:0")
     assert load_model("random:tiny", dtype="bfloat16").fingerprint == of("random:tiny", "bfloat16")
-
-
-def test_seed_defaults_to_0():
-    assert read_model_files("random:tiny:0").fingerprint("float32") == read_model_files("random:tiny").fingerprint(
-        "float32"
-    )
 
 
 def test_byte_tokenizer_is_announced_with_a_warning(caplog):

@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -214,6 +214,13 @@ def follower_of(group: Group, process: int) -> Group:
     return Group(process, 3, None, {"host": "127.0.0.1", "port": group._port, "token": group._token.hex()})
 
 
+@contextlib.contextmanager
+def followers_of(group: Group, *processes: int) -> Iterator[list[Future[None]]]:
+    """These processes of the group, each following on a thread."""
+    with ThreadPoolExecutor(len(processes)) as threads:
+        yield [threads.submit(follower_of(group, process).follow, SHARED) for process in processes]
+
+
 def test_unknown_connections_are_rejected_and_a_group_leads_only_once(leading):
     address = ("127.0.0.1", leading._port)
     said = [b"", b"GET / HTTP/1.1\r\n\r\n" * 4, _HELLO.pack(bytes(32), 1), _HELLO.pack(TOKEN, 0), _HELLO.pack(TOKEN, 3)]
@@ -222,8 +229,7 @@ def test_unknown_connections_are_rejected_and_a_group_leads_only_once(leading):
         strangers.append(socket.create_connection(address))
         strangers[-1].sendall(words)
         strangers[-1].shutdown(socket.SHUT_WR)
-    with ThreadPoolExecutor(2) as followers:
-        following = [followers.submit(follower_of(leading, process).follow, SHARED) for process in (1, 2)]
+    with followers_of(leading, 1, 2) as following:
         leading.lead(SHARED, timeout_s=60)
         for stranger in strangers:
             stranger.settimeout(60)
@@ -240,8 +246,7 @@ def test_idle_connections_have_no_timeout(leading, monkeypatch):
     held = []
     module = sys.modules[Group.__module__]  # `lockstep.group` is a function
     monkeypatch.setattr(module, "follow", lambda connection, shared: held.append(connection))
-    with ThreadPoolExecutor(2) as followers:
-        following = [followers.submit(follower_of(leading, process).follow, SHARED) for process in (1, 2)]
+    with followers_of(leading, 1, 2) as following:
         leading.lead(SHARED, timeout_s=60)
         for one in following:
             one.result(60)
@@ -270,8 +275,7 @@ def test_second_connection_of_a_process_is_rejected(leading):
 
 
 def test_error_names_the_processes_that_did_not_connect(leading):
-    with ThreadPoolExecutor(1) as followers:
-        following = followers.submit(follower_of(leading, 1).follow, SHARED)
+    with followers_of(leading, 1) as (following,):
         with pytest.raises(lockstep.LostHostError, match=r"\[2\]"):
             leading.lead(SHARED, timeout_s=1.0)
         leading.end()

@@ -90,12 +90,6 @@ class Request:
         parts = [page * T + np.arange(length) for page, length, _ in self.entries]
         return np.concatenate(parts).astype(np.int32)
 
-    def leave(self) -> None:
-        """Fills all pages of the request with NaN and frees them."""
-        nothing = [(np.full((self.num_tokens, *k.shape[::3]), np.nan, np.float32),) * 2 for k, _ in self.pool.layers]
-        self.pool.write(self.slots(), nothing)
-        self.pool.free[:0] = [page for page, _, _ in self.entries]
-
 
 class Work(NamedTuple):
     """The tokens of one request that a pack computes: ids at ascending positions, all already in its table."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -26,9 +25,9 @@ from ccjax.models.llama3.checkpoint import (
     write_params,
 )
 from ccjax.models.llama3.convert import CheckpointError
-from ccjax.models.llama3.params import ParamSpec, abstract_params
-from ccjax.models.llama3.presets import PRESETS, preset
-from tests.measured_memory import CAN_MEASURE, ROOT, peak_bytes
+from ccjax.models.llama3.params import ParamSpec
+from ccjax.models.llama3.presets import PRESETS
+from tests.conftest import ROOT
 from tests.models.held import Held
 
 # A failed read ends Orbax's event loop while other reads are in progress, which then raise in their destructors.
@@ -224,38 +223,3 @@ def test_loading_holds_at_most_two_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_load", watched)
     load_checkpoint(tmp_path, dtype=jnp.float32, put=lambda spec, host: spec.shape)
     assert 1 <= held.most <= 3 and len(leaf_names(CONFIG, None)) > 9
-
-
-LOAD = """
-checkpoint._PART_BYTES = 32 << 20
-if way == "part by part":
-    params = checkpoint.load_checkpoint(sys.argv[1], dtype=jnp.bfloat16)
-else:
-    whole = checkpoint.load_checkpoint(sys.argv[1], dtype=jnp.float32)
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), whole)
-jax.block_until_ready(params)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
-def test_loading_holds_two_parts_beside_the_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_PART_BYTES", 32 << 20)
-    config = preset("5x1024", 2048)
-    random = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: random.random(leaf.shape, np.float32), abstract_params(config))
-    write_checkpoint(
-        tmp_path,
-        config,
-        lambda add: write_params(params, config, None, add),
-        source="s",
-        dtype="float32",
-        is_rounded=False,
-    )
-    wide = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
-    allowed = wide // 2 + 3 * (32 << 20) + 40_000_000
-    assert allowed < wide + wide // 4
-    setup, ways = "from ccjax.models.llama3 import checkpoint", ("part by part", "all at once")
-    parts, whole = peak_bytes(LOAD, str(tmp_path), ways=ways, setup=setup)
-    print(f"{parts / 1e6:.0f} and {whole / 1e6:.0f} MB for {wide / 2e6:.0f} MB, allowed {allowed / 1e6:.0f} MB")
-    assert parts < allowed < whole

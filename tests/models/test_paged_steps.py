@@ -1,4 +1,4 @@
-"""Batched steps against each request alone, the float64 oracle and transformers; mutants must fail."""
+"""Batched prefill and decode steps against each request alone and the float64 oracle; mutants must fail."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ccjax.kernels.attention import attention
 from ccjax.models.llama3 import paged_steps
-from ccjax.models.llama3.convert import save_pretrained
 from ccjax.models.llama3.steps import rotate_step
 from tests.engine.helpers import selective_oracle
 from tests.models.paged import (
@@ -58,18 +56,6 @@ def test_a_packed_batch_equals_each_request_alone(model):
         )
 
 
-@pytest.mark.peers
-def test_a_packed_batch_equals_transformers(model, tmp_path):
-    from tests.models.test_parity import ATOL, load_peer, peer_logits
-
-    save_pretrained(model.params, model.config, tmp_path)
-    peer = load_peer(tmp_path, "float32")
-    pool, work = some_work(model, seed=1)
-    for got, piece in zip(run_packed(model, pool, work), work, strict=True):
-        expected = peer_logits(peer, piece.token_ids.astype(np.int64))
-        np.testing.assert_allclose(got.logits, expected, atol=2 * ATOL if expected.max() > 10 else ATOL)
-
-
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_rows_and_context_may_stand_in_any_order(implementation):
     """Positions of adjacent rows do not ascend and belong to different requests; more rows than a block."""
@@ -95,10 +81,6 @@ def test_rows_and_context_may_stand_in_any_order(implementation):
         assert np.abs(np.asarray(out.self_mass)[mine] - self_mass).max() < TOLERANCE
         assert np.abs(np.asarray(out.v)[mine] - v).max() < TOLERANCE
     assert np.abs(np.asarray(out.mass).sum(-1) - 1).max() < 1e-4
-
-
-def _swap(values, index, other):
-    values[[index, other]] = values[[other, index]]
 
 
 def _other_request(packed):
@@ -158,26 +140,6 @@ def test_wrong_packing_exceeds_the_tolerance(tiny, alone, change):
     pool, work = some_work(tiny)
     got = run_packed(tiny, pool, work, change=change)
     assert max(worst(computed, other) for computed, other in zip(got, alone, strict=True)) > 30 * TOLERANCE
-
-
-@pytest.fixture
-def fresh_steps():
-    """Clears compiled steps before and after, so that a test can replace functions that they call."""
-    steps = paged_steps.paged_layer_step, paged_steps.paged_decode_step
-    for step in steps:
-        step.clear_cache()
-    yield
-    for step in steps:
-        step.clear_cache()
-
-
-def test_unrotated_keys_exceed_the_tolerance(tiny, monkeypatch, fresh_steps):
-    def unrotated(*inputs, k_rotation, **arguments):
-        return attention(*inputs, **arguments)
-
-    monkeypatch.setattr(paged_steps, "attention", unrotated)
-    pool, work = some_work(tiny)
-    assert worst(run_packed(tiny, pool, work)[0], run_alone(tiny, work[0].token_ids)) > 30 * TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -294,3 +256,59 @@ def oracle_logits(model, prompt, kv, head, positions):
     weights = {"lm_head.weight": model.weights["model.embed_tokens.weight"], **model.weights}
     computed = [positions] * model.config.num_layers
     return selective_oracle(weights, model.raw, prompt.tolist(), placed(prompt, kv, head), computed)[0]
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_decode_matches_prefill_with_and_without_rotated_keys(implementation):
+    """Decodes prompts token by token; compares the logits of every step, in both kinds of pool."""
+    model = make(*random_llama(7, num_hidden_layers=2, head_dim=32, num_attention_heads=4))
+    random = np.random.default_rng(0)
+    prompts = [draw(random, model, 20) for _ in range(3)]
+    wanted = [run_alone(model, prompt).logits for prompt in prompts]
+    assert np.abs(np.stack(wanted)).max() > 1
+    for rotates in (True, False):
+        pool = Pool(model.config, 20)
+        requests = [Request(pool) for _ in prompts]
+        for step in range(20):
+            tokens = [prompt[step] for prompt in prompts]
+            settings = dict(batch=4, entries=4, rotates=rotates, implementation=implementation)
+            logits = decode(model, requests, tokens, **settings)
+            np.testing.assert_allclose(logits, [rows[step] for rows in wanted], atol=TOLERANCE)
+
+
+DECODE_MUTANTS = {
+    "a start off by one": lambda entries: [(page, length, start + (start > 0)) for page, length, start in entries],
+    "pages swapped": lambda entries: [
+        (entries[n ^ 1][0] if n < 2 else page, length, start) for n, (page, length, start) in enumerate(entries)
+    ],
+    "a token too few": lambda entries: [(entries[0][0], 15, 0), *entries[1:]],
+}
+
+
+@pytest.mark.parametrize("mutant", DECODE_MUTANTS.values(), ids=DECODE_MUTANTS)
+def test_wrong_page_table_exceeds_the_tolerance(tiny, mutant):
+    pool, work = some_work(tiny)
+    run_packed(tiny, pool, work)
+    request = work[2].request
+    wanted = run_alone(tiny, np.append(work[2].token_ids, 5)).logits[-1]
+    request.extend(1)
+    request.entries = mutant(request.entries)
+    page, length, start = request.entries[-1]
+    request.entries[-1] = (page, length - 1, start)
+    if length == 1:
+        request.entries.pop()
+    # `decode` adds the token again, in its right place.
+    request.pool.free.append(page)
+    assert np.abs(decode(tiny, [request], [5], batch=1)[0] - wanted).max() > 30 * TOLERANCE
+
+
+def test_padding_rows_do_not_write_to_pages(tiny):
+    pool, work = some_work(tiny, lengths=(20,))
+    run_packed(tiny, pool, work)
+    before = [np.asarray(part) for pair in pool.layers for part in pair]
+    decode(tiny, [work[0].request], [3], batch=8)
+    after = [np.asarray(part) for pair in pool.layers for part in pair]
+    slot = work[0].request.slots()[-1]
+    for old, new in zip(before, after, strict=True):
+        changed = ~((old == new) | (np.isnan(old) & np.isnan(new)))
+        assert set(map(tuple, np.argwhere(changed.any((0, 3))))) == {(slot // 16, slot % 16)}

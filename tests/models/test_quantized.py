@@ -19,7 +19,6 @@ from ccjax.models.llama3.convert import CheckpointError, load_config, load_param
 from ccjax.models.llama3.params import ParamSpec, layer_table, top_table
 from ccjax.models.llama3.presets import PRESETS, preset
 from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, project, quantize, quantize_on_host
-from tests.measured_memory import CAN_MEASURE, peak_bytes
 
 FORMATS = tuple(WEIGHT_FORMATS)
 # num_heads equals head_dim, and inputs equal outputs, so that scales of a wrong axis have the right shape.
@@ -247,36 +246,6 @@ def test_error_names_the_tensor_with_a_nonfinite_weight(tmp_path):
         CheckpointError, match=r"safetensors: tensor 'model.layers.1.self_attn.k_proj.weight': wanted finite"
     ):
         load_params(tmp_path, dtype=jnp.float32, quantization="int8")
-
-
-LOAD = """
-if way == "leaf by leaf":
-    params = load_params(sys.argv[1], dtype=jnp.float32, quantization="int8")
-else:
-    plain = load_params(sys.argv[1], dtype=jnp.float32)
-    quick = jax.jit(quantize, static_argnums=(1, 2))
-    params = [quick(jnp.asarray(layer.w_up), (0,), "int8") for layer in plain.layers]
-jax.block_until_ready(params)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CAN_MEASURE, reason="reads RssAnon from Linux's /proc")
-def test_quantized_loading_holds_one_extra_tensor(tmp_path):
-    config = preset("6x1024", 2048)
-    random = np.random.default_rng(0)
-    drawn = jax.tree.map(lambda leaf: random.random(leaf.shape, np.float32), abstract_params(config))
-    save_pretrained(drawn, config, tmp_path)
-    leaves = jax.tree.leaves(abstract_params(config, quantization="int8"))
-    packed_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    plain_bytes = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
-    # The largest tensor as read, its values in both layouts, and blocks.
-    allowed = packed_bytes + 2 * 4 * 2816 * 1024 + 3 * (8 << 20) + 20_000_000
-    assert allowed < 0.6 * plain_bytes
-    setup = "from ccjax.models.llama3.convert import load_params\nfrom ccjax.models.llama3.quantized import quantize\n"
-    leaves, whole = peak_bytes(LOAD, str(tmp_path), ways=("leaf by leaf", "all at once"), setup=setup)
-    print(f"{leaves / 1e6:.0f} and {whole / 1e6:.0f} MB for {packed_bytes / 1e6:.0f}, allowed {allowed / 1e6:.0f}")
-    assert leaves < allowed < whole
 
 
 @pytest.fixture(scope="module")

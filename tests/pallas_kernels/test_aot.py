@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
+from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.paged_steps import paged_decode_step
 from scripts.kernels import gpu, tpu
 from scripts.kernels.cases import ALL_CASES, QUICK
-from scripts.kernels.steps import QUICK_STEPS, STEP_CASES, StepCase, compile_step, step_controls, step_figures
+from scripts.kernels.steps import QUICK_STEPS, STEP_CASES, compile_step, step_controls, step_figures
 from scripts.kernels_aot import TABLE, violations
 
 LIMITS = {"spill_bytes": {"a100": 0}, "shared_bytes": {"a100": 166_912}}
@@ -123,8 +123,3 @@ def test_step_arrays_are_sharded_by_axis_name(case):
     large = [array for array in jax.tree.leaves(arrays) if array.dtype.kind == "f" and array.ndim > 2]
     whole = [array for array in large if np.prod(array.sharding.shard_shape(array.shape)) == array.size]
     assert len(whole) == (case.step is paged_decode_step), "only the rotation of pages is the same for all heads"
-
-
-def test_step_cases_use_llama3_configs_and_have_unique_names():
-    assert len({case.name for case in STEP_CASES}) == len(STEP_CASES)
-    assert all(isinstance(case, StepCase) and case.config in (LLAMA3_8B, LLAMA3_70B) for case in STEP_CASES)

@@ -14,7 +14,7 @@ from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
 from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
 from ccjax.kernels.decode.pages import PageRotation
 from scripts.gpucheck.attention_cases import worst
-from scripts.gpucheck.decode_cases import MUTANTS, TOLERANCE, Case, jitted
+from scripts.gpucheck.decode_cases import MUTANTS, TOLERANCE, Case
 
 IMPLEMENTATIONS = ["reference", "xla", "triton_interpret", "mosaic_tpu_interpret"]
 
@@ -80,25 +80,6 @@ def test_large_positions_lose_no_more_precision_than_angle_rounding(implementati
 def test_request_without_tokens_gets_zero_output(implementation):
     result = Case(theta=10000.0, head_dim=64).run(implementation)
     assert not np.asarray(result.out[3]).any() and np.isneginf(np.asarray(result.lse[3])).all()
-
-
-@pytest.mark.filterwarnings("ignore:jax.experimental.pallas.ops.gpu.paged_attention is deprecated:DeprecationWarning")
-def test_agrees_with_jax_paged_attention_on_supported_inputs():
-    """JAX's kernel has one length per request, with every page full except the last."""
-    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention  # warns from jax 0.11 on
-
-    random = np.random.default_rng(3)
-    q, k, v = (random.normal(size=shape) for shape in ((2, 8, 64), (2, 40, 16, 64), (2, 40, 16, 64)))
-    table = random.permutation(32).reshape(2, 16).astype(np.int32)
-    lengths = np.array([250, 3], np.int32)
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    wanted = paged_attention(q * 64**-0.5, k, v, jnp.asarray(table), jnp.asarray(lengths), k_splits=4, interpret=True)
-    page_length = np.clip(lengths[:, None] - np.arange(16) * 16, 0, 16).astype(np.int32)
-    tables = dict(page_table=jnp.asarray(table), page_length=jnp.asarray(page_length))
-    got = jitted(q, k, v, **tables, scale=64**-0.5, implementation="xla")
-    assert np.abs(np.asarray(got.out) - np.asarray(wanted)).max() < TOLERANCE["float32"]
-    longer = jitted(q, k, v, **(tables | dict(page_length=jnp.full((2, 16), 16))), scale=64**-0.5, implementation="xla")
-    assert np.abs(np.asarray(longer.out) - np.asarray(wanted)).max() > TOLERANCE["float32"]
 
 
 def test_the_tpu_kernel_does_not_race_and_reads_no_uninitialised_memory(capfd):

@@ -7,9 +7,13 @@ from ccjax.policy.scheduling import Scheduler, SchedulerSettings, StepCosts
 COSTS = StepCosts(token_s=0.001, decode_step_s=0.01)
 
 
-def build(**changes):
+def build(*works, **changes):
+    """A scheduler with these sequences in its queue."""
     values = {"num_pages": 100, "page_tokens": 4, "max_num_batched_tokens": 100, "reserve_pages": 0}
-    return Scheduler(SchedulerSettings(**{**values, **changes}))
+    scheduler = Scheduler(SchedulerSettings(**{**values, **changes}))
+    for work in works:
+        scheduler.add(work)
+    return scheduler
 
 
 def start(scheduler, free_pages=100, now_s=0.0, costs=COSTS):

@@ -26,37 +26,29 @@ def old_prefixes(draw) -> tuple[list[ChunkId], list[float]]:
 
 
 class TestOverlap:
-    def test_overlap_beta_is_the_mass_share_of_common_chunks(self):
-        # inter = A 0.2, B 0.5, C 0.3; common = A, C: (0.2 + 0.3) / 1.0
-        assert reuse.overlap_beta(ids("ABC"), (0.2, 0.5, 0.3), ids("CDA")) == pytest.approx(0.5)
-
-    def test_paper_sec_3_1_one_common_chunk_beats_none(self):
-        # cached C3 | C1 C2; prompt (i) C4-C2-C3 keeps C2's share 3/4, prompt (ii) C5-C6-C3 keeps nothing
-        assert reuse.overlap_beta(ids("12"), (1.0, 3.0), ids("42")) == 0.75
-        assert reuse.overlap_beta(ids("12"), (1.0, 3.0), ids("56")) == 0.0
-
-    def test_additional_new_chunks_do_not_reduce_the_overlap(self):
-        assert reuse.overlap_beta(ids("A"), (0.4,), ids("ABC")) == 1.0
-
-    def test_repeated_chunks_match_once_each_in_order(self):
-        # old A A B with 1, 2, 5; new holds one A: the first old A matches, (1) / 8; with two As (1 + 2) / 8
-        assert reuse.overlap_beta(ids("AAB"), (1.0, 2.0, 5.0), ids("A")) == 0.125
-        assert reuse.overlap_beta(ids("AAB"), (1.0, 2.0, 5.0), ids("ACA")) == 0.375
-
-    @pytest.mark.parametrize(("old", "inter"), [("", ()), ("AB", (0.0, 0.0))])
-    def test_overlap_is_zero_without_any_mass(self, old, inter):
-        assert reuse.overlap_beta(ids(old), inter, ids("AB")) == 0.0
+    @pytest.mark.parametrize(
+        ("old", "inter", "new", "expected"),
+        [
+            ("ABC", (0.2, 0.5, 0.3), "CDA", 0.5),  # common = A, C: (0.2 + 0.3) / 1.0
+            # sec. 3.1: cached C3 | C1 C2; prompt (i) C4-C2-C3 keeps C2's share 3/4, prompt (ii) C5-C6-C3 keeps nothing
+            ("12", (1.0, 3.0), "42", 0.75),
+            ("12", (1.0, 3.0), "56", 0.0),
+            ("A", (0.4,), "ABC", 1.0),  # more new chunks cost nothing
+            # old A A B with 1, 2, 5; new holds one A: the first old A matches, (1) / 8; with two As (1 + 2) / 8
+            ("AAB", (1.0, 2.0, 5.0), "A", 0.125),
+            ("AAB", (1.0, 2.0, 5.0), "ACA", 0.375),
+            ("", (), "AB", 0.0),  # no mass
+            ("AB", (0.0, 0.0), "AB", 0.0),
+        ],
+    )
+    def test_overlap_beta_is_the_mass_share_of_common_chunks(self, old, inter, new, expected):
+        assert reuse.overlap_beta(ids(old), inter, ids(new)) == pytest.approx(expected)
 
     @given(old_prefixes(), prefixes)
     def test_agrees_with_fractions_and_lies_in_0_1(self, old, new):
         got = reuse.overlap_beta(old[0], old[1], new)
         assert 0.0 <= got <= 1.0
         assert got == pytest.approx(float(oracle.beta(old[0], old[1], new)), rel=1e-12)
-
-    @pytest.mark.parametrize("bad", [(1.0,), (1.0, -0.1), (1.0, math.nan), (math.inf, 1.0)])
-    def test_bad_masses_are_named(self, bad):
-        with pytest.raises(ValueError, match="inter_by_prefix"):
-            reuse.overlap_beta(ids("AB"), bad, ids("A"))
 
 
 class TestOrder:
@@ -80,37 +72,29 @@ class TestOrder:
     def test_agrees_with_scipy_kendall_tau(self, old, new):
         assert reuse.order_gamma(old, new) == pytest.approx(oracle.gamma(old, new), abs=1e-12)
 
-    @given(prefixes, prefixes)
-    def test_order_gamma_is_symmetric_and_in_0_1(self, old, new):
+    @given(prefixes, prefixes, distinct.filter(lambda chunks: len(chunks) > 1))
+    def test_order_gamma_is_symmetric_and_ranges_from_the_same_order_to_the_reverse(self, old, new, chunks):
         assert reuse.order_gamma(old, new) == reuse.order_gamma(new, old)
         assert 0.0 <= reuse.order_gamma(old, new) <= 1.0
-
-    @given(prefixes, distinct.filter(lambda chunks: len(chunks) > 1))
-    def test_order_gamma_is_zero_for_the_same_order_and_one_for_the_reverse(self, same, chunks):
-        assert reuse.order_gamma(same, same) == 0.0
+        assert reuse.order_gamma(old, old) == 0.0
         assert reuse.order_gamma(chunks, chunks[::-1]) == 1.0
 
 
 class TestAdjustedOverlap:
-    def test_eq_8(self):
-        # beta = (2 + 1 + 3) / 8 = 3/4 over A, B, C; new order B A C: gamma = 1/3; 3/4 * 2/3 = 1/2
-        assert reuse.adjusted_overlap(ids("ABCD"), (2.0, 1.0, 3.0, 2.0), ids("BAC")) == pytest.approx(0.5)
-
-    def test_paper_sec_3_1_reordered_prefix_has_beta_1_but_no_overlap_left(self):
-        assert reuse.overlap_beta(ids("12"), (1.0, 1.0), ids("21")) == 1.0
-        assert reuse.adjusted_overlap(ids("12"), (1.0, 1.0), ids("21")) == 0.0
-
     @pytest.mark.parametrize(
         ("old", "inter", "new", "expected"),
         [
+            # beta = (2 + 1 + 3) / 8 = 3/4 over A, B, C; new order B A C: gamma = 1/3; 3/4 * 2/3 = 1/2
+            ("ABCD", (2.0, 1.0, 3.0, 2.0), "BAC", 0.5),
+            ("12", (1.0, 1.0), "21", 0.0),  # sec. 3.1: a reordered prefix, beta = 1
             ("", (), "", 1.0),  # equal: exact reuse
             ("", (), "A", 0.0),  # encoded alone: no prefix is known
             ("AB", (0.0, 0.0), "AB", 1.0),  # equal, although eq. 6 is 0/0
             ("AB", (0.0, 0.0), "A", 0.0),
         ],
     )
-    def test_cases_the_paper_leaves_open(self, old, inter, new, expected):
-        assert reuse.adjusted_overlap(ids(old), inter, ids(new)) == expected
+    def test_eq_8(self, old, inter, new, expected):
+        assert reuse.adjusted_overlap(ids(old), inter, ids(new)) == pytest.approx(expected)
 
     @given(old_prefixes(), prefixes)
     def test_adjusted_overlap_is_at_most_beta_unless_prefixes_are_equal(self, old, new):
@@ -125,45 +109,26 @@ class TestContextImpact:
     def test_eq_9(self):
         # |C| = 4, prefixes of 2 and 5 tokens: a = 1.6/(4*2) + 1.0/(4*5) = 0.2 + 0.05; b = 0.8/16
         assert reuse.normalised_masses((1.6, 1.0), 0.8, (2, 5), 4) == pytest.approx((0.25, 0.05))
-
-    def test_no_prefix_has_no_inter_mass(self):
         assert reuse.normalised_masses((), 3.0, (), 2) == (0.0, 0.75)
 
     @pytest.mark.parametrize(
-        ("args", "name"),
+        ("a", "b", "expected"),
         [
-            (((1.0,), 1.0, (1, 2), 3), "inter_total"),
-            (((-1.0,), 1.0, (1,), 3), r"inter_total\[0\]"),
-            (((1.0,), -1.0, (1,), 3), "intra"),
-            (((1.0,), 1.0, (0,), 3), r"prefix_lengths\[0\]"),
-            (((1.0,), 1.0, (1,), 0), "num_tokens"),
+            (2 * math.log(3), 2.0, 0.75),  # a/b = ln 3: 1 / (1 + 1/3)
+            (0.0, 2.0, 0.5),
+            (0.0, 0.0, 0.5),
+            (0.1, 0.0, 1.0),
+            (1e300, 1e-300, 1.0),
         ],
     )
-    def test_bad_arguments_are_named(self, args, name):
-        with pytest.raises(ValueError, match=name):
-            reuse.normalised_masses(*args)
-
-    def test_eq_11(self):
-        # a/b = ln 3: 1 / (1 + 1/3) = 3/4
-        assert reuse.chunk_context_impact(2 * math.log(3), 2.0) == pytest.approx(0.75)
-
-    @pytest.mark.parametrize(("a", "b", "expected"), [(0.0, 2.0, 0.5), (0.0, 0.0, 0.5), (0.1, 0.0, 1.0)])
-    def test_context_impact_at_its_limits(self, a, b, expected):
-        assert reuse.chunk_context_impact(a, b) == expected
+    def test_eq_11(self, a, b, expected):
+        assert reuse.chunk_context_impact(a, b) == pytest.approx(expected)
 
     @given(masses, st.floats(1e-9, 1e6))
     def test_agrees_with_scipy_and_never_falls_below_one_half(self, a, b):
         got = reuse.chunk_context_impact(a, b)
         assert 0.5 <= got <= 1.0
         assert got == pytest.approx(oracle.cci(a, b), rel=1e-12)
-
-    def test_a_huge_ratio_does_not_overflow(self):
-        assert reuse.chunk_context_impact(1e300, 1e-300) == 1.0
-
-    @pytest.mark.parametrize(("a", "b", "name"), [(-1.0, 1.0, "a"), (1.0, -1.0, "b"), (math.nan, 1.0, "a")])
-    def test_bad_masses_are_named(self, a, b, name):
-        with pytest.raises(ValueError, match=f"^{name}: "):
-            reuse.chunk_context_impact(a, b)
 
 
 class TestFixOverhead:
@@ -186,13 +151,6 @@ class TestFixOverhead:
         assert 0.0 <= got <= 1.0
         assert got == pytest.approx(float(oracle.cfo(cci, beta, alpha)), abs=1e-12)
 
-    @pytest.mark.parametrize(
-        ("args", "name"), [((1.1, 0.5, 1.0), "cci"), ((0.5, -0.1, 1.0), "beta_adjusted"), ((0.5, 0.5, -1.0), "alpha")]
-    )
-    def test_bad_arguments_are_named(self, args, name):
-        with pytest.raises(ValueError, match=name):
-            reuse.cache_fix_overhead(*args)
-
 
 class TestTokenCounts:
     @pytest.mark.parametrize(
@@ -212,16 +170,6 @@ class TestTokenCounts:
         assert math.ceil(0.07 * 100) == 8 and math.floor(0.29 * 100) == 28
         assert reuse.max_recompute_tokens(0.29, 100) == 29
 
-    @pytest.mark.parametrize("cfo", [-0.1, 1.5, math.nan, "0.5", True])
-    def test_bad_share_is_named(self, cfo):
-        with pytest.raises(ValueError, match="cfo: wanted a number in"):
-            reuse.num_recompute_tokens(cfo, 10)
-
-    @pytest.mark.parametrize("num_tokens", [0, -3, 2.0])
-    def test_bad_length_is_named(self, num_tokens):
-        with pytest.raises(ValueError, match="num_tokens: wanted an integer of at least 1"):
-            reuse.num_recompute_tokens(0.5, num_tokens)
-
     def test_most_contextualised_offsets_are_in_ascending_order(self):
         assert reuse.most_contextualised((4, 0, 3, 1, 2), 5, 3) == (0, 3, 4)
         assert reuse.most_contextualised((4, 0, 3, 1, 2), 5, 0) == ()
@@ -230,3 +178,35 @@ class TestTokenCounts:
     def test_ranking_that_is_not_a_permutation_is_rejected(self, ranking):
         with pytest.raises(ValueError, match="token_ranking"):
             reuse.most_contextualised(ranking, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        *((reuse.overlap_beta, (ids("AB"), (1.0, bad), ids("A")), r"inter_by_prefix\[1\]") for bad in (-0.1, math.nan)),
+        (reuse.overlap_beta, (ids("AB"), (math.inf, 1.0), ids("A")), r"inter_by_prefix\[0\]"),
+        (reuse.overlap_beta, (ids("AB"), (1.0,), ids("A")), "inter_by_prefix: wanted one mass"),
+        (reuse.normalised_masses, ((1.0,), 1.0, (1, 2), 3), "inter_total"),
+        (reuse.normalised_masses, ((-1.0,), 1.0, (1,), 3), r"inter_total\[0\]"),
+        (reuse.normalised_masses, ((1.0,), -1.0, (1,), 3), "intra"),
+        (reuse.normalised_masses, ((1.0,), 1.0, (0,), 3), r"prefix_lengths\[0\]"),
+        (reuse.normalised_masses, ((1.0,), 1.0, (1,), 0), "num_tokens"),
+        (reuse.chunk_context_impact, (-1.0, 1.0), "^a: "),
+        (reuse.chunk_context_impact, (math.nan, 1.0), "^a: "),
+        (reuse.chunk_context_impact, (1.0, -1.0), "^b: "),
+        (reuse.cache_fix_overhead, (1.1, 0.5, 1.0), "cci"),
+        (reuse.cache_fix_overhead, (0.5, -0.1, 1.0), "beta_adjusted"),
+        (reuse.cache_fix_overhead, (0.5, 0.5, -1.0), "alpha"),
+        *(
+            (reuse.num_recompute_tokens, (bad, 10), "cfo: wanted a number in")
+            for bad in (-0.1, 1.5, math.nan, "0.5", True)
+        ),
+        *(
+            (reuse.num_recompute_tokens, (0.5, bad), "num_tokens: wanted an integer of at least 1")
+            for bad in (0, -3, 2.0)
+        ),
+    ],
+)
+def test_bad_arguments_are_named(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)

@@ -19,9 +19,7 @@ from tests.policy.scheduling_simulator import SimulatedEngine
 
 class TestPieces:
     def test_a_long_prompt_is_cut_and_a_short_one_shares_its_last_pack(self):
-        scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(SequenceWork("long", 24, 1, 5))
-        scheduler.add(SequenceWork("short", 3, 1, 5))
+        scheduler = build(SequenceWork("long", 24, 1, 5), SequenceWork("short", 3, 1, 5), max_num_batched_tokens=10)
         assert scheduler.next_pack(0.0, 100, COSTS) == ScheduledPack(
             admitted=("long",), pieces=(ScheduledPiece("long", 0, 10, is_last=False),)
         )
@@ -40,8 +38,7 @@ class TestPieces:
         assert scheduler.next_pack(0.3, 98, COSTS) == ScheduledPack()
 
     def test_indivisible_prompts_are_never_split(self):
-        scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(SequenceWork("begun", 14, 1, 5, flow="x"))
+        scheduler = build(SequenceWork("begun", 14, 1, 5, flow="x"), max_num_batched_tokens=10)
         start(scheduler)
         scheduler.add(SequenceWork("long", 23, 1, 5, flow="y", is_divisible=False))
         scheduler.add(SequenceWork("whole", 8, 1, 5, flow="z", is_divisible=False))
@@ -55,34 +52,24 @@ class TestPieces:
             [],
         ]
 
-    def test_pack_context_limit_may_be_exceeded_only_by_a_single_prompt(self):
-        scheduler = build(max_num_context_tokens=20)
-        scheduler.add(SequenceWork("a", 4, 1, 5, cached_tokens=8))
-        scheduler.add(SequenceWork("b", 4, 1, 5, cached_tokens=4, flow="y"))
-        scheduler.add(SequenceWork("long", 5, 1, 5, cached_tokens=60, flow="z"))
-        scheduler.add(SequenceWork("c", 6, 1, 5, flow="w"))
-        packs = [start(scheduler) for _ in range(4)]
-        assert [[piece.sequence_id for piece in pack.pieces] for pack in packs] == [["a", "b"], ["long"], ["c"], []]
-
     def test_indivisible_prompt_at_the_head_is_not_overtaken_by_smaller_ones(self):
-        scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(SequenceWork("first", 4, 1, 5))
-        scheduler.add(SequenceWork("whole", 8, 1, 5, is_divisible=False))
-        scheduler.add(SequenceWork("small", 2, 1, 5))
+        scheduler = build(
+            SequenceWork("first", 4, 1, 5),
+            SequenceWork("whole", 8, 1, 5, is_divisible=False),
+            SequenceWork("small", 2, 1, 5),
+            max_num_batched_tokens=10,
+        )
         assert [admitted(scheduler) for _ in range(2)] == [("first",), ("whole", "small")]
 
     def test_a_removed_request_leaves_the_pack_that_runs(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 5, 1, 5))
-        scheduler.add(SequenceWork("b", 5, 1, 5))
+        scheduler = build(SequenceWork("a", 5, 1, 5), SequenceWork("b", 5, 1, 5))
         scheduler.next_pack(0.0, 100, COSTS)
         scheduler.remove("a")
         assert "a" not in scheduler and "b" in scheduler
         assert scheduler.pack_done(0.1) == ("b",)
 
     def test_calls_out_of_order_raise(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 5, 1, 5))
+        scheduler = build(SequenceWork("a", 5, 1, 5))
         scheduler.next_pack(0.0, 100, COSTS)
         with pytest.raises(RuntimeError, match="pack_done"):
             scheduler.next_pack(0.0, 100, COSTS)
@@ -97,18 +84,9 @@ class TestPieces:
 
 
 class TestAdmission:
-    @pytest.mark.parametrize(("free_pages", "names"), [(4, ()), (5, ("a",)), (9, ("a",)), (10, ("a", "b"))])
-    def test_request_is_admitted_only_if_its_prompt_fits(self, free_pages, names):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 5, 5, 1))
-        scheduler.add(SequenceWork("b", 5, 5, 1))
-        assert admitted(scheduler, free_pages) == names
-
     @pytest.mark.parametrize(("free_pages", "names"), [(6, ()), (7, ("a",)), (13, ("a",)), (14, ("a", "b"))])
     def test_admission_reserves_pages_for_each_admitted_request(self, free_pages, names):
-        scheduler = build(reserve_pages=2)
-        scheduler.add(SequenceWork("a", 5, 5, 100))
-        scheduler.add(SequenceWork("b", 5, 5, 100))
+        scheduler = build(SequenceWork("a", 5, 5, 100), SequenceWork("b", 5, 5, 100), reserve_pages=2)
         assert admitted(scheduler, free_pages) == names
 
     def test_reserve_is_limited_to_the_longest_possible_answer(self):
@@ -120,32 +98,16 @@ class TestAdmission:
         assert admitted(scheduler, 8) == ("b",)
 
     def test_small_request_does_not_overtake_a_large_one_waiting_for_pages(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("large", 5, 50, 1))
-        scheduler.add(SequenceWork("small", 5, 1, 1, flow="other"))
-        scheduler.add(SequenceWork("smaller", 1, 1, 1, priority=1))
+        scheduler = build(
+            SequenceWork("large", 5, 50, 1),
+            SequenceWork("small", 5, 1, 1, flow="other"),
+            SequenceWork("smaller", 1, 1, 1, priority=1),
+        )
         assert start(scheduler, 49) == ScheduledPack()
         assert admitted(scheduler, 52) == ("large", "small", "smaller")
 
-    def test_admitted_prefill_continues_while_the_queue_head_waits_for_pages(self):
-        scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(SequenceWork("begun", 20, 5, 1, flow="x"))
-        start(scheduler)
-        scheduler.add(SequenceWork("large", 2, 50, 1, flow="y"))
-        assert start(scheduler, 10).pieces == (ScheduledPiece("begun", 10, 10, is_last=True),)
-
-    def test_no_more_than_max_num_seqs_requests_are_admitted(self):
-        scheduler = build(max_num_seqs=2)
-        for name in "abc":
-            scheduler.add(SequenceWork(name, 5, 1, 5))
-        assert admitted(scheduler) == ("a", "b")
-        assert admitted(scheduler) == ()
-        scheduler.remove("a")
-        assert admitted(scheduler) == ("c",)
-
     def test_only_shared_pages_not_yet_present_count_at_admission(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 5, 2, 1, shared_pages=10))
+        scheduler = build(SequenceWork("a", 5, 2, 1, shared_pages=10))
         assert scheduler.next_pack(0.0, 11, COSTS) == ScheduledPack()
         assert scheduler.next_pack(0.0, 5, COSTS, shared_pages=lambda name: {"a": 4}[name]) == ScheduledPack()
         pack = scheduler.next_pack(0.0, 6, COSTS, shared_pages=lambda name: {"a": 4}[name])
@@ -162,8 +124,7 @@ class TestAdmission:
         assert "a" not in scheduler and scheduler.num_waiting == 2
 
     def test_ids_are_unique_until_they_are_removed(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 5, 1, 1))
+        scheduler = build(SequenceWork("a", 5, 1, 1))
         with pytest.raises(ValueError, match="sequence_id.*'a'"):
             scheduler.add(SequenceWork("a", 5, 1, 1))
         scheduler.remove("a")
@@ -173,24 +134,21 @@ class TestAdmission:
 
 
 class TestPriority:
-    def test_lower_priority_numbers_are_admitted_first(self):
-        scheduler = build()
-        for name, priority in (("c", 1), ("a", -1), ("d", 2), ("b", 0)):
-            scheduler.add(SequenceWork(name, 5, 1, 1, priority=priority))
-        assert admitted(scheduler) == ("a", "b", "c", "d")
-
     def test_higher_priority_request_takes_the_next_prefill_piece(self):
-        scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(SequenceWork("low", 30, 1, 1, priority=1))
+        scheduler = build(SequenceWork("low", 30, 1, 1, priority=1), max_num_batched_tokens=10)
         start(scheduler)
         scheduler.add(SequenceWork("high", 10, 1, 1))
         assert [piece.sequence_id for piece in start(scheduler).pieces] == ["high"]
         assert start(scheduler).pieces == (ScheduledPiece("low", 10, 10, is_last=False),)
 
     def test_pages_and_slots_are_taken_from_the_least_important_requests_first(self):
-        scheduler = build(max_num_seqs=3)
-        for name, priority in (("old", 1), ("young", 1), ("least", 2)):
-            scheduler.add(SequenceWork(name, 5, 10, 5, priority=priority))
+        scheduler = build(
+            *(
+                SequenceWork(name, 5, 10, 5, priority=priority)
+                for name, priority in (("old", 1), ("young", 1), ("least", 2))
+            ),
+            max_num_seqs=3,
+        )
         start(scheduler)
         scheduler.add(SequenceWork("high", 5, 15, 5))
         pack = scheduler.next_pack(0.0, 0, COSTS)
@@ -204,9 +162,7 @@ class TestPriority:
         assert start(scheduler, 50).preempted == ("old",)
 
     def test_requests_are_not_preempted_in_vain_or_for_equal_priority(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("low", 5, 10, 5, priority=1))
-        scheduler.add(SequenceWork("same", 5, 10, 5))
+        scheduler = build(SequenceWork("low", 5, 10, 5, priority=1), SequenceWork("same", 5, 10, 5))
         start(scheduler)
         scheduler.add(SequenceWork("high", 5, 21, 5))
         assert start(scheduler, 10) == ScheduledPack()  # 10 free and 10 of low are not enough
@@ -216,16 +172,12 @@ class TestPriority:
 class TestDecode:
     def run_pair(self, **changes):
         """Two decoding requests, a is older; each needs a new page at its first decode step."""
-        scheduler = build(**changes)
-        scheduler.add(SequenceWork("a", 5, 2, 50))
-        scheduler.add(SequenceWork("b", 7, 3, 50))
+        scheduler = build(SequenceWork("a", 5, 2, 50), SequenceWork("b", 7, 3, 50), **changes)
         start(scheduler)
         return scheduler
 
     def test_page_is_allocated_only_when_a_sequence_has_no_free_slot(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 5, 2, 50))
-        scheduler.add(SequenceWork("b", 7, 3, 50, tail_slots=2))
+        scheduler = build(SequenceWork("a", 5, 2, 50), SequenceWork("b", 7, 3, 50, tail_slots=2))
         start(scheduler)
         allocating = [decode(scheduler).allocating for _ in range(8)]
         assert allocating == [("a",), (), ("b",), (), ("a",), (), ("b",), ()]
@@ -250,21 +202,8 @@ class TestDecode:
         assert decode(scheduler, 0) == DecodeStep(sequence_ids=("a",))
         assert decode(scheduler, 1) == DecodeStep(sequence_ids=("a", "b"), allocating=("b",))
 
-    def test_request_in_prefill_can_be_preempted_and_restarts(self):
-        scheduler = build(max_num_batched_tokens=10)
-        scheduler.add(SequenceWork("a", 5, 2, 50))
-        scheduler.add(SequenceWork("long", 25, 8, 50, flow="x"))
-        assert [piece.num_tokens for piece in start(scheduler, 10).pieces] == [5, 5]
-        assert scheduler.next_pack(0.0, 0, COSTS).pieces == (ScheduledPiece("long", 5, 10, is_last=False),)
-        assert decode(scheduler, 0).preempted == ("long",)
-        assert scheduler.pack_done(0.0) == ()
-        assert start(scheduler, 7) == ScheduledPack()
-        assert start(scheduler, 8).pieces == (ScheduledPiece("long", 0, 10, is_last=False),)
-
     def test_complete_answer_does_not_decode_while_awaiting_removal(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 5, 2, 2))
-        scheduler.add(SequenceWork("b", 5, 2, 50))
+        scheduler = build(SequenceWork("a", 5, 2, 2), SequenceWork("b", 5, 2, 50))
         start(scheduler)
         assert decode(scheduler, 2).sequence_ids == ("a", "b")
         assert decode(scheduler, 0).sequence_ids == ("b",)
@@ -286,9 +225,10 @@ class TestAlone:
     """Requests that run without others in a step (`set_alone`)."""
 
     def test_lone_request_gets_its_own_packs_in_queue_order(self):
-        scheduler = build(max_num_batched_tokens=10)
-        for name, count in (("a", 3), ("alone", 12), ("b", 4), ("c", 3)):
-            scheduler.add(SequenceWork(name, count, 1, 5))
+        scheduler = build(
+            *(SequenceWork(name, count, 1, 5) for name, count in (("a", 3), ("alone", 12), ("b", 4), ("c", 3))),
+            max_num_batched_tokens=10,
+        )
         scheduler.set_alone("alone", True)
         packs = [start(scheduler) for _ in range(5)]
         assert [[(piece.sequence_id, piece.num_tokens) for piece in pack.pieces] for pack in packs] == [
@@ -300,8 +240,7 @@ class TestAlone:
         ]
 
     def test_no_decode_step_runs_between_layers_of_a_lone_request(self):
-        scheduler = build(max_num_batched_tokens=10, max_decode_gap_s=0.0)
-        scheduler.add(SequenceWork("a", 3, 1, 5))
+        scheduler = build(SequenceWork("a", 3, 1, 5), max_num_batched_tokens=10, max_decode_gap_s=0.0)
         start(scheduler)
         scheduler.add(SequenceWork("b", 3, 1, 5))
         scheduler.set_alone("b", True)
@@ -311,9 +250,7 @@ class TestAlone:
         assert (scheduler.num_decoding, scheduler.decoding_alone) == (1, ("b",))
 
     def test_lone_request_decodes_only_in_its_own_steps(self):
-        scheduler = build()
-        for name in "abcd":
-            scheduler.add(SequenceWork(name, 3, 1, 5))
+        scheduler = build(*(SequenceWork(name, 3, 1, 5) for name in "abcd"))
         for name in "bd":
             scheduler.set_alone(name, True)
         for _ in range(4):
@@ -328,8 +265,7 @@ class TestAlone:
             scheduler.set_alone("e", True)
 
     def test_request_stays_alone_after_replanning(self):
-        scheduler = build()
-        scheduler.add(SequenceWork("a", 3, 1, 5))
+        scheduler = build(SequenceWork("a", 3, 1, 5))
         scheduler.set_alone("a", True)
         start(scheduler)
         scheduler.replan(SequenceWork("a", 2, 1, 5))
@@ -338,9 +274,7 @@ class TestAlone:
         assert scheduler.decoding_alone == ("a",)
 
     def test_decode_step_of_a_lone_request_preempts_only_a_less_important_one(self):
-        scheduler = build()
-        for name in "abc":
-            scheduler.add(SequenceWork(name, 4, 1, 5))
+        scheduler = build(*(SequenceWork(name, 4, 1, 5) for name in "abc"))
         scheduler.set_alone("b", True)
         for _ in range(3):
             start(scheduler)

@@ -23,8 +23,7 @@ def none_shared(sequence_id: str) -> int:
 
 
 def test_siblings_are_admitted_first_in_their_flow_and_use_no_queue_slot() -> None:
-    scheduler = build(max_num_seqs=3, max_queue=3)
-    scheduler.add(FIRST)
+    scheduler = build(FIRST, max_num_seqs=3, max_queue=3)
     start(scheduler)
     for name in "bcd":
         scheduler.add(SequenceWork(name, 10, 3, 9, flow="x"))
@@ -46,9 +45,7 @@ def test_siblings_are_admitted_first_in_their_flow_and_use_no_queue_slot() -> No
 
 
 def test_siblings_do_not_overtake_a_flow_whose_turn_it_is() -> None:
-    scheduler = build(max_num_batched_tokens=10, max_num_seqs=8)
-    scheduler.add(FIRST)
-    scheduler.add(SequenceWork("other", 4, 1, 9, flow="y"))
+    scheduler = build(FIRST, SequenceWork("other", 4, 1, 9, flow="y"), max_num_batched_tokens=10, max_num_seqs=8)
     assert start(scheduler).admitted == ("other", "a/0")
     scheduler.add(SequenceWork("urgent", 4, 1, 9, flow="y", priority=-1))
     start(scheduler)
@@ -59,8 +56,7 @@ def test_siblings_do_not_overtake_a_flow_whose_turn_it_is() -> None:
 
 def test_preempting_one_reader_does_not_free_a_shared_prompt() -> None:
     """Pages of 4: the second answer has one page, the first none of its own. The older request finds no page."""
-    scheduler = build(num_pages=10)
-    scheduler.add(SequenceWork("old", 8, 2, 12))
+    scheduler = build(SequenceWork("old", 8, 2, 12), num_pages=10)
     start(scheduler)
     scheduler.add(FIRST)
     start(scheduler)
@@ -75,9 +71,7 @@ def test_preempting_one_reader_does_not_free_a_shared_prompt() -> None:
 
 def test_preempting_the_computing_request_does_not_free_shared_pages_at_once() -> None:
     """Two older requests need a new page: the other answer's is free at once, the prompt's only in the next step."""
-    scheduler = build(num_pages=20)
-    for name in ("old", "older"):
-        scheduler.add(SequenceWork(name, 8, 2, 12))
+    scheduler = build(*(SequenceWork(name, 8, 2, 12) for name in ("old", "older")), num_pages=20)
     scheduler.add(FIRST)
     start(scheduler)
     scheduler.share(READING)
@@ -90,8 +84,7 @@ def test_preempting_the_computing_request_does_not_free_shared_pages_at_once() -
 
 
 def test_preempted_sibling_prefills_one_prompt_token_and_its_answer() -> None:
-    scheduler = build(num_pages=20)
-    scheduler.add(FIRST)
+    scheduler = build(FIRST, num_pages=20)
     start(scheduler)
     scheduler.share(READING)
     scheduler.add(sibling(1), after="a/0")
@@ -104,8 +97,7 @@ def test_preempted_sibling_prefills_one_prompt_token_and_its_answer() -> None:
 
 
 def test_parked_shared_prompt_pages_count_when_a_sibling_is_admitted() -> None:
-    scheduler = build(num_pages=10, max_num_seqs=1)
-    scheduler.add(FIRST)
+    scheduler = build(FIRST, num_pages=10, max_num_seqs=1)
     start(scheduler)
     scheduler.share(READING)
     scheduler.add(sibling(1), after="a/0")
@@ -115,8 +107,7 @@ def test_parked_shared_prompt_pages_count_when_a_sibling_is_admitted() -> None:
 
 
 def test_share_requires_a_decoding_sequence_and_unchanged_fields() -> None:
-    scheduler = build(num_pages=10)
-    scheduler.add(FIRST)
+    scheduler = build(FIRST, num_pages=10)
     with pytest.raises(ValueError, match="decodes, got 'a/0', in waiting"):
         scheduler.share(READING)
     start(scheduler)

@@ -143,30 +143,6 @@ def test_backlogged_flows_differ_by_two_prompts_at_most(small, large, budget, vi
     assert max(ahead) - min(ahead) <= max(small) + max(large)
 
 
-def test_flooding_flow_does_not_reduce_the_share_of_others():
-    """One flow sends ten times as many requests; the four flows still get a quarter each (Jain's index 1: even)."""
-    scheduler = roomy(max_num_batched_tokens=50)
-    for number in range(400):
-        scheduler.add(SequenceWork(f"flood{number}", 30, 1, 1, "flood"))
-        if number < 40:
-            for flow in "abc":
-                scheduler.add(SequenceWork(f"{flow}{number}", 30, 1, 1, flow))
-    totals = dict.fromkeys(("flood", "a", "b", "c"), 0)
-    for _ in range(80):  # 4000 of the 4 * 1200 tokens that all four have
-        for name, num_tokens in served(scheduler).items():
-            totals[name.rstrip("0123456789")] += num_tokens
-    jain = sum(totals.values()) ** 2 / (4 * sum(one * one for one in totals.values()))
-    assert jain > 0.999, totals
-
-
-def test_short_prompt_of_another_flow_overtakes_a_long_one_and_shares_its_pack():
-    scheduler = roomy(max_num_batched_tokens=100)
-    scheduler.add(SequenceWork("long", 1000, 1, 1, "x"))
-    assert served(scheduler) == {"long": 100}
-    scheduler.add(SequenceWork("short", 30, 1, 1, "y"))  # virtual time 100: tag 130 before 1000
-    assert served(scheduler) == {"short": 30, "long": 70}
-
-
 def test_started_prompt_continues_before_equal_ones():
     """With start tags all three would alternate, and all would finish late."""
     scheduler = roomy(max_num_batched_tokens=100)
@@ -200,18 +176,6 @@ def test_endless_new_flows_do_not_starve_a_long_prompt():
     assert 900 < total <= 3 * 900 + 900
 
 
-def test_idle_flow_accumulates_no_credit():
-    scheduler = roomy(max_num_batched_tokens=10)
-    for number in range(200):
-        scheduler.add(SequenceWork(f"a{number}", 10, 1, 1, "a"))
-    for _ in range(50):
-        served(scheduler)
-    for number in range(100):
-        scheduler.add(SequenceWork(f"b{number}", 10, 1, 1, "b"))
-    order = [next(iter(served(scheduler)))[0] for _ in range(20)]
-    assert order.count("a") == order.count("b") == 10  # b does not catch up with the 500 tokens of a first
-
-
 def test_returning_flow_is_still_charged_for_earlier_service():
     """x had 100 tokens at once while y had none; when x returns at virtual time 60, it is still ahead."""
     scheduler = roomy(max_num_batched_tokens=100)
@@ -240,21 +204,10 @@ class TestWindow:
             scheduler.add(SequenceWork(str(number), 10, 1, 1, cached_tokens=cached))
         return [int(next(iter(served(scheduler)))) for _ in shares]
 
-    def test_window_of_one_serves_in_arrival_order(self):
-        assert self.order([0, 5, 9, 1], 1) == [0, 1, 2, 3]
-
-    def test_window_serves_highest_cached_to_computed_ratio_first(self):
-        assert self.order([0, 5, 9, 5], 4) == [2, 1, 3, 0]  # equal ones by arrival
-
-    def test_oldest_request_is_served_when_its_window_is_exhausted(self):
+    def test_window_serves_the_most_cached_first_until_it_is_exhausted(self):
         # 1 and 2 overtake 0; 3 is not among the three that begin with 0
         assert self.order([0, 1, 1, 9, 9, 9], 3) == [1, 2, 0, 3, 4, 5]
-
-    def test_reordering_uses_the_ratio_of_cached_to_computed_tokens(self):
-        scheduler = roomy(max_num_batched_tokens=100, reorder_window=4)
-        scheduler.add(SequenceWork("many computed", 90, 1, 1, cached_tokens=90))
-        scheduler.add(SequenceWork("few computed", 10, 1, 1, cached_tokens=20))
-        assert list(served(scheduler)) == ["few computed", "many computed"]
+        assert self.order([0, 5, 9, 1], 1) == [0, 1, 2, 3]
 
     @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 8))
     def test_no_request_is_overtaken_by_more_than_the_window(self, shares, window):

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ccjax.retrieval import DocumentError, LoadedDocument, load_document
-from ccjax.retrieval.documents import SUFFIXES, parse_document
+from ccjax.retrieval.documents import parse_document
 from tests.retrieval.files import pdf_bytes
 
 PDF = pdf_bytes(
@@ -247,10 +247,6 @@ def test_long_repetitive_documents_are_parsed_in_linear_time() -> None:
     assert parse_document(Path("x.md"), spaces.encode()).text == "text"
     pre = "<pre>a" + " " * 200_000 + "b</pre>" + "<div>" * 3000
     assert parse_document(Path("x.html"), pre.encode()).title == "X"
-
-
-def test_the_supported_suffixes() -> None:
-    assert SUFFIXES == (".htm", ".html", ".md", ".pdf", ".txt")
 
 
 def test_html_parsing_avoids_quadratic_tag_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,15 +61,6 @@ def test_search_is_exact(top_k: int) -> None:
         )
 
 
-@pytest.mark.parametrize("num_stages", [2, 7, 1000])
-def test_last_stage_equals_a_plain_search(num_stages: int) -> None:
-    index = make(counts=(0, 100, 7, 200, 3))
-    for query in unit_vectors(5, seed=1):
-        *before, last = index.stages(query, 5, num_stages)
-        assert last == (index.search(query, 5), True) and not any(is_all for _, is_all in before)
-        assert len(before[0][0]) == min(5, 310 // num_stages or 1)
-
-
 def test_ties_are_ordered_by_insertion() -> None:
     index = PassageIndex.open(None, SETTINGS)
     index.write(documents((2, 2, 2)), np.repeat(unit_vectors(1), 6, axis=0))
@@ -239,27 +230,6 @@ def test_search_on_an_old_view_does_not_cache_a_stale_filter() -> None:
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------
-
-
-def test_reopened_index_returns_the_same_hits(tmp_path: Path) -> None:
-    first = make(tmp_path)
-    query = unit_vectors(1, seed=3)[0]
-    hits = first.search(query, 8)
-    first.close()
-    second = PassageIndex.open(tmp_path, SETTINGS)
-    assert second.search(query, 8) == hits and len(hits) == 8
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".sqlite-wal")[0] == "passages.sqlite"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("embedder", "e-2"), ("dim", 9), ("chunk_tokens", 100), ("overlap_tokens", 5), ("token_probe", (9, 12, 8))]
-    + [("format_version", 2)],
-)
-def test_an_index_made_with_other_settings_is_refused(tmp_path: Path, field: str, value: object) -> None:
-    make(tmp_path).close()
-    with pytest.raises(IndexUnusableError, match=f"made with other settings: {field} "):
-        PassageIndex.open(tmp_path, dataclasses.replace(SETTINGS, **{field: value}))
 
 
 def _damage_table(path: Path, statement: str) -> None:

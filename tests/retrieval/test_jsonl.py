@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 
-from ccjax.retrieval import DocumentError, LexicalEmbedder, RefreshReport, Retriever
+from ccjax.retrieval import DocumentError, RefreshReport, Retriever
 from ccjax.retrieval.jsonl import CollectionLine, read_lines
+from tests.retrieval.opened import CountingEmbedder, open_retriever
 
 
 def collection(path: Path, *lines: Any) -> Path:
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), "utf-8")
     return path
-
-
-def open_retriever(docs: Path, **options: Any) -> Retriever:
-    return Retriever.open(
-        docs, embedder=LexicalEmbedder(dim=512), count_tokens=lambda text: len(text.split()), chunk_tokens=6, **options
-    )
 
 
 BEES = {"_id": "bees", "title": "Bees", "text": "Bees dance in the hive.", "metadata": {"year": 2020, "tags": ["x"]}}
@@ -85,30 +80,22 @@ def test_a_collection_is_searched_like_files(tmp_path: Path) -> None:
 
 
 def test_changed_collection_is_updated_line_by_line(tmp_path: Path) -> None:
-    texts: list[str] = []
-
-    class Counting(LexicalEmbedder):
-        def embed(self, texts_: Any) -> Any:
-            texts.extend(texts_)
-            return super().embed(texts_)
+    embedder = CountingEmbedder()
 
     def opened() -> Retriever:
-        return Retriever.open(
-            docs, index_dir=tmp_path / "index", embedder=Counting(), count_tokens=lambda text: len(text.split())
-        )
+        return open_retriever(docs, embedder, index_dir=tmp_path / "index", chunk_tokens=200)
 
     docs = tmp_path / "docs"
     docs.mkdir()
     path = collection(docs / "a.jsonl", BEES, MOON)
     retriever = opened()
-    assert len(texts) == 2 and retriever.refresh() == RefreshReport() and len(texts) == 2
+    assert len(embedder.taken()) == 2 and retriever.refresh() == RefreshReport() and embedder.taken() == []
     collection(path, {**BEES, "text": "Bees sleep."}, {"_id": "new", "text": "Whales sing."})
     report = retriever.refresh()
-    assert report == RefreshReport(added=("a.jsonl/new",), changed=("a.jsonl/bees",), removed=("a.jsonl/7",)) and texts[
-        2:
-    ] == ["Bees\nBees sleep.", "new\nWhales sing."]
+    assert report == RefreshReport(added=("a.jsonl/new",), changed=("a.jsonl/bees",), removed=("a.jsonl/7",))
+    assert embedder.taken() == ["Bees\nBees sleep.", "new\nWhales sing."]
     retriever.close()
-    assert opened().report == RefreshReport() and len(texts) == 4
+    assert opened().report == RefreshReport() and embedder.taken() == []
     path.unlink()
     assert set(opened().report.removed) == {"a.jsonl/new", "a.jsonl/bees"}
 

@@ -7,37 +7,16 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from ccjax.retrieval import DocumentError, Embedder, LexicalEmbedder, MiniLMEmbedder, RefreshReport, Retriever
+from ccjax.retrieval import DocumentError, LexicalEmbedder, MiniLMEmbedder, RefreshReport
 from ccjax.retrieval.index import PassageIndex
 from tests.retrieval.files import pdf_bytes
-
-
-def count_words(text: str) -> int:
-    return len(text.split())
-
-
-class CountingEmbedder:
-    """A lexical embedder that remembers the texts it was given."""
-
-    def __init__(self, name: str = "counting-1") -> None:
-        self._inner = LexicalEmbedder(dim=512)
-        self.name, self.dim = name, self._inner.dim
-        self.texts: list[str] = []
-
-    def embed(self, texts: Sequence[str]) -> np.ndarray:
-        self.texts.extend(texts)
-        return self._inner.embed(texts)
-
-    def taken(self) -> list[str]:
-        texts, self.texts = self.texts, []
-        return texts
+from tests.retrieval.opened import CountingEmbedder, open_retriever
 
 
 @pytest.fixture
@@ -49,11 +28,6 @@ def docs(tmp_path: Path) -> Path:
     (docs / "sea" / "level.html").write_text("<title>Sea level</title><p>Satellites measure the rising ocean.</p>")
     (docs / "sea" / "whales.pdf").write_bytes(pdf_bytes([["Whales sing to each other over", "hundreds of miles."]]))
     return docs
-
-
-def open_retriever(docs: Path, embedder: Embedder | None = None, **options: object) -> Retriever:
-    settings = {"count_tokens": count_words, "chunk_tokens": 6, **options}
-    return Retriever.open(docs, embedder=embedder or LexicalEmbedder(), **settings)  # pyright: ignore
 
 
 def test_all_four_file_types_are_found(docs: Path) -> None:
@@ -285,15 +259,15 @@ def test_index_directory_inside_documents_is_not_indexed(docs: Path) -> None:
     ids=["embedder", "dim", "chunk_tokens", "overlap_tokens", "tokenizer"],
 )
 def test_other_settings_rebuild_the_index(
-    docs: Path, tmp_path: Path, options: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
+    docs: Path, tmp_path: Path, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_retriever(docs, CountingEmbedder(), index_dir=tmp_path / "index")
     options = {"embedder": CountingEmbedder(), **options}
-    retriever = open_retriever(docs, index_dir=tmp_path / "index", **options)  # pyright: ignore
+    retriever = open_retriever(docs, index_dir=tmp_path / "index", **options)
     assert retriever.report.rebuilt is not None and reason in retriever.report.rebuilt and reason in caplog.text
     assert len(retriever.report.added) == 4
     assert retriever.search("whales sing", 1)[0].document_id == "sea/whales.pdf"
-    again = open_retriever(docs, index_dir=tmp_path / "index", **options)  # pyright: ignore
+    again = open_retriever(docs, index_dir=tmp_path / "index", **options)
     assert again.report == RefreshReport()
 
 

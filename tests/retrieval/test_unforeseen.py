@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from ccjax.retrieval import LexicalEmbedder, Retriever, changes
+from ccjax.retrieval import changes
 from ccjax.retrieval.documents import LoadedDocument, load_document, read_document
+from tests.retrieval import opened
 
 GOOD = "# Tides\n\nThe moon pulls the sea."
 DEEP = "[" * 100_000
+open_retriever = functools.partial(opened.open_retriever, chunk_tokens=40)
 
 
 def front_matter(line: str) -> bytes:
@@ -61,12 +64,6 @@ ODD = {
         )
     ),
 }
-
-
-def open_retriever(docs: Path, **options: Any) -> Retriever:
-    return Retriever.open(
-        docs, embedder=LexicalEmbedder(), count_tokens=lambda text: len(text.split()), chunk_tokens=40, **options
-    )
 
 
 @pytest.mark.parametrize("name", sorted(ODD))
@@ -119,7 +116,7 @@ def test_error_in_one_line_does_not_affect_other_lines(tmp_path: Path) -> None:
             raise LookupError("no such token")
         return len(text.split())
 
-    retriever = Retriever.open(tmp_path, embedder=LexicalEmbedder(), count_tokens=count)
+    retriever = open_retriever(tmp_path, count_tokens=count)
     assert retriever.document_ids == ("c.jsonl/a", "c.jsonl/c")
     assert retriever.report.failed == ((f"{tmp_path / 'c.jsonl'}: c.jsonl/b", "LookupError: no such token"),)
 

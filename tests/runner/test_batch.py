@@ -8,7 +8,6 @@ import pytest
 
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.reads import WaitLimit
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.runner.context_loader import JobFailedError
 from ccjax.runner.decode import DecodeBatch
@@ -21,7 +20,7 @@ from ccjax.runner.sampling import SampleSpec, sample_tokens
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=13)
-PAGE = kv_spec_of(MODEL.config, "float32").num_bytes(PAGE_TOKENS)
+PAGE = MODEL.page_bytes
 ANSWER = 6
 SAMPLING = SamplingParams(max_new_tokens=ANSWER, logprobs=0)
 

@@ -219,6 +219,18 @@ def test_a_prompt_that_is_dropped_writes_nothing_and_the_other_is_unchanged(pref
             np.testing.assert_array_equal(*rows)
 
 
+@pytest.mark.parametrize("num_layers", [0, 2])
+def test_a_prompt_runs_on_if_the_only_one_with_a_choice_is_dropped(prefill, num_layers):
+    worlds = [World(seed=3), World(seed=4)]
+    plans = [asking(worlds[0]), worlds[1].plan(0.3)]
+    case = prefill(worlds, plans)
+    pack = case.first([Piece(job, 0, len(job.offsets)) for job in case.jobs])
+    for _ in range(num_layers):
+        pack.run_layer()
+    pack.drop(case.jobs[0])
+    np.testing.assert_allclose(run(pack)[0], wanted_logits(worlds[1], plans[1]), atol=TOLERANCE)
+
+
 def test_all_prompts_dropped_end_the_pack(prefill):
     case = prefill([World(seed=3)], [asking(World(seed=3))])
     pack = case.first([Piece(case.jobs[0], 0, len(case.jobs[0].offsets))])

@@ -1,24 +1,18 @@
 """The benchmark program end to end at its smallest: what it prints is what docs/benchmarks.md promises."""
 
-import dataclasses
-import json
-import subprocess
-import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 
 from ccjax.cache import load_plan, reads
 from ccjax.models.llama3 import LlamaConfig
-from ccjax.store import records
+from ccjax.store import KVSpec
 from ccjax.store.throttle import ThrottledLink
-from scripts.benchmarks import decode, loading, retrieval, store, ttft, ttft_default
+from scripts.benchmarks import decode, loading, retrieval, store_io, ttft, ttft_default
 from tests.polling import wait_until
 from tests.scripts import in_process
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = LlamaConfig(320, 64, 2, 4, 2, 16, 128, 1e4)
 
 
@@ -56,81 +50,38 @@ def test_ttft_prints_every_case_as_json(small_model, monkeypatch):
     assert any("cachecraft" in line for line in table)
 
 
-def test_store_prints_cases_with_and_without_a_catalog(monkeypatch):
-    """The first two cases run here, where it can be counted what they read."""
-    in_processes, decode, decoded = subprocess.run, records.decode_record, []
-
-    def run(command, **how):
-        if command[1:3] != ["-m", "scripts.benchmarks.store"] or len(decoded) == 2:
-            return in_processes(command, **how)
-        decoded.append(0)
-        figures = store.measure_index(Path(command[3]), *map(int, command[4:]))
-        told = {
-            name: dataclasses.asdict(figure) if isinstance(figure, store.CallCost) else figure
-            for name, figure in figures.items()
-        }
-        return subprocess.CompletedProcess(command, 0, json.dumps(told))
-
-    def counted(*given, **named):
-        decoded[-1] += 1
-        return decode(*given, **named)
-
-    monkeypatch.setattr(store.subprocess, "run", run)
-    monkeypatch.setattr(records, "decode_record", counted)
+def test_store_prints_cases_with_and_without_a_catalog():
     _, figures = in_process.figures("store", "--variants", "400")
-    assert [(case["catalog"], case["variants"]) for case in figures["cases"]] == [
-        (False, 420),
-        (True, 420),
-        (True, 420),
-    ]
-    assert decoded == [420, 20], "what the catalog names needs no record"
-    for case in figures["cases"]:
-        costs = ("open", "index", "plan_first", "plan_again", "refresh_0", "refresh_20", "tidy")
-        assert all(case[name]["wall_s"] > 0 for name in costs)
+    assert [(case["catalog"], case["variants"]) for case in figures["cases"]] == [(False, 420), *[(True, 420)] * 2]
+    costs = ("open", "index", "plan_first", "plan_again", "refresh_0", "refresh_20", "tidy")
+    assert all(case[name]["wall_s"] > 0 for case in figures["cases"] for name in costs)
 
 
-NO_DATA = ["rag_trace/musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]
+def test_store_io_compares_the_tier_with_plain_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_io, "SHAPES", {"small": (KVSpec(2, 2, 8, "bfloat16"), 16)})
+    _, figures = in_process.figures("store_io", "--directory", tmp_path, "--encrypted")
+    (case,) = figures["cases"]
+    for rates in (case["write"], case["cold_read"], case["warm_read"]):
+        assert len(rates["tier_runs_s"]) == len(rates["plain_runs_s"]) == 2
+        assert rates["ratio"] == pytest.approx(rates["tier_gb_per_s"] / rates["plain_gb_per_s"])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("serve", ["--data", "/no/such/folder"], NO_DATA),
-        ("serve", ["--requests", "0"], ["--requests", "positive", "0"]),
-        ("serve", ["--rates", "1", "-2"], ["--rates", "positive", "-2.0"]),
-        ("serve", ["--soak", "inf"], ["--soak", "--requests"]),
-        ("serve", ["--width", "100"], ["--width", "32", "100"]),
-        ("ragcache", ["--data", "/no/such/folder"], NO_DATA),
-        ("ragcache", ["--requests", "3"], ["--requests", "at least 4", "3"]),
-        ("ragcache", ["--budgets", "0.5", "1.5"], ["--budgets", "at most 1", "1.5"]),
-        ("ragcache", ["--ratios", "0"], ["--ratios", "above 0", "0.0"]),
-        ("ragcache", ["--width", "100"], ["--width", "64", "100"]),
-        ("ragcache", ["--clusters", "5000"], ["--clusters", "--vectors", "5000"]),
         (
-            "ragcache",
-            ["--markdown", "/no/such/page.md"],
-            ["ragcache, policies: begin", "/no/such/page.md"],
+            "serve",
+            ["--data", "/no/such/folder"],
+            ["musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"],
         ),
+        ("ragcache", ["--markdown", "/no/such/page.md"], ["ragcache, policies: begin", "/no/such/page.md"]),
     ],
 )
 def test_bad_options_print_a_one_line_error(name, options, words):
     done = in_process.bench(name, "--quick", *options)
     assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"bench.py {name}: ") and all(word in done.stderr for word in words), done.stderr
-
-
-@pytest.mark.parametrize("option", ["--repetitions", "--context-tokens"])
-@pytest.mark.parametrize("value", ["0", "-5", "x"])
-def test_nonpositive_counts_are_rejected(option, value):
-    done = in_process.bench("ttft", option, value)
-    assert done.returncode == 2 and option in done.stderr and repr(value) in done.stderr
-
-
-def test_error_names_the_unknown_benchmark():
-    """As a process of its own: the program begins so."""
-    command = [sys.executable, "scripts/bench.py", "speed"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "'speed'" in done.stderr
 
 
 def test_loading_prints_the_hidden_load_time_of_every_mode(small_model, monkeypatch):
@@ -162,7 +113,7 @@ def test_loading_prints_the_hidden_load_time_of_every_mode(small_model, monkeypa
 
 def test_decode_measures_concurrent_requests(monkeypatch):
     monkeypatch.setattr(decode, "MODEL", "demo")
-    lines, figures = in_process.figures("decode", "--quick", "--requests", "1", "3")
+    lines, figures = in_process.figures("decode", "--requests", "1", "3")
     assert [(case["way"], case["requests"]) for case in figures["cases"]] == [("default", 1), ("default", 3)]
     assert all(case["tokens_per_s"] > 0.0 and len(case["runs"]) == 1 for case in figures["cases"])
     (reason,) = figures["skipped"]

@@ -86,12 +86,8 @@ class TestFigures:
         found = tables._tables({"ways": figures([full, *others])})
         assert len(found) == 6, "for each state against full prefill, against right answers and by kind"
         for _, head, rows in found:
-            assert [row[0] for row in rows] == ["default", "full", "reuse"] and {len(row) for row in rows} == {
-                len(head)
-            }
-
-    def test_figures_are_split_by_question_kind(self):
-        full = WayResults(FULL, tuple(answered("red boat", kind=kind) for kind in "aabb"))
+            assert [row[0] for row in rows] == ["default", "full", "reuse"]
+            assert {len(row) for row in rows} == {len(head)}
         texts = zip(("red boat", "x", "x", "x"), "aabb", strict=True)
         own = WayResults(Way("reuse"), tuple(answered(text, kind=kind) for text, kind in texts))
         kinds = figures([full, own])[1]["kinds"]

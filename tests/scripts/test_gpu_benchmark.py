@@ -1,5 +1,5 @@
-"""`bench.py gpu` without an accelerator: its plan and counts by hand, every code path with a tiny model, what it leaves
-behind when it is cut off. What it says of speed only a device shows."""
+"""`bench.py gpu` without an accelerator: its counts by hand, and every code path with a tiny model. What it says of
+speed only a device shows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from ccjax.models.llama3 import LLAMA3_8B, abstract_params, init_params
 from scripts.benchmarks import gpu_cases, gpu_plan, gpu_report, gpu_torch
 from scripts.benchmarks.common import BenchmarkError, fill_in
-from scripts.benchmarks.gpu_engines import Prompts, _steps
+from scripts.benchmarks.gpu_engines import _steps
 from scripts.benchmarks.gpu_plan import LLAMA3_8B_SCALE, QUICK_SCALE, GpuCase, cases
-from scripts.gpucheck.needs import NEEDED
 from scripts.gpucheck.record import CheckRecord
-from scripts.gpucheck.timing import transfer_gbps
-from tests.polling import wait_until
 from tests.scripts import in_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,23 +36,6 @@ def process_of(code, *options):
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
     how = {"cwd": ROOT, "env": {**os.environ, "XLA_FLAGS": " ".join(flags)}}
     return [sys.executable, "-c", code, "gpu", *options], how
-
-
-def test_most_important_cases_are_first_and_none_is_omitted():
-    planned = cases(LARGE)
-    assert len(planned) == len(set(planned)) == 4 * 2 * (3 + 2 * 3)
-    wanted = {GpuCase("full", 8192), GpuCase("full", 32768), GpuCase("decode", 8192)}
-    wanted |= {GpuCase("reuse", length, 1, 0.15, tier) for length in (8192, 32768) for tier in ("device", "host")}
-    assert wanted == set(planned[: len(wanted)])
-    assert {(case.context, case.batch) for case in planned[:14]} == {(8192, 1), (32768, 1)}
-
-
-def test_prompt_lengths_nearly_fill_their_context():
-    for context in LARGE.contexts:
-        assert 0.98 * context < LARGE.prompt_tokens(context) <= context
-    assert LARGE.prompt_tokens(4096) == 4096 == 32 + 4 * 1012 + 16
-    assert gpu_plan.recomputed_tokens(GpuCase("reuse", 8192, 1, 0.15, "host"), LARGE) == 8 * 152
-    assert LARGE.max_model_len <= LLAMA3_8B.max_position_embeddings
 
 
 def test_weight_counts_match_the_model():
@@ -111,36 +90,9 @@ def test_page_pool_is_large_enough_for_every_case():
     assert gpu_plan.pool_bytes([], LARGE, 7) == 7
 
 
-def test_the_first_fourteen_cases_are_estimated_to_fit_ten_minutes():
-    seen, total = set(), 0.0
-    for case in cases(LARGE)[:14]:
-        key = (case.kind, case.context, case.ratio)
-        total += gpu_plan.estimate_s(case, LARGE, 700.0, compiles=key not in seen, opens=case.kind != "torch")
-        seen.add(key)
-    assert total < 540.0
-
-
-def test_prompts_never_repeat_the_prefix_a_passage_was_stored_with():
-    prompts = Prompts(QUICK_SCALE)
-    case = GpuCase("reuse", 256, 2, 0.15, "device")
-    filling = prompts.filling(8)
-    assert [len(prompt) for prompt in filling] == [3] + 8 * [4]
-    stored = {tuple(prompt[2]): tuple(map(tuple, prompt[:2])) for prompt in filling[1:]}
-    drawn = [prompts.of(case) for _ in range(20)]
-    for segments in (prompt for batch in drawn for prompt in batch):
-        assert len(segments) == 10 and sum(map(len, segments)) == QUICK_SCALE.prompt_tokens(256)
-        assert set(map(tuple, segments[1:-1])) == set(stored)
-        assert (tuple(segments[0]), tuple(segments[1])) not in stored.values()
-    assert len({str(prompt) for batch in drawn for prompt in batch}) == 40
-
-
 def test_decode_steps_count_only_while_all_requests_decode():
     fast, slow = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 3.5, 4.5, 5.5, 9.0]
     assert _steps([fast, slow]) == [1.0, 1.0]  # between 2 and 6, the first gap of each left out
-
-
-def test_transfers_are_timed_from_pinned_and_unpinned_memory():
-    assert all(transfer_gbps(1 << 20, 2, kind) > 0.0 for kind in ("pinned_host", "unpinned_host"))
 
 
 def results(*rows, is_complete=True, is_quick=False, **changes):
@@ -162,7 +114,7 @@ DEVICE, HOST = (GpuCase("reuse", 8192, 1, 0.15, tier) for tier in ("device", "ho
 def test_targets_without_results_are_reported_as_not_measured():
     measured = [
         row(FULL, ttft_s=0.30, share_of_matmul=0.61),
-        row(LONG, note="not run: may take 99 s, 3 s were left"),
+        row(LONG, note="not run: out of time"),
         row(DEVICE, ttft_s=0.061),
         row(HOST, ttft_s=0.067),
         row(GpuCase("decode", 8192), step_s=0.008, gbps=2000.0, share_of_copy=0.70),
@@ -181,7 +133,7 @@ def test_tables_show_every_result_and_notes_list_every_gap():
     found = results(
         row(FULL, ttft_s=0.30, share_of_matmul=0.61),
         row(DEVICE, ttft_s=0.06),
-        row(LONG, note="not run: may take 99 s, 3 s were left"),
+        row(LONG, note="not run: out of time"),
         row(GpuCase("torch", 8192), note="torch is not installed"),
     )
     shown = "\n\n".join(gpu_report.tables(found))
@@ -204,24 +156,19 @@ def test_readme_section_between_the_markers_is_replaced(tmp_path):
     (folder / "quick.json").write_text(json.dumps(results(is_quick=True)))
     readme.write_text(f"before\n\n{BEGIN}\nold table\n{END}\n\nafter\n")
     assert fill_in(readme, {gpu_report.PART: gpu_report.section(folder)})
-    assert readme.read_text().splitlines() == [*("before", "", BEGIN, gpu_report.NO_RESULTS, END, "", "after")]
+    assert readme.read_text().splitlines() == ["before", "", BEGIN, gpu_report.NO_RESULTS, END, "", "after"]
     assert not fill_in(readme, {gpu_report.PART: gpu_report.section(folder)}), "the second time nothing changes"
-    (folder / "rule.json").write_text(json.dumps(results(row(FULL, ttft_s=0.3, share_of_matmul=0.6))))
+    found = results(row(FULL, ttft_s=0.3, share_of_matmul=0.6), is_complete=False)
+    (folder / "rule.json").write_text(json.dumps(found))
     done = in_process.bench("gpu", "--readme", readme, "--output", folder)
     assert done.returncode == 0 and "changed" in done.stdout, done.stderr
     text = readme.read_text()
-    assert text.startswith("before\n\n" + BEGIN) and text.endswith(END + "\n\nafter\n")
-    assert "Slide Rule" in text and "commit abc" in text and "old table" not in text
-    assert "cut off" not in text and gpu_report.NO_RESULTS not in text
-
-
-@pytest.mark.parametrize("text", ["", BEGIN, f"{END}\n{BEGIN}"])
-def test_readme_without_markers_is_left_unchanged(tmp_path, text):
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    with pytest.raises(BenchmarkError, match="wanted a page with one line '<!-- bench.py gpu: begin -->'"):
-        fill_in(readme, {"bench.py gpu": "text"})
-    assert readme.read_text() == text
+    assert "Slide Rule" in text and "commit abc" in text and "interrupted" in text and "old table" not in text
+    for text in ("", BEGIN, f"{END}\n{BEGIN}"):
+        readme.write_text(text)
+        with pytest.raises(BenchmarkError, match="wanted a page with one line '<!-- bench.py gpu: begin -->'"):
+            fill_in(readme, {"bench.py gpu": "text"})
+        assert readme.read_text() == text
 
 
 def few_cases(scale):
@@ -275,50 +222,15 @@ def test_every_code_path_runs_on_a_cpu(tmp_path, monkeypatch):
     assert (tmp_path / "cache").is_dir(), "there what was compiled is kept"
 
 
-def test_compiled_executables_are_cached_on_disk(tmp_path):
-    with in_process.put_back():
-        gpu_cases.keep_executables(tmp_path / "cache")
-        compilation_cache.reset_cache()
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # half a second is little on a GPU
-        jax.jit(lambda x: x + 1)(jnp.ones(3))
-    assert any((tmp_path / "cache").iterdir())
-
-
 def test_without_time_every_case_is_noted_and_ceilings_are_measured(tmp_path):
-    options = ["--time-limit-s", 0.5, "--output", tmp_path, "--compile-cache", tmp_path / "c"]
-    lines, _ = in_process.figures("gpu", *options)
-    (path,) = tmp_path.glob("*.json")
-    found = json.loads(path.read_text())
-    assert found["is_complete"] and {"matmul_tflops", "copy_gbps", "transfer_gbps"} <= {
-        row["name"] for row in found["suites"]["ceilings"]
-    }
-    rows = found["suites"]["cases"]
-    told = ("not run: may take", "torch is not installed") if gpu_torch.missing() else "not run: may take"
-    assert all(row["note"].startswith(told) for row in rows)
-    assert all(row["note"].startswith("not run: may take") for row in rows if row["kind"] != "torch")
+    options = ["--time-limit-s", 0, "--output", tmp_path, "--compile-cache", tmp_path / "c"]
+    lines, found = in_process.figures("gpu", *options)
+    ceilings = {row["name"]: row["value"] for row in found["suites"]["ceilings"]}
+    assert ceilings.keys() >= {"matmul_tflops", "copy_gbps", "transfer_gbps"} and min(ceilings.values()) > 0.0
+    notes = {row["kind"]: row["note"] for row in found["suites"]["cases"]}
     assert len(found["suites"]["cases"]) == len(cases(QUICK_SCALE))
+    assert notes == dict.fromkeys(notes, "not run: out of time") | {"torch": gpu_torch.missing() or notes["full"]}
     assert "not run: full prefill, 128 tokens, batch 1; " in "\n".join(lines)
-
-
-@pytest.mark.slow
-def test_killed_run_keeps_its_results_so_far(tmp_path):
-    """It stands still behind its first case."""
-    options = ["--quick", "--output", str(tmp_path), "--compile-cache", str(tmp_path / "cache")]
-    command, how = process_of(_HELD, *options)
-
-    def has_a_case() -> bool:
-        assert process.poll() is None
-        return any(json.loads(path.read_text())["suites"].get("cases") for path in tmp_path.glob("*.json"))
-
-    with subprocess.Popen(command, **how, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            wait_until(has_a_case, timeout_s=600)
-        finally:
-            process.kill()
-    (path,) = tmp_path.glob("*.json")
-    found = json.loads(path.read_text())
-    assert not found["is_complete"] and found["suites"]["cases"][0]["ttft_s"] > 0.0
-    assert "interrupted" in gpu_report._source(found)
 
 
 def test_failed_case_is_recorded_and_the_next_runs(tmp_path):
@@ -340,18 +252,6 @@ def test_run_without_an_accelerator_is_skipped_successfully(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-_HELD = """
-import sys, threading
-sys.path.insert(0, ".")
-from scripts import bench
-from scripts.benchmarks import gpu_cases
-from tests.engine.few_shapes import few_shapes
-sizes = few_shapes()
-sizes.__enter__()
-measured = gpu_cases.attempt
-gpu_cases.attempt = lambda *case: (measured(*case), threading.Event().wait())
-bench.main()
-"""
 _BLOCK = """
 import sys
 class Blocked:
@@ -387,12 +287,6 @@ def test_gpu_benchmark_runs_with_only_the_listed_packages(tmp_path):
     assert done.returncode == 0, done.stderr + done.stdout
     (path,) = tmp_path.glob("*.json")
     assert len(json.loads(path.read_text())["suites"]["cases"]) == 2
-
-
-def test_listed_packages_are_project_dependencies():
-    text = (ROOT / "pyproject.toml").read_text()
-    own = {"jaxlib"}  # comes with jax
-    assert all(f'"{package}>=' in text for package in set(NEEDED.values()) - own)
 
 
 @pytest.mark.peers

@@ -27,13 +27,12 @@ from scripts.gpucheck.attention_candidates import (
     AttentionProblem,
     attention_flops,
     candidates,
-    scattered_positions,
     visible_pairs,
     work,
 )
 from scripts.gpucheck.attention_cases import UNUSED, packed
 from scripts.gpucheck.attention_numerics import Problem
-from scripts.gpucheck.record import CheckRecord, table
+from scripts.gpucheck.record import CheckRecord
 from scripts.gpucheck.serving_case import TOLERANCE, ServingCase
 from scripts.gpucheck.timing import Timed, interleaved, ratio, timed_jax
 from tests.engine import few_shapes as sizes
@@ -115,17 +114,6 @@ def test_kernel_exception_is_a_failure_and_other_kernels_are_still_checked(recor
     assert "NotImplementedError: triton: wanted a head dimension" in record.failures[0]
 
 
-def test_library_kernel_errors_are_noted_and_our_kernel_errors_propagate(monkeypatch):
-    def broken(*inputs, **arguments):
-        raise TypeError("another signature")
-
-    for name in ("tokamax_xla", "xla"):
-        monkeypatch.setitem(attention_numerics.api.PLAIN, name, broken)
-    assert attention_numerics.missing("tokamax_xla") == "TypeError: another signature"
-    with pytest.raises(TypeError, match="another signature"):
-        attention_numerics.missing("xla")
-
-
 @pytest.fixture
 def small_engine(monkeypatch):
     """Less to compile and to compute, whose numbers say the same."""
@@ -164,12 +152,6 @@ def test_attention_flops_count_visible_pairs():
     assert attention_flops(q_pos, k_pos, num_heads=6, head_dim=10) == 2 * (2 * 10) * 6 * pairs
     whole = np.arange(33, dtype=np.int32)
     assert visible_pairs(whole, whole) == 33 * 34 // 2
-
-
-def test_scattered_positions_are_distinct_and_end_with_the_question():
-    positions = scattered_positions(2048, 320)
-    assert len(positions) == len(set(positions.tolist())) == 320 and (np.diff(positions) > 0).all()
-    assert (positions[-32:] == np.arange(2016, 2048)).all() and np.diff(positions[:-32]).max() > 2
 
 
 def test_timed_loop_runs_the_stated_number_of_calls_and_keeps_the_result():
@@ -255,19 +237,6 @@ def test_torch_kernels_match_our_attention():
     for shift, is_same in ((0, True), (1, False)):
         flex = torch_peers.flex(*tensors, part.q_pos - shift, scale=SCALE, is_compiled=False)()
         assert bool(distance(torch_peers.rows_of(flex, rows), own(part)) < attention_timing.SAME) == is_same
-
-
-def test_table_is_rendered_as_markdown():
-    shown = table("Title", ("name", "value"), [("a", 1.2345), ("longer", None), ("b", 1234.5)])
-    assert shown.splitlines() == [
-        "**Title**",
-        "",
-        "| name | value |",
-        "|---|---|",
-        "| a | 1.23 |",
-        "| longer |  |",
-        "| b | 1234 |",
-    ]
 
 
 def test_gpu_check_without_a_gpu_is_skipped_with_a_message(monkeypatch, capsys, tmp_path):

@@ -26,12 +26,14 @@ def test_stage_is_logged_at_once_and_then_every_five_seconds() -> None:
         log.now_s = 100 + done / 10
         stages("read", done, 120)
     stages("embed", 0, 7)
+    stages("empty", 0, 0)
     stages.close()
     assert log.lines == [
         "[0 s] Reading documents\n",
         "[5 s] Reading documents: 50 of 120\n",
         "[10 s] Reading documents: 100 of 120\n",
         "[12 s] Embed\n",
+        "[12 s] Empty: 1 of 1\n",
     ]
 
 
@@ -61,21 +63,6 @@ def test_progress_line_shows_bytes_and_fields() -> None:
     log.now_s += EVERY_S
     log.shown.update(task, completed=1_500_000_000, speed="30 MB/s")
     assert log.lines[-1] == "[5 s] Saving: 1.5 GB of 3.0 GB, 30 MB/s\n"
-
-
-def test_empty_stage_is_shown_as_complete() -> None:
-    log = Log()
-    Stages(log.shown)("embed", 0, 0)
-    assert log.lines == ["[0 s] Embed: 1 of 1\n"]
-
-
-def test_tracked_iteration_is_logged() -> None:
-    log, seen = Log(), []
-    for number in log.shown.track(range(4), description="records"):
-        seen.append(number)
-        log.now_s += 3.0
-    assert seen == [0, 1, 2, 3]
-    assert [line.partition("] ")[2] for line in log.lines] == ["records\n", "records: 2 of 4\n", "records: 4 of 4\n"]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -154,12 +154,6 @@ def test_comparison_with_the_paper_is_reported():
     assert serve_report.compare(rows[:1] + rows[2:3]) is None
 
 
-def test_unreturned_kv_pages_are_a_failure():
-    name = "ccjax_kv_cache_usage_perc"
-    assert lost_pages({name: 0.0}, {name: 0.0}) == []
-    assert lost_pages({name: 0.0}, {name: 0.25}) == [f"{name}: wanted 0 as before the first request, got 0.25"]
-
-
 def test_memory_is_judged_once_the_store_is_full():
     filling = [(float(n), 1e9 + min(n, 8) * 1e8, 40.0 + min(n, 6)) for n in range(16)]
     assert trend(filling) == {"rss_growth_bytes": 0.0, "rss_max_bytes": 1.8e9, "late_compilations": 0.0}
@@ -168,7 +162,10 @@ def test_memory_is_judged_once_the_store_is_full():
     assert trend(filling[:3])["rss_growth_bytes"] is None
 
 
-def test_changed_answers_are_counted_by_question():
+def test_changed_answers_and_lost_pages_are_counted():
+    name = "ccjax_kv_cache_usage_perc"
+    assert lost_pages({name: 0.0}, {name: 0.0}) == []
+    assert lost_pages({name: 0.0}, {name: 0.25}) == [f"{name}: wanted 0 as before the first request, got 0.25"]
     records = [answered(number, 0.0, [1.0], 1.0, 1) for number in range(6)]
     for record, text in zip(records, ("a", "b", "a", "c", "a", "b"), strict=True):
         record.text = text

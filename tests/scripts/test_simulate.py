@@ -55,6 +55,7 @@ def test_size_for_finds_the_fewest_replicas_per_budget(capsys):
         (["--size-for", "soon"], "size-for: wanted a goal such as"),
         (["--model", "llama3-70b"], "--pool-bytes: wanted"),
         (["--warmup", "300"], "--warmup: wanted fewer than"),
+        (["--rate", "0"], "--rate: wanted more than 0"),
         (["--eviction-policy", "none"], "eviction policy: wanted one of"),
         (["--trace", "/nowhere.jsonl"], "No such file"),
         (["--top-k", "500"], "top_k: wanted at most 200"),

@@ -71,20 +71,16 @@ def test_store_is_moved_by_the_command_line(filled, tmp_path):
         assert frequencies[variant.record.variant_id] > variant.frequency_reuse > 0  # restored, then used once more
 
 
-def test_restore_skips_existing_variants_and_obeys_the_byte_limit(snapshot, tmp_path):
+def test_restore_skips_existing_variants_obeys_the_byte_limit_and_reports_damage(snapshot, tmp_path):
     smallest = min(variant.record.num_bytes for variant in inspect_snapshot(snapshot).variants)
-    arguments = ["restore", "--store", (tmp_path / "other").as_uri(), "--from", snapshot]
+    arguments = ["restore", "--from", snapshot, "--store", (tmp_path / "other").as_uri()]
     assert "Restored 1 variants, " in printed(*arguments, "--max-bytes", smallest)
     text = printed(*arguments)
     assert "Restored 2 variants" in text and text.endswith("; 1 there already\n")
-
-
-def test_damage_is_reported_by_the_exit_code(snapshot, tmp_path):
     file = data_files(snapshot)[0]
     raw = file.read_bytes()
     file.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
-    text = printed("restore", "--store", (tmp_path / "other").as_uri(), "--from", snapshot, code=1)
-    assert "; 1 damaged, left out" in text
+    assert "; 1 damaged, left out" in printed(*arguments[:-1], (tmp_path / "third").as_uri(), code=1)
 
 
 def test_inspect_shows_the_hottest_chunks(snapshot):

@@ -50,6 +50,10 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
 
 
+StartServer = Callable[..., contextlib.AbstractContextManager[Server]]
+"""The fixture `start_server`."""
+
+
 @pytest.fixture(scope="package", autouse=True)
 def few_shapes(request: pytest.FixtureRequest) -> Iterator[None]:
     """Makes engines pad to few sizes, as in tests/engine, for the life of a shared server."""
@@ -73,7 +77,7 @@ def docs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.AbstractContextManager[Server]]:
+def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
     """`start_server(settings, **engine_settings)` runs a server as a context manager; unless it `prepares`, it caches
     only for requests."""
 
@@ -109,7 +113,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> Callable[..., contextlib.A
 
 
 @pytest.fixture(scope="package")
-def server(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
+def server(start_server: StartServer) -> Iterator[Server]:
     with start_server() as running_server:
         yield running_server
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from ccjax.requests import MOST_PRIORITY
 from ccjax.retrieval import LexicalEmbedder, Retriever
 from ccjax.server import ServerSettings
 from tests.polling import wait_until
-from tests.server.conftest import DOCUMENTS, Server
+from tests.server import patience
+from tests.server.conftest import DOCUMENTS, Server, StartServer
 from tests.server.test_traffic import busy, metrics
 
 ADMIN, CLIENT = "admin-sesame", "client-sesame"
 SETTINGS = ServerSettings(api_key=CLIENT, admin_key=ADMIN, top_k=2, repair_when_idle=False)
-StartServer = Callable[..., contextlib.AbstractContextManager[Server]]
 QUESTION = [{"role": "user", "content": "Who sings?"}]
 ANNA = {"text": "Anna sings in the morning.", "id": "anna", "version": "1"}
 BOB = {"text": "Bob sings in the evening.", "id": "bob"}
@@ -218,45 +218,34 @@ def test_without_an_admin_key_the_admin_api_is_closed_to_everyone(start_server: 
         ServerSettings(api_key="same", admin_key="same")
 
 
-def finish(server: Server, job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    def is_over() -> bool:
-        found.update(call(server, "GET", f"/warm/{job['id']}").json())
-        return found["status"] != "running"
-
-    wait_until(is_over, timeout_s=120.0)
-    return found
+def finished(server: Server, job: dict[str, Any]) -> dict[str, Any]:
+    wait_until(lambda: call(server, "GET", f"/warm/{job['id']}").json()["status"] != "running")
+    return call(server, "GET", f"/warm/{job['id']}").json()
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_warm_job_has_lowest_priority_unless_at_once(
+def test_a_warm_job_computes_documents_before_the_question(
     server: Server, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the lowest priority, unless `at_once`."""
     priorities, submit = [], server.engine._loop.submit
     monkeypatch.setattr(
         server.engine._loop, "submit", lambda sequence: priorities.append(sequence.group.priority) or submit(sequence)
     )
-    job = call(server, "POST", "/warm", json={"documents": [ANNA], "at_once": at_once}).json()
-    wait_until(lambda: call(server, "GET", f"/warm/{job['id']}").json()["status"] == "completed")
-    assert priorities and all(priority == 0 if at_once else priority > MOST_PRIORITY for priority in priorities)
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_a_warm_job_computes_documents_before_the_question(server: Server, at_once: bool) -> None:
     response = call(server, "POST", "/warm", json={"documents": [ANNA, BOB, ANNA], "at_once": at_once})
     job = response.json()
     assert response.status_code == 202 and response.headers["location"] == f"/v1/cache/warm/{job['id']}"
     assert (job["object"], job["total"]) == ("cache.warm", 3)
-    done = finish(server, job)
+    done = finished(server, job)
+    assert priorities and all(priority == 0 if at_once else priority > MOST_PRIORITY for priority in priorities)
     assert (done["status"], done["done"], done["computed"], done["present"]) == ("completed", 3, 2, 1)
     assert [entry["computed_tokens"] for entry in ask(server, BOB)["per_document"]] == [0, 0]
     refused(call(server, "DELETE", f"/warm/{job['id']}"), 409, "job_over", None, "completed")
 
 
 def test_indexed_documents_can_be_warmed_by_file_name(server: Server) -> None:
-    job = call(server, "POST", "/warm", json={"document_ids": "all", "at_once": True}).json()
-    assert finish(server, job)["done"] == server.retriever.num_passages
+    job = patience.warmed(server.url, ADMIN, document_ids="all", at_once=True)
+    assert job["done"] == server.retriever.num_passages
     listing = call(server, "GET", "/documents").json()["data"]
     assert [item["id"] for item in listing] == sorted(DOCUMENTS) and all(len(item["version"]) == 64 for item in listing)
     body = {"messages": [{"role": "user", "content": "Who repairs violins in Paris?"}], "max_tokens": 1}
@@ -283,7 +272,7 @@ def test_too_many_warm_jobs_are_refused(server: Server) -> None:
         assert [job.status_code for job in jobs] == [202] * 16 + [429]
         refused(jobs[-1], 429, "queue_full", None, "16")
     for job in jobs[:-1]:
-        finish(server, job.json())
+        finished(server, job.json())
 
 
 def test_admin_call_waits_for_the_running_request_but_health_does_not(server: Server) -> None:
@@ -376,8 +365,7 @@ def test_a_changed_file_drops_only_its_old_passages(start_server: StartServer, t
         )
         backend = server.service.backend
         object.__setattr__(backend, "retriever", retriever)
-        job = call(server, "POST", "/warm", json={"document_ids": "all", "at_once": True}).json()
-        finish(server, job)
+        patience.warmed(server.url, ADMIN, document_ids="all", at_once=True)
         (old,) = call(server, "GET", "/documents/book.md").json()["data"]
         assert old["chunks"] >= 3
         (docs / "book.md").write_text(f"# Book\n\n{body.replace('Sentence 2 tells', 'Sentence 2 now tells')}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +13,7 @@ from ccjax.engine import Request, SamplingParams
 from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.server import patience
-from tests.server.conftest import MAX_MODEL_LEN, Server
+from tests.server.conftest import MAX_MODEL_LEN, Server, StartServer
 
 if TYPE_CHECKING:
     import openai
@@ -66,35 +64,6 @@ def test_chat_returns_the_answer_and_statistics_of_the_engine(server: Server, cl
     assert answer.ttft_s > 0
 
 
-@pytest.mark.parametrize("include_usage", [False, True])
-def test_chat_stream_pieces_join_to_the_whole_answer(client: openai.OpenAI, include_usage: bool) -> None:
-    fields = {"logprobs": True, "top_logprobs": 2, "extra": {"reuse": "off"}}  # the same sums, not only the same tokens
-    whole = ask(client, **fields)
-    options = {"stream_options": {"include_usage": True}} if include_usage else {}
-    chunks = list(ask(client, stream=True, **fields, **options))
-    with_choice = [chunk for chunk in chunks if chunk.choices]
-    assert with_choice[0].choices[0].delta.role == "assistant"
-    assert len(with_choice) == 14  # role, 12 tokens, reason to finish
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in with_choice)
-    assert text == whole.choices[0].message.content
-    logprobs = [
-        entry for chunk in with_choice if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content
-    ]
-    assert logprobs == whole.choices[0].logprobs.content and len(logprobs) == 12
-    assert [chunk.choices[0].finish_reason for chunk in with_choice] == [None] * 13 + ["length"]
-    assert len({chunk.id for chunk in chunks}) == 1
-    last = chunks[-1]
-    assert last.reuse["prompt_tokens"] == whole.usage.prompt_tokens and last.ttft_s > 0
-    assert [entry["id"] for entry in last.documents] == ["p1", "p2", "p3"]
-    assert not any(hasattr(chunk, "reuse") for chunk in chunks[:-1])
-    if include_usage:
-        assert last.choices == [] and [chunk.usage for chunk in chunks[:-1]] == [None] * 14
-        assert last.usage.prompt_tokens == whole.usage.prompt_tokens and last.usage.completion_tokens == 12
-        assert last.usage.prompt_tokens_details.cached_tokens == 0
-    else:
-        assert last is with_choice[-1] and last.usage is None
-
-
 def test_stream_ends_with_done_as_in_openai(server: Server) -> None:
     body = {"prompt": "Anna", "max_tokens": 2, "stream": True}
     response = patience.post(f"{server.url}/v1/completions", json=body)
@@ -112,27 +81,6 @@ def test_completion_logprobs_of_token_ids_match_a_full_prefill(server: Server, c
     np.testing.assert_allclose(found.token_logprobs, [logprobs.max()], atol=1e-5)
     np.testing.assert_allclose(sorted(found.top_logprobs[0].values()), np.sort(logprobs)[-3:], atol=1e-5)
     assert found.tokens == [answer.choices[0].text] and found.text_offset == [0]
-
-
-def test_completion_stream_pieces_join_to_the_whole_answer(server: Server, client: openai.OpenAI) -> None:
-    def complete(**more):
-        return client.completions.create(
-            model="tiny", prompt="Bob works", max_tokens=10, logprobs=2, extra_body={"retrieval": False}, **more
-        )
-
-    whole = complete()
-    request = Request(prompt="Bob works", sampling=SamplingParams(max_new_tokens=10), reuse="off")
-    assert whole.choices[0].text == server.engine.run(request).text
-    assert whole.documents == []
-    chunks = list(complete(stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
-    parts = [chunk.choices[0].logprobs for chunk in chunks[:-1] if chunk.choices[0].logprobs]
-    for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        joined = [value for part in parts for value in getattr(part, field)]
-        assert joined == getattr(whole.choices[0].logprobs, field) and len(joined) == 10
-    lengths = [len(token) for token in whole.choices[0].logprobs.tokens]
-    assert whole.choices[0].logprobs.text_offset == [sum(lengths[:n]) for n in range(10)]
-    assert chunks[-1].usage.completion_tokens == 10
 
 
 def test_completions_default_to_16_tokens_as_in_openai(client: openai.OpenAI) -> None:
@@ -322,7 +270,7 @@ def test_openapi_schema_has_our_fields_and_valid_references(server: Server) -> N
 
 
 def test_api_key_is_required_except_for_probes_and_metrics(
-    start_server: Callable[..., contextlib.AbstractContextManager[Server]],
+    start_server: StartServer,
 ) -> None:
     with start_server(ServerSettings(api_key="sesame", served_model_name="house-model")) as server:
         for path in ("health", "ready", "metrics"):

@@ -11,8 +11,8 @@ import pytest
 from ccjax.engine import Request, SamplingParams
 from ccjax.runner.sampling import seed_of
 from tests.polling import wait_until
-from tests.server import patience
 from tests.server.conftest import Server
+from tests.server.test_traffic import metrics
 
 if TYPE_CHECKING:
     import openai
@@ -77,17 +77,24 @@ def test_chat_stream_pieces_join_to_all_choices(client: openai.OpenAI, include_u
         assert logprobs[choice.index] == choice.logprobs.content
     assert roles == {0: 1, 1: 1, 2: 1}
     assert order != sorted(order), "the choices are streamed side by side, not one after the other"
+    assert len({chunk.id for chunk in chunks}) == 1
     last = chunks[-1]
-    assert last.reuse["prompt_tokens"] == whole.usage.prompt_tokens
+    assert last.ttft_s > 0 and last.reuse["prompt_tokens"] == whole.usage.prompt_tokens
     assert not any(hasattr(chunk, "reuse") for chunk in chunks[:-1])
     if include_usage:
         assert last.choices == [] and last.usage.completion_tokens == whole.usage.completion_tokens
         assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+        assert last.usage.prompt_tokens_details.cached_tokens == 0
+    else:
+        assert last.choices[0].finish_reason
     assert all(chunk.usage is None for chunk in chunks[: -1 if include_usage else None])
 
 
-def test_each_completion_choice_has_its_own_text_offsets(client: openai.OpenAI) -> None:
+def test_each_completion_choice_has_its_own_text_offsets(server: Server, client: openai.OpenAI) -> None:
     whole = complete(client, 3)
+    sampling = SamplingParams(max_new_tokens=12, temperature=1.5, seed=seed_of(11, 0))
+    request = Request(prompt="Bob works", sampling=sampling, reuse="off")
+    assert whole.choices[0].text == server.engine.run(request).text and whole.documents == []
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert len({choice.text for choice in whole.choices}) == 3
     for choice in whole.choices:
@@ -99,24 +106,22 @@ def test_each_completion_choice_has_its_own_text_offsets(client: openai.OpenAI) 
             parts[choice.index].append(choice)
     for choice in whole.choices:
         assert "".join(part.text for part in parts[choice.index]) == choice.text
-        offsets = [offset for part in parts[choice.index] if part.logprobs for offset in part.logprobs.text_offset]
-        assert offsets == choice.logprobs.text_offset
+        told = [part.logprobs for part in parts[choice.index] if part.logprobs]
+        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [value for part in told for value in getattr(part, field)]
+            assert joined == getattr(choice.logprobs, field)
         assert [part.finish_reason for part in parts[choice.index]][-1] == choice.finish_reason
 
 
 def test_metrics_count_every_answer_and_the_prompt_once(server: Server, client: openai.OpenAI) -> None:
-    def values() -> dict[str, float]:
-        lines = [line for line in patience.get(f"{server.url}/metrics").text.splitlines() if line[:1] != "#"]
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-
-    before = values()
+    before = metrics(server)
     answer = chat(client, 3, temperature=0, extra_body=DRAWN["extra_body"] | {"ignore_eos": True})
-    after = values()
+    after = metrics(server)
 
-    def moved(name: str) -> float:
-        return after[name] - before.get(name, 0.0)
+    def moved(*key: str) -> float:
+        return after[key] - before.get(key, 0.0)
 
-    assert moved('ccjax_request_success_total{finished_reason="length"}') == 3
+    assert moved("ccjax_request_success_total", "length") == 3
     assert moved("ccjax_generation_tokens_total") == 36 == answer.usage.completion_tokens
     assert moved("ccjax_prompt_tokens_total") == answer.usage.prompt_tokens
 

@@ -17,12 +17,12 @@ import pytest
 from ccjax.server import ServerSettings
 from tests.conftest import ROOT
 from tests.server import patience
+from tests.server.conftest import StartServer
+from tests.server.patience import READY_S
 from tests.server.test_startup import (
     DOCUMENTS,
     ONE_SEAT,
-    READY_S,
     Refusal,
-    StartServer,
     chat,
     kept,
     refusal,

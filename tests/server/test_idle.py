@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +18,9 @@ from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import MAX_MODEL_LEN, Server
+from tests.server.conftest import MAX_MODEL_LEN, Server, StartServer
 from tests.server.test_traffic import body, metrics
 
-StartServer = Callable[..., contextlib.AbstractContextManager[Server]]
 PASSAGES = [{"text": f"{name} sings in the {when}."} for name, when in [("Anna", "morning"), ("Bob", "evening")]]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable
 
 import httpx
 import pytest
@@ -15,7 +13,7 @@ from ccjax.runner.compilations import compilations
 from ccjax.server import ServerSettings, Service
 from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server
+from tests.server.conftest import StartServer
 from tests.server.test_idle import PASSAGES
 from tests.server.test_traffic import body, metrics
 
@@ -25,7 +23,7 @@ WAITED_FOR = ("ccjax_compilations_total",)
 
 
 def test_idle_time_compiles_the_rest_and_yields_to_requests(
-    start_server: Callable[..., contextlib.AbstractContextManager[Server]], monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
     compile_key = warmup.StepCompiler.compile

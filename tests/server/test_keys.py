@@ -11,7 +11,6 @@ import ccjax.server.keys
 from ccjax.errors import ConfigError
 from ccjax.server import ServerSettings
 from ccjax.server.keys import Key, KeyRing, Keys, salt_of
-from tests.polling import wait_until
 from tests.server import patience
 
 ANNA, BOB, PLAIN, ADMIN = "anna-key-0123456789", "bob-key-0123456789", "plain-key-0123456789", "admin-key-0123456789"
@@ -235,20 +234,8 @@ def test_cache_salt_length_is_limited(tenants):
     assert response.status_code == 400 and response.json()["error"]["param"] == "cache_salt"
 
 
-def warmed(tenants, **fields) -> dict:
-    """The result of a warm job of one passage."""
-    headers = {"Authorization": f"Bearer {ADMIN}"}
-    begun = patience.post(f"{tenants.url}/v1/cache/warm", json={"at_once": True, **fields}, headers=headers)
-    if begun.status_code != 202:
-        return begun.json()["error"]
-    path, found = f"{tenants.url}{begun.headers['location']}", {}
-
-    def is_over() -> bool:
-        found.update(patience.get(path, headers=headers).json())
-        return found["status"] != "running"
-
-    wait_until(is_over, timeout_s=60.0)
-    return found
+def warmed(server, **fields) -> dict:
+    return patience.warmed(server.url, ADMIN, at_once=True, **fields)
 
 
 def reused_of_passages(response) -> int:

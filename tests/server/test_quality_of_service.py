@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -24,7 +24,7 @@ from ccjax.server.listening import listen
 from ccjax.server.schemas import ChatBody
 from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server
+from tests.server.conftest import Server, StartServer
 from tests.server.test_traffic import body, busy, held_steps, metrics
 
 CHAT = "/v1/chat/completions"
@@ -32,7 +32,7 @@ LATE = ("ccjax_request_errors_total", "deadline_exceeded")
 
 
 @pytest.fixture(scope="module")
-def narrow(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
+def narrow(start_server: StartServer) -> Iterator[Server]:
     """A server whose engine runs one request at a time."""
     with start_server(ServerSettings(refresh_interval_s=None), max_num_seqs=1, max_queue=64) as server:
         ask(server, max_tokens=120)  # compiled once and for all

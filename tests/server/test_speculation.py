@@ -3,14 +3,12 @@ leave nothing behind."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from ccjax.engine import Delta, Request
-from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import OverloadError, RequestError
 from ccjax.retrieval import Passage
@@ -18,14 +16,14 @@ from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server
+from tests.server.conftest import Server, StartServer
 from tests.server.test_traffic import metrics
 
 QUESTION = "Who repairs violins in Paris, and who paints houses in Rome?"
 
 
 @pytest.fixture(scope="module")
-def staged(start_server: Callable[..., contextlib.AbstractContextManager[Server]]) -> Iterator[Server]:
+def staged(start_server: StartServer) -> Iterator[Server]:
     with start_server(ServerSettings(top_k=2, retrieval_stages=4, repair_when_idle=False)) as server:
         yield server
 
@@ -225,18 +223,6 @@ def test_text_is_held_back_until_the_passages_are_final() -> None:
     assert submit.cancelled == []
     cancel()
     assert submit.cancelled == [0]
-
-
-def test_an_answer_from_other_passages_is_never_sent() -> None:
-    submit, got = Recorded(), []
-    speculation = begun(submit)
-    speculation.offer(DOCUMENTS)
-    speculation.start(request_of(DOCUMENTS[::-1]), got.append, on_start=lambda: None)
-    submit.emits[0](Delta("x", (1,)))
-    submit.emits[0](CancelledError())
-    assert submit.cancelled == [0] and got == [] and not speculation.was_right and len(submit.asked) == 2
-    submit.emits[1](answer := Delta("z", (3,)))
-    assert got == [answer]
 
 
 @pytest.mark.parametrize("error", [OverloadError("full", 1.0), RequestError("documents", "too long")])

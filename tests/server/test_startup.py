@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
@@ -29,11 +28,9 @@ from scripts.serve import main
 from tests.conftest import ROOT
 from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server
+from tests.server.patience import READY_S
 
-READY_S = 300
 Refusal = Callable[[list[str]], str]
-StartServer = Callable[..., contextlib.AbstractContextManager[Server]]
 
 
 @pytest.fixture
@@ -110,34 +107,14 @@ def serving(
 ) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
     """A ready server: its URL, its final line, its process, which is ended if it has not ended."""
     with start([*arguments, "--port", "0"], environment, *program) as process:
-        assert process.stdout is not None and process.stderr is not None
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                assert selector.select(READY_S), "no final line"
-            line = process.stdout.readline()
-            found = re.search(r"http://[\d.]+:\d+", line)
-            assert found is not None, line + process.stderr.read()
-            yield found[0], line, process
+            url, line = patience.final_line(process)
+            yield url, line, process
         finally:
             process.kill()
 
 
-def test_help_lists_flags_without_importing_jax(environment: dict[str, str]) -> None:
-    with start(["--help"], environment) as process:
-        output, errors = process.communicate(timeout=READY_S)
-    assert process.returncode == 0 and errors == ""
-    for flag in (
-        "--model",
-        "--store",
-        "--strategy",
-        "--docs",
-        "--max-queue",
-        "--request-timeout-s",
-        "--no-warmup",
-        "--api-key",
-    ):
-        assert flag in output
+def test_options_are_parsed_without_importing_jax(environment: dict[str, str]) -> None:
     code = (
         "import sys, ccjax.cli.serve as s; s.serve_options([]); sys.exit({'jax', 'fastapi'} & {*sys.modules} != set())"
     )

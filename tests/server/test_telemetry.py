@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.server
 import importlib.util
 import json
@@ -26,10 +25,9 @@ from ccjax.server.phases import PHASES, phases
 from ccjax.server.tracing import Tracing
 from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server
+from tests.server.conftest import Server, StartServer
 from tests.server.test_traffic import busy, metrics
 
-Start = Callable[..., contextlib.AbstractContextManager[Server]]
 PASSAGES = [
     {"id": f"p{number}", "text": f"The {name} hides in a hollow."} for number, name in enumerate(("fox", "owl"))
 ]
@@ -55,11 +53,6 @@ def test_phases_are_contiguous_up_to_the_last_one_reached():
         ("queue", 2.5, 4.0),
     ]
     assert list(phases(1.0, None, None, None, None, None)) == []
-
-
-def test_overlapping_time_counts_towards_the_earlier_phase():
-    told = list(phases(0.0, 3.0, 3.5, 1.0, 5.0, 6.0))  # it left the queue while passages were searched for
-    assert told[2:] == [("queue", 3.5, 3.5), ("prefill", 3.5, 5.0), ("decode", 5.0, 6.0)]
 
 
 # -- the log -----------------------------------------------------------------------------------------------------------
@@ -231,7 +224,7 @@ def attributes(span: Span) -> dict[str, Any]:
 
 
 def test_request_span_joins_the_callers_trace_with_phases_as_children(
-    start_server: Start, collector: Collector, lines
+    start_server: StartServer, collector: Collector, lines
 ) -> None:
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     with start_server(ServerSettings(otlp_traces_endpoint=collector.url)) as server:
@@ -270,7 +263,7 @@ def test_request_span_joins_the_callers_trace_with_phases_as_children(
 
 
 def test_refused_and_failed_requests_are_spans_too(
-    start_server: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "library")
     with start_server(ServerSettings(otlp_traces_endpoint=collector.url)) as server:
@@ -284,7 +277,7 @@ def test_refused_and_failed_requests_are_spans_too(
 
 
 def test_sampler_set_in_the_environment_applies(
-    start_server: Start, collector: Collector, monkeypatch: pytest.MonkeyPatch
+    start_server: StartServer, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with start_server(ServerSettings(otlp_traces_endpoint=collector.url)) as server:
@@ -293,7 +286,7 @@ def test_sampler_set_in_the_environment_applies(
     assert {span.trace_id.hex() for span in collector.spans} == {"1" * 32}
 
 
-def test_without_a_collector_requests_are_still_answered(start_server: Start) -> None:
+def test_without_a_collector_requests_are_still_answered(start_server: StartServer) -> None:
     with start_server(ServerSettings(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")) as server:
         assert ask(server).status_code == 200
 
@@ -312,7 +305,7 @@ def test_tracing_without_its_packages_is_refused(monkeypatch: pytest.MonkeyPatch
 # -- tokens by kind of match -------------------------------------------------------------------------------------------
 
 
-def test_prefix_hits_are_counted_separately_in_tokens_and_bytes(start_server: Start) -> None:
+def test_prefix_hits_are_counted_separately_in_tokens_and_bytes(start_server: StartServer) -> None:
     with start_server(ServerSettings()) as server:
         reports = [ask(server, documents=docs).json()["reuse"] for docs in (PASSAGES, PASSAGES, PASSAGES[::-1])]
         ask(server, reuse="off")

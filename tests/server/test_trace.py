@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,9 @@ from ccjax.server.phases import PHASES
 from ccjax.server.trace_format import token_texts, trace_json
 from ccjax.text import ByteTokenizer
 from tests.server import patience
-from tests.server.conftest import DOCUMENTS, Server
+from tests.server.conftest import DOCUMENTS, Server, StartServer
 from tests.server.tiny_model import write_tiny_model
 
-Start = Callable[..., contextlib.AbstractContextManager[Server]]
 COUNTS = ("reused_tokens", "recomputed_tokens", "computed_tokens")
 PASSAGES = [{"id": f"é{number}", "text": f"{text} Größe {number}."} for number, text in enumerate(DOCUMENTS.values())]
 
@@ -80,7 +77,7 @@ def check_clock(trace: dict[str, Any], layers: list[int]) -> None:
         assert prefill["start_s"] <= span["start_s"] <= span["end_s"] <= prefill["end_s"]
 
 
-def test_trace_covers_every_token_and_matches_the_reuse_report(start_server: Start) -> None:
+def test_trace_covers_every_token_and_matches_the_reuse_report(start_server: StartServer) -> None:
     with start_server() as server:  # that has none of the passages
         first = ask(server, [0, 1, 2])
         second = ask(server, [2, 0, 1])
@@ -130,7 +127,7 @@ def test_several_choices_share_one_traced_prefill(server: Server) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["cacheblend", "full"])
-def test_trace_marks_are_right_with_recompute_and_without_reuse(start_server: Start, strategy: str) -> None:
+def test_trace_marks_are_right_with_recompute_and_without_reuse(start_server: StartServer, strategy: str) -> None:
     ratio = {"recompute_ratio": 0.3} if strategy == "cacheblend" else {}
     with start_server(strategy=strategy, **ratio) as server:
         ask(server, [0, 1, 2])
@@ -140,7 +137,7 @@ def test_trace_marks_are_right_with_recompute_and_without_reuse(start_server: St
         assert bool(answer["reuse"]["reused_tokens"]) == (strategy != "full")
 
 
-def test_question_chooses_tokens_of_passages_seen_once(start_server: Start, tmp_path: Path) -> None:
+def test_question_chooses_tokens_of_passages_seen_once(start_server: StartServer, tmp_path: Path) -> None:
     """15 % of them, in every layer; which ones depends on the question."""
     write_tiny_model(tmp_path / "deep", list(DOCUMENTS.values()), num_layers=20)
     passages = [{"id": document["id"], "text": " ".join([document["text"]] * 2)} for document in PASSAGES]
@@ -194,7 +191,7 @@ def test_joined_token_texts_equal_the_text_even_if_characters_are_split() -> Non
     assert token_texts((1, 2), None) == ["", ""]
 
 
-def test_the_live_view_counts_answers(start_server: Start) -> None:
+def test_the_live_view_counts_answers(start_server: StartServer) -> None:
     with start_server() as server:
         before = patience.get(f"{server.url}/v1/live").json()
         assert before["answered"] == 0 and before["documents"] == [] and before["queue"]["running"] == 0
@@ -211,7 +208,7 @@ def test_the_live_view_counts_answers(start_server: Start) -> None:
         assert {tier["tier"]: tier["used_bytes"] for tier in live["tiers"]} == usage
 
 
-def test_page_is_public_with_strict_csp_and_live_view_requires_the_key(start_server: Start) -> None:
+def test_page_is_public_with_strict_csp_and_live_view_requires_the_key(start_server: StartServer) -> None:
     with start_server(ServerSettings(api_key="k", top_k=2)) as server:
         page = httpx.get(f"{server.url}/")
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
@@ -234,7 +231,7 @@ def test_page_is_public_with_strict_csp_and_live_view_requires_the_key(start_ser
         assert httpx.get(f"{server.url}/v1/live", headers={"Authorization": "Bearer k"}).status_code == 200
 
 
-def test_disabling_the_page_also_disables_trace_and_live_view(start_server: Start) -> None:
+def test_disabling_the_page_also_disables_trace_and_live_view(start_server: StartServer) -> None:
     with start_server(ServerSettings(page=False)) as server:
         for path in ("/", "/page/app.js", "/v1/live"):
             assert httpx.get(f"{server.url}{path}").status_code == 404

@@ -22,7 +22,7 @@ from ccjax.retrieval.documents import LoadedDocument
 from ccjax.server import ServerSettings
 from tests.polling import wait_until
 from tests.server import patience
-from tests.server.conftest import Server
+from tests.server.conftest import Server, StartServer
 
 NAMES = ("Anna", "Bob", "Carla", "Dino")
 
@@ -63,19 +63,6 @@ def held_steps(engine: Engine, after: int = 0) -> Iterator[None]:
             go_on.set()
 
 
-def test_health_and_metrics_answer_while_requests_wait(server: Server) -> None:
-    with concurrent.futures.ThreadPoolExecutor(3) as pool, busy(server):
-        url = f"{server.url}/v1/chat/completions"
-        waiting = [pool.submit(httpx.post, url, json=body(name), timeout=60) for name in NAMES[:3]]
-        worker = server.service.backend.worker
-        wait_until(lambda: worker.num_waiting == 3)
-        assert patience.get(f"{server.url}/health").status_code == 200
-        found = metrics(server)
-        assert found[("ccjax_num_requests_running",)] == 0 and found[("ccjax_num_requests_waiting",)] == 3
-        assert not any(answer.done() for answer in waiting)
-    assert [answer.result().status_code for answer in waiting] == [200] * 3
-
-
 def test_metrics_include_memory_and_compilations(server: Server) -> None:
     compiled = ("ccjax_compilations_total",)
     assert patience.post(f"{server.url}/v1/chat/completions", json=body("Who?")).status_code == 200
@@ -86,7 +73,7 @@ def test_metrics_include_memory_and_compilations(server: Server) -> None:
 
 
 def test_full_queue_returns_429_and_recovers(
-    start_server: Callable[..., contextlib.AbstractContextManager[Server]],
+    start_server: StartServer,
 ) -> None:
     import openai
 
@@ -216,21 +203,8 @@ def test_metrics_counters_follow_requests(server: Server) -> None:
     assert after[("ccjax_num_documents",)] == 5
 
 
-def test_index_follows_added_and_deleted_documents(
-    start_server: Callable[..., contextlib.AbstractContextManager[Server]], docs_dir
-) -> None:
-    added = docs_dir / "fay.md"
-    with start_server(ServerSettings(refresh_interval_s=0.1)) as server:
-        try:
-            added.write_text("# Fay\n\nFay collects meteorites in Chile.")
-            wait_until(lambda: server.retriever.num_documents == 6)
-        finally:
-            added.unlink()
-        wait_until(lambda: server.retriever.num_documents == 5)
-
-
 def test_files_that_crash_a_parser_prevent_neither_startup_nor_answers(
-    start_server: Callable[..., contextlib.AbstractContextManager[Server]],
+    start_server: StartServer,
     docs_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

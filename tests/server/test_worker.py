@@ -24,10 +24,7 @@ REPORT = ReuseReport("off", "full", 1, 1, 0, 0, 1.0, True)
 
 class Steered:
     """An engine that answers with the prompt's words, one request after the other, one word per delta, each after a
-    release of `step`.
-
-    The word "layers" stands for a prefill: a layer for each release, until the request is cancelled.
-    """
+    release of `step`."""
 
     def __init__(self) -> None:
         self.step = threading.Semaphore(0)
@@ -67,11 +64,6 @@ class Steered:
         assert request.prompt is not None
         for word in request.prompt.split():
             assert self.step.acquire(timeout=120)
-            while word == "layers":
-                if given_up.is_set():
-                    return
-                self.log.append("layer")
-                assert self.step.acquire(timeout=120)
             if given_up.is_set():
                 return
             if word == "boom":
@@ -126,24 +118,6 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_requests_run_to_completion_in_arrival_order(worker: EngineWorker, steered: Steered) -> None:
-    jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c", "d")]
-    steered.step.release(4)
-    assert [await text(job) for job in jobs] == ["a b", "c", "d"]
-    await until(lambda: len(steered.log) == 9)
-    assert steered.log == [f"{what} {prompt}" for prompt in ("a b", "c", "d") for what in ("start", "end", "closed")]
-    assert steered.ended == jobs and all(job.response is not None and not job.cancelled for job in jobs)
-
-
-async def test_a_failure_reaches_its_own_client_only(worker: EngineWorker, steered: Steered) -> None:
-    bad, good = worker.submit(request("a boom")), worker.submit(request("c"))
-    steered.step.release(3)
-    with pytest.raises(ValueError, match="boom"):
-        await text(bad)
-    assert await text(good) == "c"
-    assert steered.ended == [good]
-
-
 async def test_request_refused_by_the_engine_leaves_no_job_or_preload(start: Start, steered: Steered) -> None:
     preloads = Preloads()
     worker = start(preload=preloads)
@@ -157,17 +131,6 @@ async def test_request_refused_by_the_engine_leaves_no_job_or_preload(start: Sta
     assert [await text(job) for job in (first, worker.submit(request("c")))] == ["a", "c"]
     await until(lambda: worker.is_idle)
     assert [job.request.prompt for job in steered.ended] == ["a", "c"]
-
-
-async def test_aborted_jobs_get_the_reason(worker: EngineWorker, steered: Steered) -> None:
-    jobs = [worker.submit(request(prompt)) for prompt in ("a b", "c")]
-    await until(lambda: worker.num_running == 1)
-    worker.break_off(OSError("enough"))
-    outcomes = await asyncio.gather(*(text(job) for job in jobs), return_exceptions=True)
-    assert [str(outcome) for outcome in outcomes] == ["enough"] * 2
-    steered.step.release(2)
-    await until(lambda: worker.is_idle)
-    assert set(steered.ended) == set(jobs) and "start c" not in steered.log
 
 
 async def test_too_many_calls_are_refused(worker: EngineWorker) -> None:
@@ -198,60 +161,6 @@ async def test_shut_worker_finishes_its_jobs(worker: EngineWorker, steered: Stee
     await until(lambda: worker.is_idle)
 
 
-async def test_a_running_job_is_cancelled_after_its_step(worker: EngineWorker, steered: Steered) -> None:
-    job = worker.submit(request("a b c"))
-    steered.step.release()
-    deltas = job.deltas()
-    assert (await anext(deltas)).text == "a"
-    job.cancel()
-    job.cancel()
-    with pytest.raises(JobCancelledError):
-        await anext(deltas)
-    steered.step.release()
-    await until(lambda: worker.num_running == 0)
-    assert steered.log == ["start a b c", "closed a b c"] and steered.ended == [job] and job.response is None
-
-
-async def test_a_job_is_cancelled_between_the_layers_of_its_prefill(worker: EngineWorker, steered: Steered) -> None:
-    job, other = worker.submit(request("layers a")), worker.submit(request("b"))
-    steered.step.release(2)
-    await until(lambda: steered.log.count("layer") == 2)
-    job.cancel()
-    with pytest.raises(JobCancelledError):
-        await text(job)
-    assert steered.ended == []  # it still holds the engine
-    steered.step.release(2)
-    assert await text(other) == "b"
-    assert steered.log[:4] == ["start layers a", "layer", "layer", "closed layers a"]
-    assert steered.ended == [job, other] and job.response is None and job.first_delta_s is None
-
-
-class Idle:
-    """Idle work of this many pieces."""
-
-    def __init__(self, pieces: int) -> None:
-        self.left, self.done = pieces, 0
-
-    def __call__(self, is_wanted: Callable[[], bool]) -> bool:
-        if not self.left:
-            return False
-        self.left, self.done = self.left - 1, self.done + 1
-        return True
-
-
-async def test_idle_work_runs_before_and_after_requests(start: Start, steered: Steered) -> None:
-    idle = Idle(3)
-    worker = start(idle_work=idle)
-    await until(lambda: idle.done == 3)
-    assert worker.num_running == 0
-    steered.step.release()
-    assert await text(worker.submit(request("a"))) == "a"
-    idle.left = 2  # left by the request
-    await until(lambda: idle.done == 5)
-    steered.step.release()
-    assert await text(worker.submit(request("b"))) == "b"
-
-
 class Endless:
     """Idle work that goes on until the engine is wanted, and returns `is_done`."""
 
@@ -265,18 +174,6 @@ class Endless:
             threading.Event().wait(0.001)
         self.ended.set()
         return self.is_done
-
-
-async def test_idle_work_yields_to_a_request(start: Start, steered: Steered) -> None:
-    endless = Endless()
-    worker = start(idle_work=endless)
-    for prompt in ("a", "b"):
-        endless.begun.clear()
-        await until(endless.begun.is_set)
-        steered.step.release()
-        assert await text(worker.submit(request(prompt))) == prompt
-    endless.begun.clear()
-    await until(endless.begun.is_set)  # and `close` ends it
 
 
 async def test_pieces_of_idle_work_follow_each_other_without_a_pause(

@@ -5,6 +5,7 @@ import logging
 import random
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -269,12 +270,8 @@ def test_failed_replacement_of_a_damaged_catalog_is_retried(tmp_path, catalogs, 
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 64)
     tier = tier_at(place)
     tier._commits._copies(set())  # a refresh that finds many new ones
-
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("os.replace", refuse)
+        patch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
         tier.tidy()
     tier.tidy()
     tier.tidy()
@@ -343,12 +340,8 @@ def test_a_record_that_cannot_be_read_stops_the_sweep(place, monkeypatch):
     place.write(f"{OURS.namespace}/data/{'0' * 32}/c.0.0.0.0.0", b"an orphan")
     place.let_pass(ORPHAN_AGE_S, monkeypatch)
     before = place.object_keys()
-
-    def refuse(*_):
-        raise StoreUnavailableError("no answer")
-
     with monkeypatch.context() as patch:
-        patch.setattr(CommittedShards, "read", refuse)
+        patch.setattr(CommittedShards, "read", Mock(side_effect=StoreUnavailableError("no answer")))
         tier = tier_at(place)
         tier.tidy()
     assert place.object_keys() == before and len(tier) == 5
@@ -477,11 +470,7 @@ def test_a_failing_disk_is_logged_and_retried_after_more_changes(tmp_path, monke
     tier = TensorStoreTier(url_of(tmp_path), SPEC, OURS)
     tier.write(make_record("a"), make_kv("a"))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ccjax.store"):
-
-        def refuse(*_):
-            raise OSError(28, "No space left on device")
-
-        patch.setattr("os.replace", refuse)
+        patch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
         for _ in range(3):
             tier.tidy()
     assert caplog.text.count("cannot write the catalog") == 1

@@ -2,6 +2,7 @@
 the index."""
 
 import contextlib
+from unittest.mock import Mock
 
 import pytest
 
@@ -40,10 +41,7 @@ def came(store, *variant_ids):
 
 def test_a_variant_of_another_process_can_be_loaded_without_listing_the_root(open_one, monkeypatch):
     ours, theirs = open_one(), open_one()
-
-    def refuse(*_):
-        raise AssertionError("the record came along")
-
+    refuse = Mock(side_effect=AssertionError("the record came along"))
     monkeypatch.setattr(theirs._disk._root, "names", refuse)
     monkeypatch.setattr(theirs._disk._root, "read", refuse)
     put(ours, "v")

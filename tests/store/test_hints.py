@@ -2,6 +2,7 @@
 
 import logging
 from types import MappingProxyType
+from unittest.mock import Mock
 
 import pytest
 
@@ -50,12 +51,8 @@ def test_damaged_hints_count_as_none(place, content):
 def test_failed_hint_write_is_logged_and_keeps_the_old_hints(tmp_path, monkeypatch, caplog):
     with open_store(tmp_path) as store:
         store.write_hints({"a": 1})
-
-        def refuse(*_):
-            raise OSError(28, "No space left on device")
-
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ccjax.store"):
-            patch.setattr("os.replace", refuse)
+            patch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
             store.write_hints({"a": 2})
         assert "cannot write the hints" in caplog.text and "No space left" in caplog.text
         assert store.read_hints() == {"a": 1}
@@ -68,9 +65,5 @@ def test_failed_hint_read_is_reported_and_any_mapping_can_be_written(tmp_path, m
     hints.write(MappingProxyType({"x": 1}))
     assert hints.read() == {"x": 1} and told == []
     error = OSError(5, "Input/output error")
-
-    def refuse(*_):
-        raise error
-
-    monkeypatch.setattr(root, "read", refuse)
+    monkeypatch.setattr(root, "read", Mock(side_effect=error))
     assert hints.read() == {} and told == [("hints.json", error)]

@@ -13,6 +13,10 @@ from ccjax.store.notes import Notes
 from tests.store.kv import OTHERS, OURS, bytes_on_disk, namespace_of, open_store, put
 
 
+def refuse(*_: object, **__: object) -> NoReturn:
+    raise OSError(28, "No space left on device")
+
+
 def test_notes_persist_and_are_never_overwritten(place):
     with open_store(place.url) as store:
         assert store.notes.items() == {}
@@ -45,6 +49,7 @@ def test_processes_share_notes_without_overwriting_them(place):
 
 def test_a_store_in_memory_keeps_notes_in_memory():
     with open_store(None) as store:
+        assert store.claims is None
         store.notes.put("a", {}, wait=True)
         assert store.notes.items() == {"a": {}} and store.notes.refresh() == ({}, ())
         store.notes.delete("a")
@@ -60,10 +65,6 @@ def test_damaged_note_reads_as_empty(place, content):
 
 def test_notes_refused_by_the_disk_are_written_later(tmp_path, monkeypatch, caplog):
     with open_store(tmp_path) as store:
-
-        def refuse(*_):
-            raise OSError(28, "No space left on device")
-
         with monkeypatch.context() as patch:
             patch.setattr(FileRoot, "create", refuse)
             store.notes.put("a", {"x": 1})
@@ -127,10 +128,6 @@ def queue() -> Queue:
 @pytest.fixture
 def notes(root, queue) -> Notes:
     return Notes(root, "notes", run=queue)
-
-
-def refuse(*_: object, **__: object) -> NoReturn:
-    raise OSError(28, "No space left on device")
 
 
 def test_a_note_deleted_before_its_turn_is_never_written(notes, root, queue, monkeypatch):

@@ -23,18 +23,20 @@ from tests.store.kv import (
     SPEC,
     assert_same_bytes,
     assert_swapped_objects_are_refused,
+    encrypted,
     get,
     make_kv,
     make_record,
     object_of,
     open_store,
     put,
+    sealed,
     url_of,
 )
 
 KEY, OLD_KEY, THEIR_KEY = b"k" * 32, b"o" * 32, b"t" * 32
-SEALED = StoreIdentity("model-a", keys=StoreKeys((KEY,)))
-STRANGER = StoreIdentity("model-a", keys=StoreKeys((THEIR_KEY,)))
+SEALED, HIDDEN, STRANGER = sealed(KEY), encrypted(KEY), sealed(THEIR_KEY)
+BOTH = pytest.mark.parametrize("identity", [SEALED, HIDDEN], ids=["sealed", "encrypted"])
 SIZE = SPEC.num_bytes(5)
 
 
@@ -85,14 +87,14 @@ def test_compressed_and_quantised_formats_are_sealed(tmp_path, kv_dtype, compres
 
 
 def test_stores_with_and_without_keys_share_a_root_but_no_data(place):
-    with opened(place) as ours, opened(place, OURS) as plain:
-        put(ours, "v")
-        put(plain, "w")
-        ours.refresh()
-        plain.refresh()
-        assert [summary.variant_id for summary in ours.summaries()] == ["v"]
-        assert [summary.variant_id for summary in plain.summaries()] == ["w"]
-    assert SEALED.namespace != OURS.namespace and SEALED.namespace == STRANGER.namespace
+    with opened(place) as ours, opened(place, OURS) as plain, opened(place, HIDDEN) as hidden:
+        stores = {"v": ours, "w": plain, "x": hidden}
+        for variant_id, store in stores.items():
+            put(store, variant_id)
+        for variant_id, store in stores.items():
+            store.refresh()
+            assert [summary.variant_id for summary in store.summaries()] == [variant_id]
+    assert SEALED.namespace == STRANGER.namespace and HIDDEN.namespace == encrypted(THEIR_KEY).namespace
 
 
 # -- what somebody who can write may do --------------------------------------------------------------------------
@@ -149,9 +151,10 @@ def test_forged_kv_with_colliding_xxh3_is_not_read(place, monkeypatch):
             get(store, "v")
 
 
-def test_swapped_objects_of_two_variants_are_rejected(place):
-    with opened(place) as store:
-        assert_swapped_objects_are_refused(place, store, SEALED)
+@BOTH
+def test_swapped_objects_of_two_variants_are_rejected(place, identity):
+    with opened(place, identity) as store:
+        assert_swapped_objects_are_refused(place, store, identity)
 
 
 def test_swapped_records_of_two_variants_are_rejected(place):
@@ -249,18 +252,19 @@ def test_forged_catalog_is_not_used(tmp_path, monkeypatch):
     assert [shard.chunk_id for shard in fooled.summaries()] == ["another"]
 
 
-def test_forged_notes_hints_and_leases_are_ignored(place):
-    with opened(place) as store:
+@BOTH
+def test_forged_notes_hints_and_leases_are_ignored(place, identity):
+    with opened(place, identity) as store:
         store.notes.put("a", {"x": 1}, wait=True)
         store.notes.put("b", {"x": 2}, wait=True)
         store.write_hints({"x": 1})
-    space = SEALED.namespace
+    space = identity.namespace
     raw = place.read(f"{space}/notes/a.json")
     place.write(f"{space}/notes/c.json", raw)  # a sound note under another name
     place.write(f"{space}/notes/b.json", b'{"x": 3}')
     place.write(f"{space}/hints.json", b'{"x": 3}' + place.read(f"{space}/hints.json")[-SEAL_BYTES:])
     place.write(f"{space}/leases/v.00000001", b'{"expires_s": 9e9, "holder": "me"}')
-    with opened(place) as store:
+    with opened(place, identity) as store:
         store.notes.refresh()
         assert store.notes.items() == {"a": {"x": 1}, "b": {}, "c": {}}
         assert store.read_hints() == {}
@@ -296,21 +300,20 @@ def test_lease_of_another_epoch_is_ignored(tmp_path):
 # -- keys ----------------------------------------------------------------------------------------------------------
 
 
-def test_key_rotation_keeps_newly_sealed_variants_readable(place):
-    """Old key, then both, then the new one in front, then the new one alone: nothing that was sealed anew is lost."""
-    old = StoreIdentity("model-a", keys=StoreKeys((OLD_KEY,)))
-    both = StoreIdentity("model-a", keys=StoreKeys((OLD_KEY, KEY)))
-    turned = StoreIdentity("model-a", keys=StoreKeys((KEY, OLD_KEY)))
-    with opened(place, old) as store:
+@pytest.mark.parametrize("with_keys", [sealed, encrypted])
+def test_key_rotation_keeps_newly_written_variants_readable(place, with_keys):
+    """Old key, then both, then the new one in front, then the new one alone: nothing that was written anew is lost."""
+    with opened(place, with_keys(OLD_KEY)) as store:
         put(store, "v")
-    with opened(place, turned) as first, opened(place, both) as second:
+    with opened(place, with_keys(KEY, OLD_KEY)) as first, opened(place, with_keys(OLD_KEY, KEY)) as second:
         put(first, "w")
         second.refresh()
         for store in (first, second):
             assert_same_bytes(get(store, "v"), make_kv("v"))
             assert_same_bytes(get(store, "w"), make_kv("w"))
-    with opened(place, SEALED) as store:
+    with opened(place, with_keys(KEY)) as store:
         assert [summary.variant_id for summary in store.summaries()] == ["w"] and store.usage()["disk"].forged == 1
+        assert_same_bytes(get(store, "w"), make_kv("w"))
 
 
 def test_key_file_is_parsed_and_loose_permissions_are_logged(tmp_path, caplog):
@@ -345,8 +348,9 @@ def test_invalid_key_file_error_names_the_file_without_its_contents(tmp_path, co
     assert "hush" not in str(caught.value) and KEY.decode() not in str(caught.value)
 
 
-def test_size_of_a_record_is_known_beforehand(tmp_path):
-    tier = TensorStoreTier(url_of(tmp_path), SPEC, SEALED)
+@BOTH
+def test_size_of_a_record_is_known_beforehand(tmp_path, identity):
+    tier = TensorStoreTier(url_of(tmp_path), SPEC, identity)
     record = make_record("v")
     wanted = tier.charge_bytes(record)
     tier.write(record, make_kv("v"))

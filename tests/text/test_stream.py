@@ -108,26 +108,20 @@ def streamed(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None
     return [*shown, matcher.flush()], matcher.matched
 
 
-def test_stop_string_across_pieces():
-    assert streamed(["\n\nQ:"], ["one\n", "\n", "Q", ": two", " three"]) == (["one", "", "", "", "", ""], "\n\nQ:")
-
-
-def test_partial_stop_string_match_is_emitted_later():
-    assert streamed(["STOP"], ["xS", "T", "OPE"]) == (["x", "", "", ""], "STOP")
-    assert streamed(["STOP"], ["xS", "T", "ART S"]) == (["x", "", "START ", "S"], None)
-
-
-def test_overlapping_partial_stop_string_matches_are_handled():
-    assert streamed(["aab"], ["a", "a", "a", "b"]) == (["", "", "a", "", ""], "aab")
-
-
-def test_leftmost_then_longest_stop_string_wins():
-    assert streamed(["b", "a"], ["xab"]) == (["x", ""], "a")
-    assert streamed(["a", "ab"], ["xab"]) == (["x", ""], "ab")
-
-
-def test_text_is_not_held_back_without_stop_strings():
-    assert streamed([], ["a", "b"]) == (["a", "b", ""], None)
+@pytest.mark.parametrize(
+    ("stops", "pieces", "shown", "matched"),
+    [
+        (["\n\nQ:"], ["one\n", "\n", "Q", ": two", " three"], ["one", "", "", "", "", ""], "\n\nQ:"),
+        (["STOP"], ["xS", "T", "OPE"], ["x", "", "", ""], "STOP"),
+        (["STOP"], ["xS", "T", "ART S"], ["x", "", "START ", "S"], None),  # emitted later
+        (["aab"], ["a", "a", "a", "b"], ["", "", "a", "", ""], "aab"),
+        (["b", "a"], ["xab"], ["x", ""], "a"),  # the leftmost, then the longest
+        (["a", "ab"], ["xab"], ["x", ""], "ab"),
+        ([], ["a", "b"], ["a", "b", ""], None),
+    ],
+)
+def test_stop_string_across_pieces(stops, pieces, shown, matched):
+    assert streamed(stops, pieces) == (shown, matched)
 
 
 @pytest.mark.parametrize("stops", ["abc", [""], [None], [3]])

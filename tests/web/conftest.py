@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import selectors
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.server import patience
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-READY_S = 600
 OUTPUT = ROOT / "build" / "web"
 PHONE = {"width": 375, "height": 812}
 DESKTOP = {"width": 1280, "height": 900}
@@ -53,22 +49,9 @@ def serving(home: Path, *arguments: str, port: int = 0) -> Iterator[str]:
         [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:
-            assert process.stdout is not None
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                assert selector.select(READY_S), "no final line"
-            line = process.stdout.readline()
-            found = re.search(r"http://[\d.]+:\d+", line)
-            assert found is not None, f"the server ended: {line!r}"
-            yield found[0]
+            yield patience.final_line(process)[0]
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +117,3 @@ def screenshot() -> Callable[[Page, str], None]:
         page.screenshot(path=OUTPUT / f"{name}.png", full_page=True)
 
     return shoot
-
-
-def wait_until(is_so: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """The page's policy forbids Playwright's own waits for functions, which evaluate texts."""
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)

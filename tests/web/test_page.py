@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.web.conftest import PHONE, OpenPage, free_port, serving, wait_until
+from tests.polling import wait_until
+from tests.store.servers import free_port
+from tests.web.conftest import PHONE, OpenPage, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -166,7 +168,8 @@ def test_an_answer_appears_while_it_is_generated(server_url: str, open_page: Ope
             lengths.add(len(page.inner_text("#answer")))
         return len(lengths - {0}) >= 3
 
-    wait_until(grown, f"the answer did not grow: {lengths}")
+    # The page's policy forbids Playwright's own waits for functions, which evaluate texts.
+    wait_until(grown)
     page.click("#stop")
     page.locator("#answer-note", has_text="Stopped").wait_for()
     assert page.is_enabled("#send") and page.is_hidden("#tokens-panel") and page.inner_text("#answer")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +22,7 @@ from ccjax.errors import EraseIncompleteError
 from ccjax.prompts import chunk_id, tenant_of
 from ccjax.store.spec import ShardRecord
 from ccjax.store.tiered import TieredStore
-from ccjax.types import Chunk, ChunkId
+from ccjax.types import Chunk, ChunkId, VariantMeta
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +197,6 @@ class DocumentCache:
     ) -> CachedDocument:
         chunk_ids = {link.chunk_id for _, link in links}
         metas = [meta for found in self._variants.of_chunks(chunk_ids).values() for meta in found]
-        num_bytes = dict.fromkeys(self._store.usage(), 0)
-        for meta in metas:
-            for tier in self._store.tiers_of(meta.variant_id):
-                num_bytes[tier] += meta.num_bytes
         used = [at for chunk in chunk_ids if (at := self.registry.last_used(chunk)) is not None]
         pins = [
             pin.until
@@ -211,12 +208,19 @@ class DocumentCache:
             version=version,
             chunks=len(chunk_ids),
             variants=len(metas),
-            num_bytes=num_bytes,
+            num_bytes=self._bytes_by_tier(metas),
             frequency_reuse=sum(meta.frequency_reuse for meta in metas),
             last_used=max(used, default=None),
             pinned_until=max(pins, default=None),
             erasing=any(name in going for name, _ in links),
         )
+
+    def _bytes_by_tier(self, metas: Sequence[VariantMeta]) -> dict[str, int]:
+        num_bytes = dict.fromkeys(self._store.usage(), 0)
+        for meta in metas:
+            for tier in self._store.tiers_of(meta.variant_id):
+                num_bytes[tier] += meta.num_bytes
+        return num_bytes
 
     def apply_all(self) -> None:
         """Applies what other processes recorded and stored, as far as the disk responds."""
@@ -236,10 +240,7 @@ class DocumentCache:
         held = [
             meta for meta in self._variants if erasure.covers(meta.chunk_id, self._variants.origin_of(meta.variant_id))
         ]
-        num_bytes = dict.fromkeys(self._store.usage(), 0)
-        for meta in held:
-            for tier in self._store.tiers_of(meta.variant_id):
-                num_bytes[tier] += meta.num_bytes
+        num_bytes = self._bytes_by_tier(held)
         covered = {str(meta.variant_id) for meta in held}
         covered |= self._covered_by(erasure)  # left by an earlier attempt, no longer in the index
         try:
@@ -261,10 +262,7 @@ class DocumentCache:
         of it, and an earlier attempt may have failed. Returns the names that could not be deleted. Raises OSError if
         the disk cannot be listed."""
 
-        # Processes that know of the erasure compute the same variants again.
-        def is_covered(record: ShardRecord) -> bool:
-            return _covers(erasure, record)
-
+        is_covered = functools.partial(_covers, erasure)  # processes that know of it compute the same variants again
         for pause_s in (*_ERASE_PAUSES_S, 0.0):
             self._store.request_relisting()
             uncommitted = erasure.whole and not erasure.is_done

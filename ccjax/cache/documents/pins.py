@@ -47,19 +47,14 @@ class DocumentPins:
             num_bytes += meta.num_bytes
         return frozenset(kept)
 
-    def check(self, pin: Pin) -> tuple[int, int]:
-        """Number of variants and bytes that all pins and `pin` keep.
-
-        Raises:
-          PinLimitError: they exceed the limit.
-        """
+    def check(self, pin: Pin) -> None:
+        """Raises PinLimitError if all pins and `pin` together keep more than the limit."""
         chunks = self._variants.documents.pinned_chunks(extra=pin)
         metas = list(self._ranked(chunks))
-        num_bytes = sum(meta.num_bytes for meta in metas)
         in_host = sum(meta.num_bytes for meta in metas if chunks[meta.chunk_id])
         for name, got, limit in (
             ("variants", len(metas), self._limit_count),
-            ("bytes", num_bytes, self._limit_bytes(None)),
+            ("bytes", sum(meta.num_bytes for meta in metas), self._limit_bytes(None)),
             ("bytes of host memory", in_host, self._limit_bytes(HOST)),
         ):
             if got > limit:
@@ -68,7 +63,6 @@ class DocumentPins:
                     f"wanted at most {math.floor(limit)} {name} pinned in all (pin_share: {self._share:g} of the "
                     f"budget), got {got} with {pin.document_id!r}",
                 )
-        return len(metas), num_bytes
 
     def _ranked(self, chunks: Iterable[ChunkId]) -> list[VariantMeta]:
         ranked = []

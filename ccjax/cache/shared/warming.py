@@ -14,7 +14,6 @@ from ccjax.cache.rates import Rates
 from ccjax.cache.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.loading import claim_s
-from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK
@@ -100,17 +99,13 @@ class SharedWarming:
         free = [key for key in wanted if key not in taken and not self._claims.holds(key)]
         self._claimed = self._claims.claim(free, seconds)
         arrived = self._claims.committed(wanted)
-        heads = {_variant_id(chunks) for prompt in prompts for chunks in self._heads(prompt)}
+        heads = {_variant_id(prompt.chunks[:end]) for prompt in prompts for end in range(1, len(prompt.chunks))}
         behind = self._claims.committed(sorted(key for key in heads.difference(wanted) if key not in self._variants))
         self._variants.apply_changes((*arrived, *behind), ())
         # A variant lost in a race is left to the winner, with all later ones, which it may be about to claim. If the
         # disk does not respond, nothing counts as claimed elsewhere.
         if not self._claims.is_failing:
             self._elsewhere = frozenset(key for key in wanted if not self._claims.holds(key))
-
-    def _heads(self, prompt: Prompt) -> list[tuple[Chunk, ...]]:
-        """The proper prefixes of a prompt; the last chunk of each may be stored."""
-        return [prompt.chunks[:end] for end in range(1, len(prompt.chunks))]
 
     def _next(self, is_cancelled: IsCancelled | None) -> tuple[VariantId, SharedVariant]:
         prompt = self._warming.next_prompt

@@ -37,7 +37,7 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
     stdout = sys.stdout
     display = Display(stages(), lambda *_: None, threading.Event())
     with naming(args, "--model"):
-        options = _cluster_options(args, settings)
+        options = cluster_options(args, settings)
         try:
             with contextlib.closing(display), contextlib.redirect_stdout(sys.stderr):
                 serve_cluster(options, listener, on_ready, display)
@@ -50,7 +50,7 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
     return 0
 
 
-def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOptions:
+def cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOptions:
     from ccjax.cluster.replica import ReplicaOptions, ReplicaScale
     from ccjax.cluster.serving import ClusterOptions
     from ccjax.runner.budgets import host_cache_bytes
@@ -59,9 +59,9 @@ def _cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpt
     engine = engine_settings(args)
     if engine.get("store") is not None:  # several processes on one store coordinate
         engine.setdefault("share_computation", True)
-        if args.cluster_address is None and args.cluster_host is None:  # one machine
+        if args.gets_index:
             name = hashlib.sha256(engine["store"].encode()).hexdigest()[:16]
-            engine.setdefault("store_index", f"sqlite://{user_cache()}/store-index/{name}.db")
+            engine["store_index"] = f"sqlite://{user_cache()}/store-index/{name}.db"
     if args.replicas is not None and "host_cache_bytes" not in engine:  # they may all be on one machine
         engine["host_cache_bytes"] = host_cache_bytes(EngineConfig()) // max(args.replicas)
     generators = args.generators if args.generators is not None else int("store_index" in engine)

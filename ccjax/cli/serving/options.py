@@ -157,6 +157,16 @@ class ServeOptions(
     no_docs: CliToggleFlag[bool] = False
     """Never retrieve documents, with any model."""
 
+    @property
+    def gets_index(self) -> bool:
+        """True if the cluster makes an index of the store: its replicas are on one machine, which share a file."""
+        is_one_machine = self.cluster_address is None and self.cluster_host is None
+        return self.cluster is not None and self.store is not None and self.store_index is None and is_one_machine
+
+    @property
+    def has_index(self) -> bool:
+        return super().has_index or self.gets_index
+
 
 def serve_options(argv: Sequence[str] | None = None, description: str | None = None) -> ServeOptions:
     """Options from command line, file and environment.

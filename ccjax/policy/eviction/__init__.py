@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ccjax.policy.eviction.base import EntryInfo
-from ccjax.policy.eviction.policies import HALF_LIFE, NUM_REMEMBERED, CacheCraftFr, Gdsf, Lfu, Lru, Pgdsf, SavedSeconds
-from ccjax.policy.eviction.ranked import Entry, RankedPolicy
+from ccjax.policy.eviction.policies import CacheCraftFr, Gdsf, Lfu, Lru, Pgdsf, SavedSeconds
+from ccjax.policy.eviction.ranked import RankedPolicy
 
 POLICIES: dict[str, Callable[[], RankedPolicy]] = {
     "cachecraft_fr": CacheCraftFr,
@@ -36,15 +36,9 @@ def make_policy(name: str) -> RankedPolicy:
 
 __all__ = [
     "DEFAULT_POLICY",
-    "HALF_LIFE",
-    "NUM_REMEMBERED",
     "POLICIES",
-    "CacheCraftFr",
-    "Entry",
     "EntryInfo",
     "Gdsf",
-    "Lfu",
-    "Lru",
     "Pgdsf",
     "RankedPolicy",
     "SavedSeconds",

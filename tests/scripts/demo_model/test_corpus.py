@@ -9,7 +9,6 @@ import pytest
 
 from ccjax.demo.world import KINDS
 from scripts.demo_model.corpus import CORPUS_DIRECTORY, QUESTIONS_FILE, build_corpus, question_context, write_corpus
-from scripts.demo_model.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +25,6 @@ def test_regenerates_byte_for_byte(corpus, tmp_path):
     assert (tmp_path / "questions.jsonl").read_bytes() == QUESTIONS_FILE.read_bytes()
 
 
-def test_documents_have_a_title_and_a_body_of_the_promised_length(corpus):
-    tokenizer = train_tokenizer()
-    assert 40 <= len(corpus.documents) <= 100
-    for document_id in corpus.documents:
-        heading, _, body = (CORPUS_DIRECTORY / f"{document_id}.md").read_text().partition("\n\n")
-        assert re.fullmatch(r"# \S.*", heading)
-        assert 30 <= len(tokenizer.encode(body.strip()).ids) <= 120, document_id
-
-
 def test_answers_appear_in_the_named_document():
     lines = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
     assert 60 <= len(lines) <= 150
@@ -46,12 +36,6 @@ def test_answers_appear_in_the_named_document():
             assert 1 <= len(answer.split()) <= 3
         assert line["document_ids"][-1] == line["document_id"]
         assert len(line["document_ids"]) == (1 if line["kind"] == "single" else 2)
-
-
-def test_each_subject_and_relation_is_stated_once(corpus):
-    """Else another document might answer it differently."""
-    stated = Counter((fact.subject, fact.relation) for fact, _ in corpus.facts)
-    assert set(stated.values()) == {1}
 
 
 def test_question_context_has_five_documents_with_needed_ones_in_order(corpus):

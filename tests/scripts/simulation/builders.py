@@ -8,21 +8,21 @@ import numpy as np
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.store.spec import KVSpec
 from scripts.simulation.cache import SimulatedCacheSettings
-from scripts.simulation.costs import SimulatedPiece
-from scripts.simulation.run import Deployment, Simulation
+from scripts.simulation.costs import CostModel, SimulatedPiece
+from scripts.simulation.replica import Deployment
+from scripts.simulation.run import Simulation
 from scripts.simulation.workload import Passages, Workload
 
-KV = KVSpec(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
+KV = KVSpec(num_layers=4, num_kv_heads=1, head_dim=1, dtype="float32")
 """32 bytes a token."""
 
 
 @dataclasses.dataclass(frozen=True)
-class PerToken:
+class PerToken(CostModel):
     """A millisecond a computed token, 10 ms a decode step, links of so many bytes a second."""
 
     host_bytes_per_s: float = 1e12
     disk_bytes_per_s: float = 1e12
-    num_layers: int = 4
 
     def pack_s(self, pieces: Sequence[SimulatedPiece]) -> float:
         return 1e-3 * sum(piece.new for piece in pieces)
@@ -32,12 +32,6 @@ class PerToken:
 
     def link_s(self, tier: str, num_bytes: int) -> float:
         return num_bytes / (self.host_bytes_per_s if tier == "host" else self.disk_bytes_per_s)
-
-    def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
-        return 1e-3 * num_tokens
-
-    def load_s(self, tier: str, num_bytes: int) -> float:
-        return 0.0 if tier == "device" else self.link_s(tier, num_bytes)
 
 
 def workload(arrivals, lists, *, answers=1, question=10, system=0):
@@ -50,7 +44,7 @@ def workload(arrivals, lists, *, answers=1, question=10, system=0):
 
 def deployment(costs=PerToken(), *, scheduler=None, **settings):
     """A replica with room in host memory unless told otherwise."""
-    of_run = {name: settings.pop(name) for name in ("replicas", "loading", "preloads", "host_work") if name in settings}
+    of_run = {name: settings.pop(name) for name in ("replicas", "loading", "preloads") if name in settings}
     cache = SimulatedCacheSettings(**{"host_cache_bytes": 1 << 20, "recompute_ratio": 0.3, **settings})
     limits = {"num_pages": 1000, "max_num_batched_tokens": 4096, **(scheduler or {})}
     return Deployment(costs, KV, cache, SchedulerSettings(**limits), **of_run)

@@ -1,13 +1,9 @@
 """One replica against times and tokens worked out by hand."""
 
-import collections
-import dataclasses
-
 import numpy as np
 import pytest
 
 from scripts.simulation.costs import SimulatedPiece
-from scripts.simulation.replica import HostWork
 from scripts.simulation.run import Simulation
 from scripts.simulation.workload import Workload, draw_which, poisson, zipf_lists
 from tests.scripts.simulation.builders import PerToken, deployment, simulated, workload
@@ -47,14 +43,12 @@ def test_computed_tokens_by_setting(lists, settings, computed):
     assert len(run.replicas[0].cache.index) == 0 or settings.get("reuse") != "off"
 
 
-def test_requests_queue_behind_running_requests():
-    run = simulated(workload([0, 0.01, 0.02], [[A], [B], [C]]), deployment(scheduler={"max_num_seqs": 1}))
+def test_requests_queue_behind_running_requests_or_share_a_pack():
+    work = workload([0, 0.01, 0.02], [[A], [B], [C]])
+    run = simulated(work, deployment(scheduler={"max_num_seqs": 1}))
     # 110 ms, then 60 and 30 in turn, or 30 and 60: the order is by cached tokens, of which none has any.
     assert times(run) == pytest.approx([0.110, 0.110 - 0.01 + 0.060, 0.110 - 0.02 + 0.060 + 0.030])
-
-
-def test_queued_requests_share_a_prefill_pack():
-    run = simulated(workload([0, 0.01, 0.02], [[A], [B], [C]]), deployment())
+    run = simulated(work, deployment())
     assert run.outcome.num_packs == 2
     assert times(run)[1:] == pytest.approx([0.110 + 0.090 - 0.01, 0.110 + 0.090 - 0.02])
 
@@ -123,53 +117,6 @@ def test_page_shortage_preempts_requests_and_all_answers_finish():
     assert run.replicas[0]._free_pages == 17
 
 
-def test_host_work_adds_time_before_and_after_the_first_token():
-    work = workload([0, 0.001], [[A], [B]])
-    run = simulated(work, deployment(host_work=HostWork(0.02, 0.05), scheduler={"max_num_seqs": 1}))
-    assert times(run) == pytest.approx([0.130, 0.130 + 0.05 - 0.001 + 0.02 + 0.060])
-
-
-def test_per_request_host_work_does_not_delay_other_requests():
-    work = workload([0, 0.001], [[A], [B]], answers=2)
-    plain = simulated(work, deployment(scheduler={"max_num_seqs": 1}))
-    run = simulated(work, deployment(host_work=HostWork(apart_s=0.07), scheduler={"max_num_seqs": 1}))
-    for name in ("ttft_s", "latency_s"):
-        assert getattr(run.outcome, name) == pytest.approx(getattr(plain.outcome, name) + 0.07)
-
-
-def test_the_first_pack_after_a_pause_takes_longer():
-    work = workload([0, 0.001, 1.0], [[A], [B], [C]])
-    run = simulated(work, deployment(host_work=HostWork(pack_s=0.01, wake_s=0.04), scheduler={"max_num_seqs": 1}))
-    assert times(run) == pytest.approx([0.160, 0.160 - 0.001 + 0.070, 0.050 + 0.030])
-
-
-def test_host_work_is_added_per_pack_and_per_prompt():
-    work = workload([0, 0.001, 0.001], [[A], [B], [C]])
-    plain = times(simulated(work, deployment()))
-    run = times(simulated(work, deployment(host_work=HostWork(before_s=0.02, piece_s=0.01))))
-    assert plain[0] < plain[1] == plain[2]
-    assert run == pytest.approx([plain[0] + 0.02, *[plain[1] + 0.02 + 2 * 0.02 + 0.01] * 2])
-    scheduler = {"max_num_batched_tokens": 64}
-    (plain_s,) = times(simulated(workload([0], [[A]]), deployment(scheduler=scheduler)))
-    divided = simulated(workload([0], [[A]]), deployment(scheduler=scheduler, host_work=HostWork(before_s=0.02)))
-    assert divided.outcome.num_packs == 2 and times(divided) == pytest.approx([plain_s + 2 * 0.02])
-
-
-def test_pack_time_jitter_is_drawn_per_pack():
-    work = workload(range(9), [[(n, 40)] for n in range(9)])
-    plain = np.array(times(simulated(work, deployment(host_work=HostWork(before_s=0.02, wake_s=0.01)))))
-    host, firsts = HostWork(before_s=0.02, wake_s=0.01, jitter=(0.5, 1.0, 3.0, 1.5)), []
-    for seed in range(40):
-        run = np.array(times(simulated(work, deployment(host_work=host), seed=seed)))
-        factors = ((run - 0.02) / (plain - 0.02)).round(6).tolist()
-        firsts.append(host.jitter.index(factors[0]))
-        assert factors == [host.jitter[(firsts[-1] + number) % 4] for number in range(9)]
-        assert times(simulated(work, deployment(host_work=host), seed=seed)) == run.tolist()
-    assert min(collections.Counter(firsts).values()) >= 3 and set(firsts) == set(range(4))
-    with pytest.raises(ValueError, match=r"jitter\[1\]: wanted a finite number of at least 0, got -1.0"):
-        HostWork(jitter=(1.0, -1.0))
-
-
 def test_output_head_runs_once_for_a_prompt_split_over_packs(monkeypatch):
     seen = []
     pack_s = PerToken.pack_s
@@ -218,24 +165,10 @@ def test_the_same_seed_gives_the_same_run():
 def test_requests_are_routed_to_the_replica_with_their_passages():
     """Two lists that share nothing, in turn, far apart in time: each stays where it was first."""
     work = workload(range(40), [[A, B] if n % 2 else [(7, 100), (8, 50)] for n in range(40)])
-    run = simulated(work, deployment(replicas=2))
+    seen = []
+    run = Simulation(deployment(replicas=2), work)
+    run.run(seen.append)
+    assert sum(seen) == 40, "progress"
     homes = run.outcome.replica
     assert len(set(homes[0::2].tolist())) == len(set(homes[1::2].tolist())) == 1
     assert run.outcome.computed[4:].tolist() == [10] * 36
-
-
-def test_more_replicas_lower_ttft():
-    work = drawn(400, 15.0)
-    one, three = (simulated(work, deployment(reuse="off", replicas=n)).outcome for n in (1, 3))
-    assert np.nanmean(three.ttft_s) < np.nanmean(one.ttft_s) / 3
-
-
-def test_progress_counts_every_request():
-    seen = []
-    Simulation(deployment(), drawn(30, 10.0)).run(seen.append)
-    assert sum(seen) == 30
-
-
-def test_unknown_loading_is_refused():
-    with pytest.raises(ValueError, match="loading: wanted one of layerwise, sync"):
-        simulated(drawn(3, 1.0), dataclasses.replace(deployment(), loading="eager"))

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from ccjax.prompts import chunk_id
 from scripts.simulation import workload as made
 
 
@@ -13,8 +12,6 @@ def test_poisson_arrivals_have_their_rate_and_spread():
     gaps = np.diff(made.poisson(20_000, 4.0, seed=1))
     assert gaps.mean() == pytest.approx(0.25, rel=0.03)
     assert gaps.std() == pytest.approx(0.25, rel=0.05)
-    with pytest.raises(ValueError, match="rate"):
-        made.poisson(3, 0.0, 0)
 
 
 def test_zipf_lists_are_skewed_and_have_distinct_passages():
@@ -70,13 +67,6 @@ def test_arrivals_repeat_and_stretch():
     lists = made.zipf_lists(5, 2, 1, [10], exponent=0.5, seed=0)
     work = made.Workload(times, np.zeros(5, int), lists, 3, np.ones(5, int))
     assert work.at_rate(10.0).arrival_s[-1] == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="ascending"):
-        made.Workload(np.array([1.0, 0.0]), np.zeros(2, int), lists, 3, np.ones(2, int))
-
-
-def test_chunk_id_is_derived_from_tokens():
-    chunk = made.chunk_of(7)
-    assert chunk.chunk_id == chunk_id(chunk.token_ids)
 
 
 def test_passage_lists_are_used_in_order_or_drawn_from_zipf():
@@ -91,5 +81,3 @@ def test_warmup_requests_can_be_spaced_out():
     assert workload.unhurried(2, 60.0).arrival_s.tolist() == [0.0, 60.0, 120.0, 122.5, 123.0]
     assert workload.unhurried(5, 60.0).arrival_s.tolist() == [0.0, 60.0, 120.0, 180.0, 240.0]
     assert workload.unhurried(0, 60.0).arrival_s.tolist() == [0.0, 0.5, 1.0, 3.5, 4.0]
-    with pytest.raises(ValueError, match="count: wanted 0 to 5, the number of requests, got 6"):
-        workload.unhurried(6, 60.0)
