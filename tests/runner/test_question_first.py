@@ -152,15 +152,23 @@ def test_attention_of_a_long_question_matches_the_oracle():
     got = measured(model, pool, PrefillJob(tokens, plan, RequestPages(pool, plan, {})))
     nothing = [(np.zeros((150, *shape)), np.zeros((150, *shape))) for shape in [(2, 8)] * NUM_LAYERS]
     _, attentions = selective_oracle(MODEL.weights, MODEL.raw, tokens, nothing, [np.arange(150)] * NUM_LAYERS)
-    np.testing.assert_allclose(got, sum(weights.mean(1).sum(0) for weights in attentions), atol=10 * TOLERANCE)
+    by_layer = [weights.mean(1).sum(0) for weights in attentions]
+    np.testing.assert_allclose(got, sum(by_layer), atol=10 * TOLERANCE)  # each sums up the masses of 150 tokens
+    wrong = [*by_layer[:-1], attentions[-1][:-16].mean(1).sum(0)]  # Mutant: the last block is missing in one layer
+    assert np.abs(got - sum(wrong)).max() > 100 * TOLERANCE
 
 
 def test_tokens_of_two_prompts_are_chosen_by_their_questions_and_a_third_has_no_say(prefill):
     worlds = [World(seed=seed) for seed in (3, 4, 5)]
     plans = [asking(worlds[0]), worlds[1].plan(0.3), asking(worlds[2], 0.5)]
-    pack = prefill(worlds, plans)
-    logits = run(pack.first([Piece(job, 0, len(job.offsets)) for job in pack.jobs]))
-    for world, plan, job, got in zip(worlds, plans, pack.jobs, logits, strict=False):
+    case = prefill(worlds, plans)
+    pack = case.first([Piece(job, 0, len(job.offsets)) for job in case.jobs])
+    pack.run_layer()
+    assert pack.has_new_sizes, "the first pass counts, so that its compilation is not taken for computing"
+    logits = run(pack)
+    assert pack.layer == 2 * NUM_LAYERS
+    assert NUM_LAYERS * pack.num_computed == sum(job.result.computed_token_layers for job in case.jobs)
+    for world, plan, job, got in zip(worlds, plans, case.jobs, logits, strict=False):
         wanted = revise(plan, received(world).tolist()) if plan.chosen_by_question else plan
         assert job.plan == wanted
         assert not plan.chosen_by_question or wanted.segments != plan.segments, "the first choice was another one"
