@@ -74,8 +74,8 @@ class ReuseSettings(SettingsModel):
     """How chunks are reused: never ("full"), as the longest exact prefix ("prefix"), also in any order ("set"),
     unchanged ("reuse"), or with some tokens recomputed: those with the largest deviation of KV, as measured before
     ("deviation"); the same, or where it is unknown those that the question attends to most, for at most 15 % of a
-    prompt's reused tokens ("auto"); those of CacheCraft eq. 14 ("cachecraft"); the 15 % that deviate most ("cacheblend"); the head of each
-    chunk ("legolink"); the most attended ("h2o"); or random ones ("random")."""
+    prompt's reused tokens ("auto"); those of CacheCraft eq. 14 ("cachecraft"); the 15 % that deviate most
+    ("cacheblend"); the head of each chunk ("legolink"); the most attended ("h2o"); or random ones ("random")."""
     recompute_ratio: float | None = Field(default=None, ge=0, le=1)
     """Share of tokens to recompute, instead of CacheCraft eq. 12."""
     max_deviation: float | None = Field(default=None, ge=0)
