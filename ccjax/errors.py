@@ -37,10 +37,6 @@ class OverloadError(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-class QuotaError(OverloadError):
-    """The user's quota is used up."""
-
-
 class DeadlineError(RuntimeError):
     """The answer was not complete before its deadline."""
 

@@ -31,11 +31,6 @@ class MeasuredCosts:
         """Seconds of a prefill that computes a whole prompt; None until one of similar size was measured."""
         return self._rates.compute.like_s(num_tokens) if self._grid is None else self._grid.prefill_s(0, num_tokens)
 
-    def usual_prefill_s(self, num_tokens: int) -> float:
-        """As `full_prefill_s`, else an estimate from all measured prefills, else a typical value."""
-        known_s = self.full_prefill_s(num_tokens) or self._rates.compute_s(num_tokens)
-        return num_tokens * UNMEASURED_S_PER_TOKEN if known_s is None else known_s
-
     def load_s(self, tier: str, num_bytes: int) -> float:
         """Seconds to load `num_bytes` of KV from a tier."""
         rate = self._rates.tiers.get(tier)  # reads on the device are asynchronous, so they cannot be timed

@@ -66,12 +66,11 @@ def _serve(args: ServeOptions) -> int:
 
 def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
     from ccjax.server.keys import Keys
-    from ccjax.server.quotas import Quotas
     from ccjax.server.tracing import check_installed
 
     with naming(args, ""):
         settings = part(args, ServerSettings)
-        _ = Keys(settings), Quotas(settings.quota_file)  # unusable files are reported at once
+        Keys(settings)  # unusable files are reported at once
         if settings.otlp_traces_endpoint is not None:
             check_installed()
     if args.docs is not None and not Path(args.docs).is_dir():

@@ -16,7 +16,7 @@ from ccjax.retrieval import Retriever
 from ccjax.server import ServerSettings, own_documents
 from ccjax.server.body import parse_body
 from ccjax.server.errors import ApiError
-from ccjax.server.keys import Key, salt_of
+from ccjax.server.keys import salt_of
 from ccjax.server.schemas import ChatBody, CompletionBody, Generation
 from ccjax.text import PromptBuilder
 from ccjax.types import Document
@@ -64,7 +64,7 @@ class PromptReader:
         self._retriever = retriever
         self._settings = settings
 
-    def read(self, call: Call, key: Key | None = None) -> Seen:
+    def read(self, call: Call, tenant: str = "") -> Seen:
         """Summary of a request; empty for other calls and for invalid requests, which the replica rejects."""
         body_type = _BODIES.get(call.path) if call.method == "POST" else None
         if body_type is None:
@@ -76,7 +76,7 @@ class PromptReader:
             if self._builder is None:
                 return seen
             found = self._search(body)
-            summary = self._summary(self._builder, body, found or body.own_documents() or (), key)
+            summary = self._summary(self._builder, body, found or body.own_documents() or (), tenant)
             return dataclasses.replace(seen, prompt=summary, passages=found)
         except (ApiError, RequestError):
             return seen
@@ -97,11 +97,11 @@ class PromptReader:
         return tuple(own_documents.search(ask, None))
 
     def _summary(
-        self, builder: PromptBuilder, body: Generation, documents: Sequence[Document], key: Key | None
+        self, builder: PromptBuilder, body: Generation, documents: Sequence[Document], tenant: str
     ) -> PromptSummary:
         salt = "" if body.cache_salt == self._tenant_salt else body.cache_salt or ""
         request = body.to_request(
-            documents, reuse="bounded", timeout_s=None, request_id="routing", cache_salt=salt_of(salt, key)
+            documents, reuse="bounded", timeout_s=None, request_id="routing", cache_salt=salt_of(salt, tenant)
         )
         prompt = assemble(request, builder, max_model_len=_NO_LIMIT, vocab_size=_NO_LIMIT)
         chunks = tuple((chunk.chunk_id, len(chunk.token_ids)) for chunk in prompt.chunks[prompt.has_system :])

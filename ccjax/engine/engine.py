@@ -416,10 +416,6 @@ class Engine:
         """Pages of device memory; numbers of running and waiting requests, preemptions and retries."""
         return self._loop.counts
 
-    def full_prefill_s(self, num_tokens: int) -> float:
-        """Estimates the seconds to compute a prompt of `num_tokens` tokens with nothing cached."""
-        return self._costs.usual_prefill_s(num_tokens)
-
     def warmup(self, progress: Progress | None = None, *, only_first: bool = False) -> None:
         """Compiles the steps for all sizes up to `max_model_len`, so that no request has to wait for a compilation.
 

@@ -153,7 +153,7 @@ def _admin_check(keys: Keys) -> Callable[[Request], Awaitable[None]]:
             message = "this server's cache cannot be administered; start it with an admin key (--admin-key-file)"
             raise ApiError(403, message, code="admin_disabled")
         token = bearer_token(request)
-        if keys.find_admin(token) is not None:
+        if keys.is_admin(token):
             return
         if keys.api.find(token) is not None:
             raise ApiError(403, "wanted the admin key, got the API key of clients", code="admin_key_required")

@@ -153,7 +153,7 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
             body,
             id_prefix=id_prefix,
             passages=request.scope.get(PASSAGES),
-            key=request.state.key,
+            tenant=request.state.tenant or "",
             waited_s=request.scope.get(WAITED_S, 0.0),
         )
         telemetry.job = job
@@ -164,7 +164,6 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
             model=service.backend.model,
             created=int(time.time()),
             documents=documents,
-            shows_reuse=service.settings.shows_reuse,
         )
         deltas = job.deltas()
         with field_names(body.argument_names()):
@@ -245,8 +244,8 @@ async def _cancel_on_disconnect(request: Request, telemetry: RequestTelemetry, j
 
 def _bearer_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        request.state.key = keys.find(bearer_token(request))
-        if keys.is_asked_for and request.state.key is None:
+        request.state.tenant = keys.find(bearer_token(request))
+        if keys.is_asked_for and request.state.tenant is None:
             message = "wanted the server's API key as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

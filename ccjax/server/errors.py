@@ -17,7 +17,6 @@ from ccjax.errors import (
     EraseIncompleteError,
     OverloadError,
     PinLimitError,
-    QuotaError,
     ReadOnlyError,
     RequestError,
     UnknownDocumentError,
@@ -91,8 +90,7 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
     if isinstance(error, OverloadError):
         wait_s = max(1, math.ceil(error.retry_after_s))
         message = f"{error}; try again in about {wait_s} s"
-        code = "quota_exceeded" if isinstance(error, QuotaError) else "queue_full"
-        return ApiError(429, message, code=code, headers={"Retry-After": str(wait_s)})
+        return ApiError(429, message, code="queue_full", headers={"Retry-After": str(wait_s)})
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error), param="timeout_s", code="deadline_exceeded")
     if isinstance(error, DeviceMemoryError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -24,19 +23,6 @@ LEAST_KEY_LENGTH = 16
 
 _LOOK_EVERY_S = 1.0
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Key:
-    """A presented key that is one of the server's.
-
-    Attributes:
-      tenant: its tenant; "" if the file or setting names none.
-      name: identifies it in counts: the first digits of its digest, which reveal nothing about the key.
-    """
-
-    tenant: str
-    name: str
 
 
 class KeyRing:
@@ -77,15 +63,16 @@ class KeyRing:
         """True unless there is neither a key nor a file."""
         return self._path is not None or bool(self._fixed)
 
-    def find(self, token: str | None) -> Key | None:
-        """The key that equals `token`; None if none does. Compares with every key in constant time."""
+    def find(self, token: str | None) -> str | None:
+        """The tenant of the key that equals `token`, "" if it has none; None if no key does. Compares with every key in
+        constant time."""
         if token is None:
             return None
         given = hashlib.sha256(token.encode("latin-1", "replace")).digest()  # as HTTP headers are decoded
         found = None
         for digest, tenant in self._current().items():
             if hmac.compare_digest(given, digest):
-                found = Key(tenant, digest.hex()[:12])
+                found = tenant
         return found
 
     def has_tenant(self, tenant: str) -> bool:
@@ -167,16 +154,14 @@ class Keys:
         if self.api.overlaps(self.admin):
             raise ConfigError("admin_key: wanted another key than API keys: clients must not be able to erase")
 
-    def find_admin(self, token: str | None) -> Key | None:
-        """The admin key that equals `token`. A key that a changed file also made an API key is not accepted."""
-        found = self.admin.find(token)
-        return found if self.api.find(token) is None else None
+    def is_admin(self, token: str | None) -> bool:
+        """True if an admin key equals `token`. A key that a changed file also made an API key is not accepted."""
+        return self.admin.find(token) is not None and self.api.find(token) is None
 
 
-def salt_of(cache_salt: str, key: Key | None) -> str:
-    """The salt of the chunk-caches for a request with that `cache_salt` and key: no tenant can choose a value that
-    leads to another's caches."""
-    tenant = "" if key is None else key.tenant
+def salt_of(cache_salt: str, tenant: str) -> str:
+    """The salt of the chunk-caches for a tenant's requests with that `cache_salt`: no tenant can choose a value that
+    leads to another's caches. Without a tenant, ""."""
     return json.dumps([tenant, cache_salt]) if tenant else cache_salt and json.dumps([cache_salt])
 
 

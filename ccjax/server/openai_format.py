@@ -1,8 +1,7 @@
 """Formats answers like OpenAI, complete or in chunks.
 
 In addition to OpenAI's fields there are `reuse` (the reuse report), `ttft_s` (without queueing), `documents` (the
-passages of the prompt) and, if requested, `trace`: on the answer, or on the last chunk of a stream. A server that evens
-out timing reports nothing about reuse.
+passages of the prompt) and, if requested, `trace`: on the answer, or on the last chunk of a stream.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ def event(value: dict[str, Any]) -> str:
 
 
 class Formatter:
-    """Formats the answers to one request; `kind` selects chat or plain completion. Without `shows_reuse` they look like
-    those of a server without a cache, without times."""
+    """Formats the answers to one request; `kind` selects chat or plain completion."""
 
     def __init__(
         self,
@@ -36,10 +34,8 @@ class Formatter:
         model: str,
         created: int,
         documents: Sequence[Document],
-        shows_reuse: bool = True,
     ) -> None:
         self._kind: Kind = kind
-        self._shows_reuse = shows_reuse
         self._documents = documents
         self._base = {"id": id, "created": created, "model": model}
         self._text_offsets: dict[int, int] = {}
@@ -52,7 +48,7 @@ class Formatter:
     def answer(self, response: Response) -> dict[str, Any]:
         """The body with all answers."""
         choices = [self._choice(index, choice) for index, choice in enumerate(response.choices)]
-        return self._object("chat.completion", choices) | {"usage": self._usage(response)} | self._extra(response)
+        return self._object("chat.completion", choices) | {"usage": usage(response)} | self._extra(response)
 
     def chunks(self, delta: Delta, *, include_usage: bool) -> Iterator[dict[str, Any]]:
         """The chunks of one delta: text, then the finish reason, then usage if requested."""
@@ -70,7 +66,7 @@ class Formatter:
         last, response = self._chunk(index, {}, None, delta.finish_reason), delta.response
         if response is not None and include_usage:
             yield last | null_usage
-            last = self._object("chat.completion.chunk", []) | {"usage": self._usage(response)}
+            last = self._object("chat.completion.chunk", []) | {"usage": usage(response)}
         elif response is None:
             last |= null_usage
         yield last if response is None else last | self._extra(response)
@@ -103,13 +99,7 @@ class Formatter:
             {"id": passage.id, "title": passage.title, "version": passage.version, "score": passage.score}
             for passage in self._documents[:used]
         ]
-        if not self._shows_reuse:
-            return {"documents": passages}
         return {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s, "documents": passages} | self._trace
-
-    def _usage(self, response: Response) -> dict[str, Any]:
-        found = usage(response)
-        return found if self._shows_reuse else found | {"prompt_tokens_details": None}
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._kind == "chat":

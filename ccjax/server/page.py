@@ -77,7 +77,7 @@ def live_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/live")
     def live(request: Request) -> dict[str, Any]:
-        if request.state.key is not None and request.state.key.tenant:
+        if request.state.tenant:
             raise ApiError(403, "wanted a key without a tenant: this shows all requests", code="forbidden")
         backend = service.backend
         return live_json(backend.engine, backend.model, service.live)

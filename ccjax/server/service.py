@@ -26,12 +26,11 @@ from ccjax.server.backend import Backend
 from ccjax.server.errors import ApiError, field_names, refusals_of_worker, shutting_down
 from ccjax.server.fresh import keep_fresh
 from ccjax.server.idle_thread import IdleWork, WorkerClosedError
-from ccjax.server.keys import Key, Keys, salt_of
+from ccjax.server.keys import Keys, salt_of
 from ccjax.server.live import LiveCounts
 from ccjax.server.metrics import ServerMetrics
 from ccjax.server.openai_format import Kind
 from ccjax.server.preparing import DocumentPreparation
-from ccjax.server.quotas import Quotas
 from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
 from ccjax.server.settings import ServerSettings
 from ccjax.server.telemetry import RequestTelemetry
@@ -41,9 +40,6 @@ from ccjax.server.worker import EngineWorker, Job
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
-_EVENED_OUT = 1.25
-"""Evened-out answers are delayed to this multiple of the usual time to compute their prompt: most computed ones are
-ready by then, too."""
 
 Result = TypeVar("Result")
 
@@ -57,7 +53,6 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.keys = Keys(settings)
-        self._quotas = Quotas(settings.quota_file)
         self.metrics = ServerMetrics()
         self.live = LiveCounts()
         endpoint = settings.otlp_traces_endpoint
@@ -175,15 +170,14 @@ class Service:
         *,
         id_prefix: str,
         passages: Sequence[Document] | None = None,
-        key: Key | None = None,
+        tenant: str = "",
         waited_s: float = 0.0,
     ) -> tuple[Job, Sequence[Document]]:
         """Submits a request that passed every check; returns its job and the passages used.
 
         Args:
           passages: result of an earlier search of the server's own documents, used instead of searching again.
-          key: of the client; None if the server needs no key. Its tenant has caches, a scheduling flow and a quota of
-            its own.
+          tenant: of the client's key, with caches and a scheduling flow of its own; "" for none.
           waited_s: how long ago the front received the request.
 
         Raises:
@@ -193,8 +187,8 @@ class Service:
         backend = self.backend
         if backend.worker.is_closed:
             raise shutting_down()
-        salt = self._check_access(body, key)
-        flow = key.tenant if key is not None and key.tenant else body.flow
+        salt = self._check_access(body, tenant)
+        flow = tenant or body.flow
         backend.engine.check_queue_limit(flow)  # before the costly part; `submit` checks again
         request_of = functools.partial(
             body.to_request,
@@ -204,7 +198,6 @@ class Service:
             cache_salt=salt,
             flow=flow,
         )
-        ticket = self._quotas.enter("" if key is None else key.tenant, "" if key is None else key.name)
         begun = None
         if self.settings.retrieval_stages > 1 and passages is None:
             begun = SpeculativeAnswer(
@@ -219,15 +212,11 @@ class Service:
                 found_s = time.perf_counter()
                 request = request_of(documents)
                 prompt = await asyncio.to_thread(backend.engine.assemble, request)
-                ticket.charge(prompt.num_tokens)
                 with refusals_of_worker():
                     start = functools.partial(backend.engine.submit, prompt=prompt) if begun is None else begun.start
-                    job = backend.worker.submit(_what_is_left(request, arrived_s), start, on_leave=ticket.leave)
+                    job = backend.worker.submit(_what_is_left(request, arrived_s), start)
                 job.arrived_s, job.found_s = arrived_s, found_s
-                if self.settings.even_out_timing:
-                    job.least_ttft_s = _EVENED_OUT * backend.engine.full_prefill_s(prompt.num_tokens)
         except BaseException:  # also when the client disconnects
-            ticket.leave()
             if begun is not None:
                 begun.close()
             raise
@@ -281,7 +270,7 @@ class Service:
             raise ApiError(400, "documents: wanted exactly one of documents and document_ids", param="documents")
         if body.tenant is not None and not self.keys.api.has_tenant(body.tenant):
             raise RequestError("tenant", f"wanted a tenant of the API key file, got {body.tenant!r}")
-        salt = self._salt(body.cache_salt, None if body.tenant is None else Key(body.tenant, ""))
+        salt = self._salt(body.cache_salt, body.tenant or "")
         if body.document_ids is None:
             documents = body.own_documents()
         else:
@@ -333,21 +322,21 @@ class Service:
         if self.settings.page and job.response is not None:
             self.live.record(job)
 
-    def _check_access(self, body: Generation, key: Key | None) -> str:
+    def _check_access(self, body: Generation, tenant: str) -> str:
         """The salt of the request's chunk-caches."""
         self.check_model(body.model)
         if body.trace and not self.settings.page:
             raise RequestError("trace", "wanted false or null: this server was started without it (--no-page)")
-        return self._salt(body.cache_salt, key)
+        return self._salt(body.cache_salt, tenant)
 
-    def _salt(self, cache_salt: str | None, key: Key | None) -> str:
+    def _salt(self, cache_salt: str | None, tenant: str) -> str:
         salt, ours = cache_salt or "", self.backend.engine.config.tenant_salt
         # A server with a salt belongs to one tenant: answering under another salt would expose its passages.
         if ours and salt:
             if not hmac.compare_digest(salt.encode(), ours.encode()):
                 raise RequestError("cache_salt", "wanted none, or the one this server was started with")
             salt = ""
-        return salt_of(salt, key)
+        return salt_of(salt, tenant)
 
     async def _documents(
         self,

@@ -44,8 +44,6 @@ class ServerSettings(SettingsModel):
     """File of API keys, KEY or TENANT:KEY per line, reread when it changes; each tenant has caches of its own."""
     admin_key_file: FilePath | None = None
     """File of keys for /v1/cache/..., KEY per line, reread when it changes."""
-    quota_file: FilePath | None = None
-    """TOML file of each tenant's quota, per replica: concurrent requests, tokens per minute."""
     reuse: ReuseMode = "bounded"
     """Mode of requests that name none."""
     top_k: int = Field(default=5, ge=1, le=LARGEST_TOP_K)
@@ -73,19 +71,9 @@ class ServerSettings(SettingsModel):
     view."""
     otlp_traces_endpoint: Annotated[str, AfterValidator(_http), Described(metavar="URL")] | None = None
     """OTLP endpoint for request spans, such as http://localhost:4318/v1/traces; needs ccjax[tracing]."""
-    even_out_timing: bool = False
-    """Delay every answer as if its whole prompt had been computed, and report nothing about reuse, so that clients
-    cannot learn what others asked; excludes the page."""
 
     @model_validator(mode="after")
-    def _check_keys_and_page(self) -> Self:
+    def _check_keys(self) -> Self:
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ValueError("admin_key: wanted another key than api_key: clients must not be able to erase")
-        if self.even_out_timing and self.page:
-            raise ValueError("page: wanted it off (--no-page) with even_out_timing: it shows what was reused")
         return self
-
-    @property
-    def shows_reuse(self) -> bool:
-        """True if clients are shown what was reused of a prompt."""
-        return not self.even_out_timing

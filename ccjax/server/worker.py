@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from ccjax.engine import Delta, Request, Response
@@ -34,33 +34,25 @@ class JobCancelledError(Exception):
 
 
 class Job:
-    """A queued or running request. Times are seconds of the worker's clock, None until reached.
+    """A queued or running request. Times are seconds of `time.perf_counter`, None until reached.
 
     `response` is set once the answer is complete. The submitter sets `arrived_s` and `found_s` (when the server had the
-    request and its passages) and `least_ttft_s`: if the first token comes sooner than that after the job was started,
-    the whole answer is delayed by the difference. The delay is in the reader, not in the engine.
+    request and its passages).
     """
 
-    def __init__(
-        self,
-        request: Request,
-        worker: EngineWorker,
-        on_leave: Callable[[Response | None], None] = lambda response: None,
-    ) -> None:
+    def __init__(self, request: Request, worker: EngineWorker) -> None:
         self.request = request
-        self.on_leave = on_leave
-        self.submitted_s = self.arrived_s = self.found_s = worker.clock()
+        self.submitted_s = self.arrived_s = self.found_s = time.perf_counter()
         self.started_s: float | None = None
         self.first_delta_s: float | None = None
         self.ended_s: float | None = None
         self.response: Response | None = None
-        self.least_ttft_s = 0.0
         self.cancelled = False
         self.preload: OpenPreload | None = None
         self.stop: Callable[[], None] = lambda: None
         self._worker = worker
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[float, Delta | Exception]] = asyncio.Queue()
+        self._events: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Streams the answer, up to the delta with the response.
@@ -69,17 +61,10 @@ class Job:
           JobCancelledError: `cancel` was called first.
           Exception: whatever the engine raised.
         """
-        held_s: float | None = None
         while True:
-            came_s, event = await self._events.get()
+            event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
-            if held_s is None:
-                held_s = max(0.0, max(self.started_s or 0.0, self.submitted_s) + self.least_ttft_s - came_s)
-            # Later deltas are delayed equally: delivered at once, they would reveal the same.
-            wait_s = came_s + held_s - self._worker.clock()
-            if wait_s > 0.0:
-                await self._worker.sleep(wait_s)
             yield event
             if event.response is not None:
                 return
@@ -96,7 +81,7 @@ class Job:
 
     def _emit(self, event: Delta | Exception) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (self._worker.clock(), event))
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop is closed: a forced exit, the client is gone
             self.stop()
 
@@ -116,8 +101,6 @@ class EngineWorker:
         on_end: Callable[[Job], None] = lambda job: None,
         idle_work: IdleWork | None = None,
         preload: Callable[[Request], OpenPreload] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """Args:
         on_start: called when a job leaves the queue.
@@ -125,9 +108,7 @@ class EngineWorker:
         preload: called for a request that is queued behind others, must return at once; what it returns is closed
           with the request's first token, or with the request.
         idle_work: run on a thread whenever no request came for a while, until no work is left.
-        clock, sleep: used to delay answers.
         """
-        self.clock, self.sleep = clock, sleep
         self._start = start
         self._preload = preload
         self._on_start = on_start
@@ -159,23 +140,17 @@ class EngineWorker:
         """True once `shut` or `close` was called."""
         return self._closed
 
-    def submit(
-        self,
-        request: Request,
-        start: Start | None = None,
-        on_leave: Callable[[Response | None], None] = lambda response: None,
-    ) -> Job:
+    def submit(self, request: Request, start: Start | None = None) -> Job:
         """Queues a request and returns its job; call it on the event loop that reads the answer.
 
         Args:
           start: hands this request to the engine; None for `Engine.submit`.
-          on_leave: called once the job is over, however it ended, with the response if there is one.
 
         Raises:
           WorkerClosedError: the worker is closed.
           Exception: an immediate refusal by the engine, such as `ccjax.errors.OverloadError` if its queue is full.
         """
-        job = Job(request, self, on_leave)
+        job = Job(request, self)
         with self._changed:
             if self._closed:
                 raise WorkerClosedError
@@ -219,7 +194,7 @@ class EngineWorker:
 
     def _begin(self, job: Job) -> None:
         """Records that the engine started a job; on the engine's thread."""
-        job.started_s = self.clock()
+        job.started_s = time.perf_counter()
         self._on_start(job)
 
     def _cancel(self, job: Job, reason: Exception | None = None) -> None:
@@ -250,7 +225,7 @@ class EngineWorker:
             if event.response is not None:  # complete before the engine noticed the cancellation
                 self._end_cancelled(job)
             return
-        job.first_delta_s = job.first_delta_s or self.clock()
+        job.first_delta_s = job.first_delta_s or time.perf_counter()
         job.end_preload()
         if event.response is not None:
             self._leave(job)
@@ -267,10 +242,8 @@ class EngineWorker:
         job.end_preload()
         with self._changed:
             was_here = job in self._jobs
-            job.ended_s = job.ended_s or self.clock()
+            job.ended_s = job.ended_s or time.perf_counter()
             self._jobs.pop(job, None)
             self._changed.notify_all()
         self.thread.wake()
-        if was_here:
-            job.on_leave(job.response)
         return was_here

@@ -180,7 +180,4 @@ def serve_options(argv: Sequence[str] | None = None, description: str | None = N
 def engine_settings(options: SettingsModel) -> dict[str, Any]:
     """Settings of the engine, without those left to their defaults."""
     given = options.model_fields_set | type(options).__annotations__.keys()
-    settings = {name: getattr(options, name) for name in EngineConfig.model_fields if name in given}
-    if getattr(options, "even_out_timing", False):
-        settings.setdefault("reorder_window", 1)  # otherwise cached requests go first, and the order reveals that
-    return settings
+    return {name: getattr(options, name) for name in EngineConfig.model_fields if name in given}
