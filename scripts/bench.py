@@ -1,6 +1,6 @@
 """Measures ccjax: `python scripts/bench.py NAME [--quick] [--json]`. Each benchmark is a module of scripts/benchmarks.
 
-Prints a table; with --json, one object of raw figures as the last line (keys: docs/benchmarks.md).
+Prints a table; with --json, one object of raw figures as the last line (keys: `bench.py NAME --help`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parsers = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name in BENCHMARKS:
-        subparser = parsers.add_parser(name, help=_summary(name))
+        about = _docstring(name)
+        how = argparse.RawDescriptionHelpFormatter
+        subparser = parsers.add_parser(name, help=about.splitlines()[0], description=about, formatter_class=how)
         if name not in argv:
             continue  # others may need packages that are not installed here
         module = importlib.import_module(f"scripts.benchmarks.{name}")
@@ -54,10 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit("\n".join(figures["failures"]))
 
 
-def _summary(name: str) -> str:
-    """The first line of a benchmark's docstring."""
+def _docstring(name: str) -> str:
     source = (Path(__file__).parent / "benchmarks" / f"{name}.py").read_text("utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
+    return ast.get_docstring(ast.parse(source)) or ""
 
 
 if __name__ == "__main__":

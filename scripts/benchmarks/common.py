@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from ccjax.cli.progress import bars
 from ccjax.evaluation.environment import environment as environment
+from ccjax.loading.model import DEMO_CORPUS
+from ccjax.types import Document
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ccjax.models.llama3 import LlamaConfig
+    from ccjax.text import Tokenizer
 
 NUM_SYSTEM, NUM_QUESTION = 32, 16
 """Tokens of the system prompt and of the question of a random prompt."""
@@ -53,6 +56,14 @@ def existing(path: Path) -> Path:
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; raises as `existing`."""
     return [json.loads(line) for line in existing(path).read_text("utf-8").splitlines()]
+
+
+def corpus_passages(tokenizer: Tokenizer, count: int, num_tokens: int) -> list[Document]:
+    """Passages of about `num_tokens` tokens each: different pieces of the shipped corpus, as long as it lasts."""
+    text = " ".join(path.read_text("utf-8") for path in sorted(DEMO_CORPUS.iterdir()))
+    ids = tokenizer.encode(text, allow_special=False)
+    ids *= -(-count * num_tokens // len(ids))
+    return [Document(tokenizer.decode(ids[n * num_tokens : (n + 1) * num_tokens])) for n in range(count)]
 
 
 def check_markers(page: Path, names: Iterable[str]) -> None:

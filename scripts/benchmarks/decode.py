@@ -1,6 +1,14 @@
-"""Decode: tokens per second of answers with the default options on a real model, one and eight requests at once.
+"""Decode: tokens per second of answers with the default options, one and eight requests at once, and of llama.cpp.
 
-llama.cpp is measured in the same process, also on all cores, with the model's file and with the same float32 weights.
+Counted while all requests are being decoded. llama.cpp runs in the same process, on all cores, with the model's file
+and with the same weights in float32. The ways run one after the other, since an idle server of llama.cpp takes time
+from others: use a machine that is otherwise idle.
+
+Keys of --json, besides those of `common.environment`:
+  model, dtype, prompt_tokens, answer_tokens, repetitions
+  cases[]: `way` (default | llama.cpp, float32 | llama.cpp, the model's file), `requests` (at once), `tokens_per_s` (of
+    all answers; median), `runs`
+  skipped[]: what was left out, and why; empty with --no-peers
 """
 
 from __future__ import annotations
@@ -16,52 +24,60 @@ from typing import Any
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.evaluation.pages import show
-from scripts.benchmarks import llama_cpp_peer
+from ccjax.loading.named import default_model
+from ccjax.server.loading import load_engine, with_dtype
+from scripts.benchmarks import peers
 from scripts.benchmarks.common import environment, median, stages
 
-MODEL = "smollm2"
 QUICK = {"requests": [1, 2], "prompt_tokens": 8, "answer_tokens": 4, "repetitions": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--requests", type=positive_int, nargs="+", default=[1, 8], help="at once (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=positive_int, default=256, help="of each request (%(default)s)")
-    parser.add_argument("--answer-tokens", type=positive_int, default=64, help="of each answer (%(default)s)")
-    parser.add_argument("--repetitions", type=positive_int, default=3, help="runs per case; the median counts")
-    parser.add_argument("--no-peers", action="store_true", help="without llama.cpp")
+    add = parser.add_argument
+    add("--model", default=default_model(), help="as with ccjax serve (default: its default, %(default)s)")
+    add("--requests", type=positive_int, nargs="+", default=[1, 8], help="at once (%(default)s)")
+    add("--prompt-tokens", type=positive_int, default=256, help="of each request (%(default)s)")
+    add("--answer-tokens", type=positive_int, default=64, help="of each answer (%(default)s)")
+    add("--repetitions", type=positive_int, default=3, help="runs per case; the median counts (%(default)s)")
+    add("--no-peers", action="store_true", help="without llama.cpp")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures one way after the other, since an idle server of llama.cpp takes time from others; prints the table."""
+    """Measures one way after the other and prints the table."""
     counts, repetitions = arguments.requests, arguments.repetitions
     prompt, answer = arguments.prompt_tokens, arguments.answer_tokens
     cases: list[dict[str, Any]] = []
+    skipped: list[str] = []
     with stages() as say, tempfile.TemporaryDirectory() as folder:
-        file, skipped = (None, []) if arguments.no_peers else llama_cpp_peer.file_of(MODEL)
-        peers = {}
-        if file is not None:
-            float32 = llama_cpp_peer.in_float32(file, Path(folder) / "float32.gguf")
-            peers = {"llama.cpp, float32": float32, "llama.cpp, the model's file": file}
 
         def measure(way: str, rate: Callable[[int, int, int], float]) -> None:
             for count in counts:
                 say(f"{way}, {count} at once")
                 runs = [rate(count, prompt, answer) for _ in range(repetitions + 1)][1:]  # the first one compiles
-                about = {"way": way, "model": MODEL, "requests": count}
-                cases.append({**about, "tokens_per_s": median(runs), "runs": runs})
+                cases.append({"way": way, "requests": count, "tokens_per_s": median(runs), "runs": runs})
 
-        with Engine.from_pretrained(MODEL, read_only=True) as engine:
+        with load_engine(arguments.model, {"read_only": True}) as engine:
             measure("default", lambda *sizes: _rate(engine, *sizes))
-        for name, path in peers.items():
-            server = llama_cpp_peer.Server(path, max(counts), max(counts) * (prompt + answer + 16))
-            measure(name, server.tokens_per_s)
-            del server
-    _print(cases, counts)
-    for reason in skipped:
-        print(f"skipped: {reason}")
-    about = {"prompt_tokens": prompt, "answer_tokens": answer, "repetitions": repetitions, "skipped": skipped}
-    return {"benchmark": "decode", **environment(), **about, "cases": cases}
+        if not arguments.no_peers:
+            file, reason = peers.gguf_file(arguments.model)
+            skipped += [f"llama.cpp: {reason}"] if reason else []
+            if file is not None:
+                float32 = peers.in_float32(file, Path(folder) / "float32.gguf")
+                for way, path in (("float32", float32), ("the model's file", file)):
+                    server = peers.LlamaCpp(path, max(counts), max(counts) * (prompt + answer + 16))
+                    measure(f"llama.cpp, {way}", server.tokens_per_s)
+                    del server
+    rates = {(case["way"], case["requests"]): case["tokens_per_s"] for case in cases}
+    rows = [
+        (way, *(f"{rates[way, count]:.1f} ({rates[way, count] / rates['default', count]:.2f}x)" for count in counts))
+        for way in dict.fromkeys(case["way"] for case in cases)
+    ]
+    head = ("", *(f"{count} at once" for count in counts))
+    show(head, rows, f"tokens per second, {arguments.model}", [f"SKIPPED {reason}" for reason in skipped])
+    about = {"model": arguments.model, "dtype": with_dtype({})["dtype"], "prompt_tokens": prompt}
+    about |= {"answer_tokens": answer, "repetitions": repetitions}
+    return {"benchmark": "decode", **environment(), **about, "cases": cases, "skipped": skipped}
 
 
 def _rate(engine: Engine, count: int, num_prompt_tokens: int, num_answer_tokens: int) -> float:
@@ -70,7 +86,7 @@ def _rate(engine: Engine, count: int, num_prompt_tokens: int, num_answer_tokens:
 
     def ask(number: int) -> None:
         request = Request(
-            segments=[[], llama_cpp_peer.prompt(number, num_prompt_tokens)],
+            segments=[[], peers.prompt(number, num_prompt_tokens)],
             sampling=SamplingParams(num_answer_tokens, ignore_eos=True),
         )
         for delta in engine.stream(request):
@@ -81,14 +97,14 @@ def _rate(engine: Engine, count: int, num_prompt_tokens: int, num_answer_tokens:
         thread.start()
     for thread in threads:
         thread.join()
+    return overlapping_rate(times)
+
+
+def overlapping_rate(times: list[list[float]]) -> float:
+    """Tokens per second between the last answer's first token and the first answer's last one.
+
+    Args:
+      times: of each token of each answer.
+    """
     begin, end = max(moments[0] for moments in times), min(moments[-1] for moments in times)
     return sum(begin < moment <= end for moments in times for moment in moments) / (end - begin)
-
-
-def _print(cases: list[dict[str, Any]], counts: list[int]) -> None:
-    rates = {(case["way"], case["requests"]): case["tokens_per_s"] for case in cases}
-    rows = [
-        (way, *(f"{rates[way, count]:.1f} ({rates[way, count] / rates['default', count]:.2f}x)" for count in counts))
-        for way in dict.fromkeys(case["way"] for case in cases)
-    ]
-    show(("", *(f"{count} at once" for count in counts)), rows, f"tokens per second, {MODEL}")

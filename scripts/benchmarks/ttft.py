@@ -1,175 +1,155 @@
-"""Time to first token: the default options on a real model; full prefill, reuse and Cache-Craft on random weights.
+"""Time to first token of the default options in each state of the store, compared with transformers and llama.cpp.
 
-Compared with Hugging Face transformers and llama.cpp. Every ccjax case goes through the public engine: plan, load,
-merge, compute, first token. The prompt is a system prompt, eight passages in a new order, and a question; only time is
-measured.
+One prompt at a time: instructions, eight passages (pieces of the shipped corpus) in a new order each time, a question.
+Options are those of `ccjax serve`; engines are read-only, so that no prompt changes the state for the next, and warmed
+up like a server's (not with --quick). The first run of a case is not counted. On a CPU the cases alternate, so that a
+busy machine slows all of them; on an accelerator, whose memory one engine takes, they run one after the other.
+
+Keys of --json, besides those of `common.environment`:
+  model, dtype, layers, d_model, passages, repetitions
+  cases[]: `state` of the store: empty (full prefill), alone (each passage was computed directly behind the
+    instructions), prepared (also behind the frame, as servers do), seen (an earlier prompt had the passages in another
+    order), idle (the same, then prepared in idle time); `context_tokens`; `ttft_s`, `runs_s` (median and all runs);
+    `computed_share` (median share of token-layers that ran through the model)
+  peers[]: `name`, `context_tokens`, `ttft_s`, `runs_s` of a full prefill of as many tokens. transformers: sdpa,
+    float32, random weights of the same shapes, alternating with the cases. llama.cpp: the same GGUF file (4-bit
+    weights), afterwards
+  skipped[]: what was left out, and why; empty with --no-peers
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from ccjax.cli.values import positive_int
-from ccjax.engine import Engine, EngineConfig
+from ccjax.engine import Engine, EngineConfig, Response
 from ccjax.evaluation.pages import show, text
-from ccjax.loading.model import LoadedModel
-from ccjax.models.llama3 import LlamaConfig, Params, init_params
-from ccjax.runner.batch_sizes import BatchSizes
-from ccjax.runner.buckets import slot_bucket
-from ccjax.runner.warmup import compile_pack
-from ccjax.types import ReuseMode
-from scripts.benchmarks import transformers_peer, ttft_default
-from scripts.benchmarks.common import (
-    NUM_QUESTION,
-    NUM_SYSTEM,
-    environment,
-    median,
-    random_config,
-    random_prompt,
-    shapes_of,
-    stages,
-)
+from ccjax.evaluation.states import STATES, State, fill
+from ccjax.loading.model import LoadedModel, load_model
+from ccjax.loading.named import default_model
+from ccjax.server.loading import with_dtype
+from ccjax.types import Document
+from scripts.benchmarks import peers
+from scripts.benchmarks.common import corpus_passages, environment, median, stages
 
 NUM_PASSAGES = 8
-QUICK = {"repetitions": 2}
+QUESTION = "Where was the harbour master born?"
+QUICK = {"context_tokens": [256], "repetitions": 2, "states": ["empty", "prepared"]}
+_ROOM = 64
+"""Approximate tokens of a prompt besides its passages, and tokens of its answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    text = "prompt lengths (default 1024 2048 on the real model, 2048 4096 on random weights)"
-    parser.add_argument("--context-tokens", type=positive_int, nargs="+", help=text)
-    parser.add_argument("--repetitions", type=positive_int, default=5, help="runs per case; the median counts")
-    parser.add_argument("--no-peers", action="store_true", help="without transformers and llama.cpp")
-
-
-@dataclasses.dataclass
-class TtftCase:
-    """One column of the comparison, with its own engine."""
-
-    engine: Engine
-    reuse: ReuseMode
-    description: dict[str, Any]
-    runs_s: list[float] = dataclasses.field(default_factory=list)
-    shares: list[float] = dataclasses.field(default_factory=list)
-
-    def measure(self, segments: list[list[int]]) -> None:
-        """Runs one prompt and records its time to first token."""
-        response = self.engine.generate_from_tokens(segments, max_new_tokens=1, reuse=self.reuse)
-        self.runs_s.append(response.ttft_s)
-        self.shares.append(response.reuse.computed_share)
+    add = parser.add_argument
+    add("--model", default=default_model(), help="as with ccjax serve (default: its default, %(default)s)")
+    add("--context-tokens", type=positive_int, nargs="+", default=[1024, 2048], help="approximately (%(default)s)")
+    add("--states", nargs="+", choices=STATES, default=list(STATES), help="of the store (default: all)")
+    add("--repetitions", type=positive_int, default=5, help="runs per case; the median counts (%(default)s)")
+    add("--no-peers", action="store_true", help="without transformers and llama.cpp")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures all cases in alternation and prints the table."""
-    lengths = arguments.context_tokens or ([512] if arguments.quick else [2048, 4096])
-    repetitions = arguments.repetitions
-    config = random_config(is_quick=arguments.quick)
-    params = init_params(config, jax.random.key(0))
-    peer, _ = transformers_peer.peer(config, is_wanted=not arguments.no_peers)
-    rows: list[dict[str, Any]] = []
-    peers: list[dict[str, Any]] = []
+    """Measures all cases and prints the table."""
+    repetitions, with_peers = arguments.repetitions, not arguments.no_peers
+    model = load_model(arguments.model, dtype=with_dtype({})["dtype"])
+    reasons = {"transformers": peers.missing("torch", "transformers"), "llama.cpp": None}
+    file, reasons["llama.cpp"] = peers.gguf_file(arguments.model)
+    peer = peers.full_prefill(model.config) if with_peers and not reasons["transformers"] else None
+    is_cpu = jax.default_backend() == "cpu"
+    groups = [arguments.states] if is_cpu else [[state] for state in arguments.states]
+    cases: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     with stages() as say:
-        real = arguments.context_tokens or ([256] if arguments.quick else [1024, 2048])
-        default_rows, default_peers, skipped = ttft_default.measure(arguments, real, say)
-        for length in lengths:
-            say(f"random weights, {length} tokens")
-            prompts = _Prompts(config.vocab_size, length)
-            cases = _cases(params, config, length, prompts.original())
-            if not arguments.quick:  # it would take half of its minute
-                _compile_packs(cases[0].engine, length)
-            peer_s = []
-            for _ in range(repetitions + 1):
-                segments = prompts.shuffled()
-                for case in cases:
-                    case.measure(segments)
-                if peer is not None:
-                    peer_s.append(peer([token for segment in segments for token in segment]))
-            for case in cases:
-                case.engine.close()
-                runs_s = case.runs_s[1:]  # the first run is not counted, for any case
-                figures = {"ttft_s": median(runs_s), "runs_s": runs_s, "computed_share": median(case.shares[1:])}
-                rows.append({"context_tokens": length, "model": "random", **case.description, **figures})
+        for length in arguments.context_tokens:
+            assert model.tokenizer is not None
+            documents = corpus_passages(model.tokenizer, NUM_PASSAGES, max(1, (length - _ROOM) // NUM_PASSAGES))
+            peer_s: list[float] = []
+            for states in groups:
+                say(f"{length} tokens, {', '.join(states)}")
+                with _engines(model, states, documents) as engines:
+                    if not arguments.quick:
+                        next(iter(engines.values())).warmup()  # all engines share the compiled steps
+                    responses = _ask(engines, documents, repetitions, peer, peer_s)
+                cases += [_case(state, found) for state, found in responses.items()]
             if peer is not None:
-                name = {"name": "transformers", "model": "random", "context_tokens": length}
-                peers.append({**name, "ttft_s": median(peer_s[1:]), "runs_s": peer_s[1:]})
-    rows, peers = [*default_rows, *rows], [*default_peers, *peers]
-    _print(rows, peers, skipped)
-    shapes = {"system_tokens": NUM_SYSTEM, "question_tokens": NUM_QUESTION, "passages": NUM_PASSAGES}
-    figures = {"shapes": {**shapes_of(config), **shapes}, "cases": rows, "peers": peers, "skipped": skipped}
-    return {"benchmark": "ttft", **environment(), **figures}
+                count = cases[-1]["context_tokens"]
+                others.append({"name": "transformers", "context_tokens": count, **_seconds(peer_s)})
+        if file is not None and with_peers:
+            counts = list(dict.fromkeys(case["context_tokens"] for case in cases))
+            server = peers.LlamaCpp(file, 1, max(counts) + 1)
+            for count in counts:
+                say(f"{count} tokens, llama.cpp")
+                runs_s = [server.prefill_s(count) for _ in range(repetitions + 1)]
+                others.append({"name": "llama.cpp", "context_tokens": count, **_seconds(runs_s)})
+    skipped = [f"{name}: {reason}" for name, reason in reasons.items() if reason and with_peers]
+    _print(arguments.model, cases, others, skipped)
+    config = model.config
+    about = {"model": arguments.model, "dtype": str(with_dtype({})["dtype"]), "layers": config.num_layers}
+    about |= {"d_model": config.d_model, "passages": NUM_PASSAGES, "repetitions": repetitions}
+    return {"benchmark": "ttft", **environment(), **about, "cases": cases, "peers": others, "skipped": skipped}
 
 
-class _Prompts:
-    """A prompt's segments, with the passages in changing order."""
-
-    def __init__(self, vocab_size: int, length: int) -> None:
-        self._random = random.Random(length)
-        self.system, *self.passages, self.question = random_prompt(length, NUM_PASSAGES, vocab_size)
-
-    def shuffled(self) -> list[list[int]]:
-        """Segments with the first passage never in front, so that no passage is reused exactly."""
-        order = self.passages[:]
-        while order[0] is self.passages[0]:
-            self._random.shuffle(order)
-        return [self.system, *order, self.question]
-
-    def original(self) -> list[list[int]]:
-        """Segments in the order that fills the store."""
-        return [self.system, *self.passages, self.question]
+@contextlib.contextmanager
+def _engines(model: LoadedModel, states: Sequence[State], documents: list[Document]) -> Iterator[dict[State, Engine]]:
+    """An engine with the default options over a store in each state."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        engines: dict[State, Engine] = {}
+        for state in states:
+            config = EngineConfig(**with_dtype({"store": (Path(directory) / state).as_uri()}))
+            fill(model, config, state, [documents])
+            engines[state] = stack.enter_context(Engine(model, config.replace(read_only=True)))
+        yield engines
 
 
-def _cases(params: Params, config: LlamaConfig, length: int, original: list[list[int]]) -> list[TtftCase]:
-    """All ways to answer, each with the passages stored in their original order."""
-    model = LoadedModel("random", config, params, None, None, frozenset(), "ttft")
-
-    def case(strategy: str, ratio: float, reuse: Any, **settings: Any) -> TtftCase:
-        # Space for the original variants and one answer's repaired ones, so that every prompt is repaired anew.
-        limit = 2 * NUM_PASSAGES + 1
-        engine = Engine(
-            model, EngineConfig(strategy=strategy, max_model_len=length + 1, max_variants=limit, **settings)
-        )
-        if reuse != "off":
-            engine.generate_from_tokens(original, max_new_tokens=1, reuse="exact")
-        return TtftCase(engine, reuse, {"strategy": strategy, "ratio": ratio})
-
-    cases = [case("full", 1.0, "off"), case("reuse", 0.0, "bounded")]
-    for ratio in (0.15, 0.30):
-        cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio))
-        cases.append(case("cachecraft", ratio, "bounded", recompute_ratio=ratio, focus_window=None))
-        cases[-2].description["focus"], cases[-1].description["focus"] = True, False
-    return cases
+def _ask(
+    engines: dict[State, Engine],
+    documents: list[Document],
+    repetitions: int,
+    peer: Callable[[int], float] | None,
+    peer_s: list[float],
+) -> dict[State, list[Response]]:
+    """The responses of each engine; the peer prefills as many tokens in alternation."""
+    rng = random.Random(len(documents))
+    responses: dict[State, list[Response]] = {state: [] for state in engines}
+    for _ in range(repetitions + 1):
+        order = rng.sample(documents, len(documents))
+        for state, engine in engines.items():
+            responses[state].append(engine.generate(QUESTION, order, max_new_tokens=1))
+        if peer is not None:
+            peer_s.append(peer(next(iter(responses.values()))[-1].num_prompt_tokens))
+    return responses
 
 
-def _compile_packs(engine: Engine, length: int) -> None:
-    """Compiles every size, since the focus cut decides which sizes a prompt needs."""
-    sizes = BatchSizes(length)
-    for count, slots in sizes.packs():
-        if slots == slot_bucket(length):
-            compile_pack(engine._model, engine._pool, (count, slots, sizes.num_segments))
+def _case(state: State, responses: list[Response]) -> dict[str, Any]:
+    share = median([response.reuse.computed_share for response in responses[1:]])
+    about = {"state": state, "context_tokens": responses[0].num_prompt_tokens, "computed_share": share}
+    return {**about, **_seconds([response.ttft_s for response in responses])}
 
 
-def _print(rows: list[dict[str, Any]], peers: list[dict[str, Any]], skipped: list[str]) -> None:
-    # Nothing is reused from an empty store.
-    is_full = lambda row: row["strategy"] == "full" or row.get("state") == "empty"  # noqa: E731
-    full = {(row["model"], row["context_tokens"]): row["ttft_s"] for row in rows if is_full(row)}
+def _seconds(runs_s: list[float]) -> dict[str, Any]:
+    """Median and all runs but the first."""
+    return {"ttft_s": median(runs_s[1:]), "runs_s": runs_s[1:]}
+
+
+def _print(model: str, cases: list[dict[str, Any]], others: list[dict[str, Any]], skipped: list[str]) -> None:
+    full = {case["context_tokens"]: case["ttft_s"] for case in cases if case["state"] == "empty"}
     cells = [
         (
-            row["model"],
             str(row["context_tokens"]),
-            row.get("strategy") or row["name"],
-            row.get("state", ""),
-            text(row.get("ratio"), ".0%"),
-            "" if "focus" not in row else "on" if row["focus"] else "off",
+            row["name"] if "name" in row else f"default, {row['state']}",
             text(row.get("computed_share"), ".1%"),
             f"{row['ttft_s']:.3f}",
-            f"{full[row['model'], row['context_tokens']] / row['ttft_s']:.2f}x",
+            f"{full[row['context_tokens']] / row['ttft_s']:.2f}x" if full else "",
         )
-        for row in (*rows, *peers)
+        for row in (*cases, *others)
     ]
-    head = ("model", "context", "strategy", "store", "recompute", "focus cut", "computed", "TTFT s", "faster")
-    show(head, cells, says=[f"SKIPPED {reason}" for reason in skipped])
+    show(("context", "store", "computed", "TTFT s", "faster"), cells, model, [f"SKIPPED {why}" for why in skipped])

@@ -1,4 +1,4 @@
-"""The benchmark program end to end at its smallest: what it prints is what docs/benchmarks.md promises."""
+"""The benchmark program end to end at its smallest: what it prints is what each file's docstring promises."""
 
 import time
 import types
@@ -9,7 +9,7 @@ from ccjax.cache import load_plan, reads
 from ccjax.models.llama3 import LlamaConfig
 from ccjax.store import KVSpec
 from ccjax.store.throttle import ThrottledLink
-from scripts.benchmarks import decode, loading, retrieval, store_io, ttft, ttft_default
+from scripts.benchmarks import decode, loading, peers, retrieval, store_io
 from tests.polling import wait_until
 from tests.scripts import in_process
 
@@ -18,36 +18,46 @@ SMALL = LlamaConfig(320, 64, 2, 4, 2, 16, 128, 1e4)
 
 @pytest.fixture
 def small_model(monkeypatch):
-    """What prefills random weights has little to compute, and the same steps in all benchmarks."""
-    for module in (loading, ttft):
-        monkeypatch.setattr(module, "random_config", lambda *, is_quick: SMALL)
+    """What prefills random weights has little to compute."""
+    monkeypatch.setattr(loading, "random_config", lambda *, is_quick: SMALL)
 
 
-def test_ttft_prints_every_case_as_json(small_model, monkeypatch):
-    monkeypatch.setattr(ttft_default, "MODEL", "demo")
-    table, figures = in_process.figures("ttft", "--no-peers", "--repetitions", "1", "--context-tokens", "176")
-    assert {"benchmark", "date", "commit", "machine", "device", "python", "versions", "shapes"} <= figures.keys()
-    assert figures["peers"] == figures["skipped"] == []
-    empty, prepared, *others = figures["cases"]
-    assert (empty["strategy"], empty["state"], empty["model"]) == ("default", "empty", "demo")
-    assert prepared["state"] == "prepared" and prepared["computed_share"] < empty["computed_share"] == 1.0
-    cases = [(case["strategy"], case["ratio"], case.get("focus")) for case in others]
-    assert cases == [
-        ("full", 1.0, None),
-        ("reuse", 0.0, None),
-        ("cachecraft", 0.15, True),
-        ("cachecraft", 0.15, False),
-        ("cachecraft", 0.3, True),
-        ("cachecraft", 0.3, False),
-    ]
-    for case in others:
-        assert (case["model"], case["context_tokens"]) == ("random", 176) and case["ttft_s"] > 0
-    shares = {case[:2]: others[index]["computed_share"] for index, case in enumerate(cases) if case[2] is not True}
-    assert shares["full", 1.0] == 1.0
-    # 16 question tokens, and of eight passages of 16 tokens each the ratio, rounded up: 3 and 5.
-    assert shares["reuse", 0.0] == 16 / 176
-    assert shares["cachecraft", 0.15] == (16 + 8 * 3) / 176 and shares["cachecraft", 0.3] == (16 + 8 * 5) / 176
-    assert any("cachecraft" in line for line in table)
+def test_ttft_measures_the_default_in_every_state_of_the_store():
+    states = ("empty", "alone", "prepared", "seen", "idle")
+    options = ["--model", "demo", "--no-peers", "--repetitions", 1, "--context-tokens", 128, "--states", *states]
+    table, figures = in_process.figures("ttft", *options)
+    assert {"benchmark", "date", "commit", "machine", "device", "python", "versions", "model"} <= figures.keys()
+    assert figures["peers"] == figures["skipped"] == [] and figures["dtype"] == "float32"
+    shares = {case["state"]: case["computed_share"] for case in figures["cases"]}
+    assert tuple(shares) == states and shares["empty"] == 1.0
+    assert all(0.0 < share < 0.5 for state, share in shares.items() if state != "empty")
+    (count,) = {case["context_tokens"] for case in figures["cases"]}
+    assert 64 <= count <= 192 and all(case["runs_s"] == [case["ttft_s"]] for case in figures["cases"])
+    assert any("default, empty" in line and "1.00x" in line for line in table)
+
+
+def test_peers_prefill_as_many_tokens_and_absent_ones_are_named(monkeypatch):
+    asked = []
+    monkeypatch.setattr(peers, "missing", lambda *packages: None)
+    monkeypatch.setattr(peers, "full_prefill", lambda config: lambda count: asked.append(count) or 0.25)
+    options = ["--model", "demo", "--repetitions", 1, "--context-tokens", 128, "--states", "empty"]
+    _, figures = in_process.figures("ttft", *options)
+    count = figures["cases"][0]["context_tokens"]
+    assert asked == [count, count] and figures["skipped"] == ["llama.cpp: demo is no GGUF file"]
+    assert figures["peers"] == [{"name": "transformers", "context_tokens": count, "ttft_s": 0.25, "runs_s": [0.25]}]
+    monkeypatch.undo()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert peers.missing("torch", "transformers") == "torch, transformers not installed"
+
+
+def test_decode_counts_the_tokens_while_all_requests_are_decoded():
+    lines, figures = in_process.figures("decode", "--model", "demo", "--requests", 1, 3)
+    assert [(case["way"], case["requests"]) for case in figures["cases"]] == [("default", 1), ("default", 3)]
+    assert all(case["tokens_per_s"] > 0.0 and len(case["runs"]) == 1 for case in figures["cases"])
+    (reason,) = figures["skipped"]
+    assert reason.startswith("llama.cpp: ") and f"SKIPPED {reason}" in lines
+    # From 2.0, the last one's first token, to 3.0, the first one's last: 3 of one answer and 2 of the other.
+    assert decode.overlapping_rate([[1.0, 2.0, 2.25, 2.5, 3.0], [2.0, 2.5, 3.0, 3.5]]) == 5.0
 
 
 def test_store_prints_cases_with_and_without_a_catalog():
@@ -109,15 +119,6 @@ def test_loading_prints_the_hidden_load_time_of_every_mode(small_model, monkeypa
         assert row["lost_loads"] == 0
         assert (row["preloaded_bytes"] > 0) == (row["queue_s"] > 0) == (mode in ("async", "async + layer"))
     assert rows["disk", "sync"]["allowed_share"] == 0.0 < rows["disk", "layer"]["allowed_share"]
-
-
-def test_decode_measures_concurrent_requests(monkeypatch):
-    monkeypatch.setattr(decode, "MODEL", "demo")
-    lines, figures = in_process.figures("decode", "--requests", "1", "3")
-    assert [(case["way"], case["requests"]) for case in figures["cases"]] == [("default", 1), ("default", 3)]
-    assert all(case["tokens_per_s"] > 0.0 and len(case["runs"]) == 1 for case in figures["cases"])
-    (reason,) = figures["skipped"]
-    assert reason.startswith("llama.cpp: ") and f"skipped: {reason}" in lines
 
 
 def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):

@@ -1,30 +1,58 @@
-"""llama.cpp, for comparison: its server in this process (xllamacpp)."""
+"""llama.cpp's server in this process, and a full prefill in Hugging Face transformers, for comparison on a CPU."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ccjax.loading.named import gguf_path
+from ccjax.models.llama3 import LlamaConfig
 
 
-def file_of(model: str) -> tuple[Path | None, list[str]]:
-    """The GGUF file of a named model; None with the reason if llama.cpp cannot be measured here."""
-    if importlib.util.find_spec("xllamacpp") is None:
-        return None, ["llama.cpp: xllamacpp is not installed"]
-    file = gguf_path(model)
-    return file, [] if file else [f"llama.cpp: {model} is no GGUF file"]
+def missing(*packages: str) -> str | None:
+    """Why peers of these packages cannot be measured; None if they can."""
+    if jax.default_backend() != "cpu":
+        return "it would run on the CPU"
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"{', '.join(absent)} not installed" if absent else None
 
 
-def prefill_s(model: Path, lengths: Sequence[int], repetitions: int) -> dict[int, list[float]]:
-    """Seconds of each run that prefills this many tokens on all cores, after an uncounted one."""
-    server = Server(model, 1, max(lengths) + 1)
-    return {length: [server.prefill_s(length) for _ in range(repetitions + 1)][1:] for length in lengths}
+def full_prefill(config: LlamaConfig) -> Callable[[int], float]:
+    """A function from a number of tokens to the seconds to the first token in transformers, for a model of the same
+    shapes with its own random weights, sdpa attention, float32, all cores."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaConfig as PeerConfig  # pyright: ignore[reportMissingImports]
+    from transformers import LlamaForCausalLM  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    raw = {name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type")}
+    peer_config = PeerConfig(**raw)
+    peer_config._attn_implementation = "sdpa"
+    model = LlamaForCausalLM(peer_config).eval().float()
+
+    def measure(num_tokens: int) -> float:
+        ids = torch.randint(config.vocab_size, (1, num_tokens))
+        started = time.perf_counter()
+        with torch.inference_mode():
+            int(model(ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
+        return time.perf_counter() - started
+
+    return measure
+
+
+def gguf_file(model: str) -> tuple[Path | None, str | None]:
+    """The GGUF file of a named model, or why llama.cpp cannot be measured on it."""
+    reason = missing("xllamacpp")
+    file = None if reason else gguf_path(model)
+    return file, reason or (None if file else f"{model} is no GGUF file")
 
 
 def prompt(number: int, num_tokens: int) -> list[int]:
@@ -37,8 +65,7 @@ def in_float32(source: Path, target: Path) -> Path:
     import gguf
 
     reader = gguf.GGUFReader(source)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(target, architecture)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.architecture", "general.file_type")):
             kind = field.types[0]
@@ -52,8 +79,8 @@ def in_float32(source: Path, target: Path) -> Path:
     return target
 
 
-class Server:
-    """llama.cpp's server in this process, on all cores."""
+class LlamaCpp:
+    """llama.cpp's server in this process (xllamacpp), on all cores."""
 
     def __init__(self, model: Path, num_slots: int, num_tokens: int) -> None:
         """`num_tokens`: of all requests at once, answers included."""
@@ -66,15 +93,9 @@ class Server:
 
     def answer(self, token_ids: Sequence[int], num_answer_tokens: int) -> dict[str, Any]:
         """The greedy answer of this many tokens, as of POST /v1/completions, with llama.cpp's timings."""
-        return self._server.handle_completions(
-            {
-                "prompt": list(token_ids),
-                "n_predict": num_answer_tokens,
-                "cache_prompt": False,
-                "temperature": 0,
-                "ignore_eos": True,
-            }
-        )
+        greedy = {"cache_prompt": False, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": list(token_ids), "n_predict": num_answer_tokens, **greedy}
+        return self._server.handle_completions(body)
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds of a prefill of this many tokens."""
