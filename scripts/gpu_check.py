@@ -1,95 +1,81 @@
-"""Checks and times the kernels on this machine's NVIDIA GPU: `python scripts/gpu_check.py [--quick] [--out DIR]`.
+"""Checks the kernels and measures this machine's device: `python scripts/gpu_check.py [--quick] [--only STEP ...]`.
 
-Needs jax with its CUDA plugin and the packages of scripts/gpucheck/needs.py; PyTorch with CUDA joins the comparison if
-it is installed. Writes `<device>-<date>.json` as results come and `<device>-<date>.md`, the tables, at the end. Exit
-status: 0 if every number is right, 1 if one is not or packages are missing, 77 (skipped) without such a GPU.
+Runs `pytest -m gpu` over the kernels and the identities of reuse, then `bench.py` kernels, ttft, decode and serve with
+the server's defaults, each in its own process. Needs jax, the package's requirements and pytest; without an accelerator
+everything runs on the CPU. After each step it writes one JSON object to --output: `tests`: `tests`, `failures`,
+`errors`, `skipped`, `seconds`, `failed` (test -> message); `benchmarks`: name -> the figures of `bench.py NAME --json`;
+`wrong`: what failed, in words. The exit status is 1 if that is not empty.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
 import os
-import re
+import subprocess
 import sys
-import traceback
-from collections.abc import Sequence
+import tempfile
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from scripts.gpucheck.needs import missing_packages  # noqa: E402
-
-SUITES = ("attention_numerics", "rope_numerics", "decode_numerics", "engine_identities", "ceilings", "rope_timing")
-SUITES += ("decode_timing", "attention_timing")
-"""Modules of scripts/gpucheck in the order they run: checks of kernels, ceilings, timings. Each has `run(record)`,
-which adds rows, and `tables(record)`, which shows them."""
-SKIPPED = 77
-LIMIT_S = {"full": 420.0, "quick": 50.0}
+BENCHMARKS = ("kernels", "ttft", "decode", "serve")
+_COUNTS = ("tests", "failures", "errors", "skipped")
 
 
-def device_kind() -> str:
-    """Name of the GPU that JAX uses.
-
-    Raises:
-      RuntimeError: it is not an NVIDIA GPU.
-    """
-    import jax
-
-    try:
-        device = jax.devices()[0]
-    except RuntimeError as error:  # a platform was requested that is not available
-        raise RuntimeError(f"jax finds no device: {error}") from error
-    if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
-        raise RuntimeError(
-            f"wanted an NVIDIA GPU, but jax {jax.__version__} runs on {device.platform!r} ({device.device_kind}); "
-            "is its CUDA plugin installed (pip install 'jax[cuda13]'), and does nvidia-smi show a GPU?"
-        )
-    return device.device_kind
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs every suite; the exit status is in the module's docstring."""
+def main() -> int:
+    """Runs the steps; 1 if one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few sizes, under a minute, to see that everything runs")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="begin no further measurement after this time")
-    options = parser.parse_args(arguments)
-    missing = missing_packages()
-    if missing:
-        print(f"gpu_check: not installed: {', '.join(missing)}", file=sys.stderr)
-        return 1
-    # JAX would reserve three quarters of the memory at once, and PyTorch needs some.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
-        kind = device_kind()
-    except RuntimeError as error:
-        print(f"gpu_check: {error}", file=sys.stderr)
-        return SKIPPED
-
-    from scripts.gpucheck.machine import machine
-    from scripts.gpucheck.record import CheckRecord
-
-    found = {"benchmark": "gpu_check", **machine()}
-    name = f"{re.sub('[^a-z0-9]+', '-', kind.lower())}-{found['date']}{'-quick' * options.quick}"
-    limit_s = options.limit or LIMIT_S["quick" if options.quick else "full"]
-    record = CheckRecord(options.out / f"{name}.json", found, is_quick=options.quick, limit_s=limit_s)
-    shown = []
-    for suite in SUITES:
-        module = importlib.import_module(f"scripts.gpucheck.{suite}")
+    parser.add_argument("--quick", action="store_true", help="small sizes in the benchmarks, to see that they run")
+    parser.add_argument("--only", nargs="+", choices=("tests", *BENCHMARKS), default=("tests", *BENCHMARKS))
+    parser.add_argument("--tests", metavar="EXPRESSION", help="only the tests that match, as pytest's -k")
+    parser.add_argument("--limit-s", type=float, default=1200.0, help="of each step (%(default)s)")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu-check.json", metavar="FILE")
+    arguments = parser.parse_args()
+    # JAX would reserve three quarters of the device's memory at once.
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    found: dict[str, Any] = {"tests": {}, "benchmarks": {}, "wrong": []}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    for step in arguments.only:
+        print(f"== {step}", flush=True)
         try:
-            module.run(record)
-        except Exception as error:  # the other suites are still useful
-            traceback.print_exc()
-            record.fail(f"{suite}: {type(error).__name__}: {error!s:.300}")
-        shown += module.tables(record)
-    record.write(is_complete=True)
-    failures = "\n".join(f"- FAILED {failure}" for failure in record.failures) or "Every number is right."
-    text = "\n\n".join([f"{kind}, {found['date']}, {found['commit']}", *shown, failures])
-    record.path.with_suffix(".md").write_text(text + "\n")
-    print(f"\n{text}\n\n{record.path}")
-    return 1 if record.failures else 0
+            if step == "tests":
+                found["tests"] = _tests(arguments.tests, environment, arguments.limit_s)
+                found["wrong"] += [f"{name}: {message}" for name, message in found["tests"]["failed"].items()]
+            else:
+                found["benchmarks"][step] = _benchmark(step, arguments.quick, environment, arguments.limit_s)
+        except (OSError, ValueError, ElementTree.ParseError, subprocess.SubprocessError) as error:
+            found["wrong"].append(f"{step}: {error}")
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join([*(f"FAILED {line}" for line in found["wrong"]), str(arguments.output)]))
+    return 1 if found["wrong"] else 0
+
+
+def _tests(expression: str | None, environment: dict[str, str], limit_s: float) -> dict[str, Any]:
+    """What pytest counts, and messages of what failed. Warnings are only shown: versions of jax have different ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--junitxml", str(report)]
+        command += ["tests/pallas_kernels", *([] if expression is None else ["-k", expression])]
+        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s).returncode
+        if code not in (0, 1):
+            raise ValueError(f"pytest ended with status {code}")
+        suite = ElementTree.parse(report).getroot()[0]
+    cases = [(f"{case.get('classname')}.{case.get('name')}", part) for case in suite.iter("testcase") for part in case]
+    failed = {name: part.get("message", "") for name, part in cases if part.tag in ("failure", "error")}
+    return {**{name: int(suite.get(name, 0)) for name in _COUNTS}, "seconds": suite.get("time"), "failed": failed}
+
+
+def _benchmark(name: str, is_quick: bool, environment: dict[str, str], limit_s: float) -> dict[str, Any]:
+    """The figures of a benchmark."""
+    command = [sys.executable, "scripts/bench.py", name, "--json", *(["--quick"] if is_quick else [])]
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s, stdout=subprocess.PIPE, text=True)
+    *lines, last = done.stdout.splitlines() or [""]
+    print("\n".join(lines), flush=True)
+    if done.returncode:
+        raise ValueError(f"bench.py {name} ended with status {done.returncode}: {last:.300}")
+    return json.loads(last)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Settings every test runs under: strict JAX promotion, checked array shapes, CPU unless `-m gpu`. Imports no jax.
 
-Settings travel in environment variables, so that the subprocesses of tests inherit them.
+Settings travel in environment variables, so that the subprocesses of tests inherit them. Without the extra `test` the
+tests of the kernels still run (`make gpu-check`); what they then leave unchecked is said at the end.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import jaxtyping
-import psutil
 import pytest
+
+try:
+    import beartype
+    import hypothesis
+    import psutil
+except ImportError as error:  # a machine with a GPU may have only what the package needs, and pytest
+    beartype = hypothesis = psutil = None
+    LESS = f"{error.name} is not installed: array shapes and what tests leave behind are not checked"
+else:
+    LESS = ""
 
 from tests.data import data_path
 from tests.redis_server import RedisServer, redis_server
@@ -75,7 +84,6 @@ ssl.create_default_context = _context_of_httpx
 gc.set_threshold(50_000, 20, 20)  # what is imported is looked through less often
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
-os.environ.setdefault("XLA_FLAGS", " ".join(["--xla_force_host_platform_device_count=8", *_quick_compiles()]))
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # of each operation, a tenth of what lowering takes
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -85,14 +93,17 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Two are left out: jax rebuilds their dataclasses with leaves that are no arrays (shapes, None, shardings).
 _STEMS = {path.stem for path in (ROOT / "models/llama3").glob("[a-z]*.py")} - {"params", "quantized"}
 _CHECKED = [f"ccjax.models.llama3.{stem}" for stem in sorted(_STEMS)]
-jaxtyping.install_import_hook([*_CHECKED, "ccjax.kernels"], "beartype.beartype")
+if beartype is not None:
+    jaxtyping.install_import_hook([*_CHECKED, "ccjax.kernels"], "beartype.beartype")
 
 
-# Examples are the same in every run, or one that fails now and then would be found by whoever changes something else.
-any_speed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True, database=None, **any_speed)
-hypothesis.settings.register_profile("thorough", max_examples=200, **any_speed)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+if hypothesis is not None:
+    # Examples are the same in every run, or one that fails now and then would be found by whoever changes something
+    # else.
+    any_speed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True, database=None, **any_speed)
+    hypothesis.settings.register_profile("thorough", max_examples=200, **any_speed)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,9 +113,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "gpu" not in (config.getoption("markexpr") or "").replace("not gpu", ""):
+    is_for_gpu = "gpu" in (config.getoption("markexpr") or "").replace("not gpu", "")
+    if not (is_for_gpu and shutil.which("nvidia-smi")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if config.getoption("--all"):
+        flags = ["--xla_force_host_platform_device_count=8", *_quick_compiles()]
+        os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+    if config.getoption("--all") and hypothesis is not None:
         hypothesis.settings.load_profile(os.environ.setdefault("HYPOTHESIS_PROFILE", "thorough"))
     # Most files compile the same small models' steps, in every process. jax's key of an entry is the program itself
     # with its flags: what other sources compiled to is never taken, it only takes up room.
@@ -140,16 +154,11 @@ def _drop_if_large(folder: Path) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    missing = {
-        "peers": importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None,
-        "gpu": os.environ.get("JAX_PLATFORMS") == "cpu" or shutil.which("nvidia-smi") is None,
-    }
-    reasons = {"peers": "needs torch and transformers", "gpu": "needs an NVIDIA GPU and `-m gpu`"}
+    is_without_peers = importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None
     marks = {item: {mark.name for mark in item.own_markers} | _marks(item.parent) for item in items}
     for item in items:
-        for name, is_missing in missing.items():
-            if is_missing and name in marks[item]:
-                item.add_marker(pytest.mark.skip(reason=reasons[name]))
+        if is_without_peers and "peers" in marks[item]:
+            item.add_marker(pytest.mark.skip(reason="needs torch and transformers"))
     is_named = any("::" in argument for argument in config.args)
     if not (config.getoption("--all") or is_named or "slow" in (config.getoption("markexpr") or "")):
         config.hook.pytest_deselected(items=[item for item in items if "slow" in marks[item]])
@@ -166,6 +175,11 @@ def _marks(node: Any) -> frozenset[str]:
     return frozenset() if node is None else _marks(node.parent) | {mark.name for mark in node.own_markers}
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if LESS:
+        terminalreporter.write_line(LESS)
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays to the end: no collection of garbage looks through it again."""
     gc.freeze()
@@ -180,10 +194,13 @@ def nothing_left_behind() -> Iterator[None]:
     # The stores of a process share one pool of readers, which ends with the process.
     threads = [thread for thread in threads if not thread.name.startswith("store-read")]
     threads = [thread.name for thread in threads if (thread.join(60), thread.is_alive())[1]]
+    assert not threads, f"left behind: {threads=}"
+    if psutil is None:
+        return
     process = psutil.Process()
     children = [(child.pid, child.cmdline()) for child in process.children(recursive=True) if _is_running(child)]
     ports = [place.laddr.port for place in process.net_connections("inet") if place.status == psutil.CONN_LISTEN]
-    assert not (threads or children or ports), f"left behind: {threads=}, {children=}, {ports=}"
+    assert not (children or ports), f"left behind: {children=}, {ports=}"
 
 
 def _is_running(child: psutil.Process) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from scripts.gpucheck.rotation import rotate
-
 
 @dataclasses.dataclass(frozen=True)
 class OracleLayer:
@@ -24,6 +22,13 @@ class OracleLayer:
     key: np.ndarray
     value: np.ndarray
     attention: np.ndarray
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """`x` [T, A, H] with each pair (x[i], x[i + H/2]) turned by position * frequency."""
+    half = x.shape[-1] // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.multiply.outer(positions, frequencies))[:, None, :]
+    return np.concatenate([turned.real, turned.imag], -1)
 
 
 def rope_frequencies(config: Mapping[str, Any]) -> np.ndarray:

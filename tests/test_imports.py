@@ -16,17 +16,6 @@ _SIMULATOR = ("cache", "costs", "hardware", "outcome", "replica", "run", "sizing
 # Package -> our packages that it may import besides itself; the longest matching name counts.
 ALLOWED = {
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
-    # Runs cases of the kernels, which the tests share, and a small engine on a GPU.
-    "scripts.gpucheck": {
-        "ccjax.kernels",
-        "scripts",
-        "ccjax.evaluation.pages",
-        "ccjax.engine",
-        "ccjax.loading",
-        "ccjax.config",
-        "ccjax.types",
-        "ccjax.models",
-    },
     "ccjax.__main__": {"ccjax.cli"},
     "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo.world"}
     | {"ccjax.engine", "ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.retrieval", "ccjax.policy"}
@@ -230,7 +219,7 @@ def test_jit_is_used_only_in_designated_modules():
             is_jit = isinstance(node, ast.Attribute) and node.attr == "jit"
             if isinstance(node, ast.ImportFrom) and node.module == "ccjax.models.lockstep":
                 is_jit = bool({"step", "Step"} & {alias.name for alias in node.names})
-            if is_jit and not module.startswith(("scripts.kernels.", "scripts.gpucheck.")):
+            if is_jit and not module.startswith("scripts.kernels."):
                 found.add(module)
     assert found <= {
         "ccjax.models.llama3.params",
@@ -240,6 +229,7 @@ def test_jit_is_used_only_in_designated_modules():
         "ccjax.models.minilm.encoder",
         "ccjax.models.minilm.model",
         "ccjax.runner.compiler_threads",
+        "scripts.benchmarks.kernels",
         "scripts.demo_model.training",
         "scripts.demo_model.objective",
         "scripts.demo_model.evaluate",

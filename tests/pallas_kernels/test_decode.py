@@ -13,20 +13,17 @@ from ccjax.kernels.decode import decode_attention, mosaic_tpu, page_rotation
 from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
 from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
 from ccjax.kernels.decode.pages import PageRotation
-from scripts.gpucheck.attention_cases import worst
-from scripts.gpucheck.decode_cases import MUTANTS, TOLERANCE, Case
-
-IMPLEMENTATIONS = ["reference", "xla", "triton_interpret", "mosaic_tpu_interpret"]
+from tests.pallas_kernels.attention_cases import IMPLEMENTATIONS, KERNELS, TOLERANCE, worst
+from tests.pallas_kernels.decode_cases import MUTANTS, Case
 
 LATE_TOLERANCE = 2e-3
 """Largest error at position 131,000; measured 5.1e-4 with single angles, 8.7e-4 with sums of two."""
 
-KERNELS = IMPLEMENTATIONS[2:]
 SHAPES = [
     *((kernel, dict(heads=4, kv_heads=4, head_dim=64)) for kernel in KERNELS),
     *((kernel, dict(heads=8, kv_heads=1, page_size=32)) for kernel in IMPLEMENTATIONS),
     *((kernel, dict(heads=4, kv_heads=1, head_dim=128, dtype="bfloat16")) for kernel in ("xla", *KERNELS)),
-    ("mosaic_tpu_interpret", dict(theta=10000.0, head_dim=128)),
+    *((kernel, dict(heads=32, kv_heads=8, head_dim=128, theta=500000.0)) for kernel in KERNELS),
 ]
 """Cases that implementations handle differently; `solved` is for all of them."""
 
@@ -38,12 +35,14 @@ def solved(dtype):
     return case, case.expected()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("implementation", "shape"), SHAPES, ids=str)
 def test_agrees_with_the_oracle(implementation, shape):
     case = Case(**shape)
     assert worst(case.run(implementation), case.expected()) < TOLERANCE[case.dtype]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys_before_rope_agree_with_the_oracle_and_mutants_do_not(implementation, dtype):
@@ -53,9 +52,10 @@ def test_keys_before_rope_agree_with_the_oracle_and_mutants_do_not(implementatio
     assert min(errors.values()) > TOLERANCE[dtype], errors
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("implementation", "head_dim", "dtype"),
-    [*((kernel, 64, "bfloat16") for kernel in IMPLEMENTATIONS[1:]), ("mosaic_tpu_interpret", 32, "float32")],
+    [*((kernel, 64, "bfloat16") for kernel in ("xla", *KERNELS)), (KERNELS[-1], 32, "float32")],
 )
 def test_precomputed_page_rotation_is_equivalent_to_computing_it(implementation, head_dim, dtype):
     case = Case(head_dim=head_dim, theta=10000.0, dtype=dtype)
@@ -66,6 +66,7 @@ def test_precomputed_page_rotation_is_equivalent_to_computing_it(implementation,
         assert worst(case.run(implementation, page_rotation=wrong), expected) > TOLERANCE[dtype]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_large_positions_lose_no_more_precision_than_angle_rounding(implementation):
     """Angles of 100,000 radians are rounded to 2 ** -7, both of slots and of pages."""
@@ -76,6 +77,7 @@ def test_large_positions_lose_no_more_precision_than_angle_rounding(implementati
     assert worst(case.run(implementation, page_start=case.start + 1), expected) > LATE_TOLERANCE
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_request_without_tokens_gets_zero_output(implementation):
     result = Case(theta=10000.0, head_dim=64).run(implementation)

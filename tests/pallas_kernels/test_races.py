@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ccjax.kernels.attention.blocks import MosaicBlocks
 from ccjax.kernels.attention.mosaic_tpu import mosaic_tpu_attention
 from ccjax.kernels.rope import rotation_rows
-from scripts.gpucheck.attention_cases import TOLERANCE, Case, packed, worst
+from tests.pallas_kernels.attention_cases import TOLERANCE, Case, packed, worst
 
 DETECTOR = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
 RACE = "RACE DETECTED"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,6 +99,42 @@ def test_dtype_is_preserved_and_angles_are_computed_in_float32(dtype):
     wide = np.asarray(apply_rope(narrow.astype(jnp.float32), jnp.asarray(positions), frequencies))
     # One relative rounding of the result; bfloat16 angles would have errors of whole turns (257 becomes 256).
     np.testing.assert_allclose(np.asarray(ours, np.float32), wide, rtol=2**-8, atol=1e-6)
+
+
+LAST = 131_071
+"""The last position of Llama 3.1's context."""
+ROTATIONS = {
+    "apply": (apply_rope, lambda old, new: (old,), lambda old, new: old),
+    "remove": (remove_rope, lambda old, new: (old,), lambda old, new: -old),
+    "move": (move_rope, lambda old, new: (old, new), lambda old, new: new - old),
+}
+"""Name -> function, its positions, and the positions by which it turns."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_positions_up_to_the_last_one_turn_by_their_float32_angle(name, dtype):
+    """On any device; the angles themselves are up to 0.008 radians off there, being float32."""
+    function, positions, turns = ROTATIONS[name]
+    tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
+    x, old = case(256, 8, 128, LAST + 1)
+    new = RANDOM.permutation(old)
+    old[0], new[0] = LAST, 0
+    x, frequencies = jnp.asarray(x).astype(dtype), llama3_frequencies(128, 5e5, **SCALING)
+    angles = turns(old, new).astype(np.float32)[:, None] * frequencies
+    pairs = np.asarray(x.astype(jnp.float32), np.float64)
+    pairs = (pairs[..., :64] + 1j * pairs[..., 64:]) * np.exp(1j * angles.astype(np.float64))[:, None, :]
+    expected = np.concatenate([pairs.real, pairs.imag], -1)
+
+    def error(old, new, frequencies=frequencies):
+        given = [jnp.asarray(position, jnp.int32) for position in positions(old, new)]
+        return np.abs(np.asarray(jax.jit(function)(x, *given, frequencies).astype(jnp.float32)) - expected).max()
+
+    rounded = np.asarray(jnp.asarray(old).astype(jnp.bfloat16).astype(jnp.int32))
+    wrong_theta = llama3_frequencies(128, 4.9e5, **SCALING)
+    assert error(old, new) < tolerance
+    assert min(error(old + 1, new), error(rounded, new), error(old, new, wrong_theta)) > tolerance
 
 
 @pytest.mark.peers

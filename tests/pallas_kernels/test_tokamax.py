@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ccjax.kernels.attention import attention, tokamax
-from scripts.gpucheck.attention_cases import TOLERANCE, Case, packed, worst
+from tests.pallas_kernels.attention_cases import TOLERANCE, Case, packed, worst
 from tests.pallas_kernels.test_attention import LONG, MUTANTS
 
 needs_tokamax = pytest.mark.skipif(

@@ -5,11 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.decode import decode_attention
-from scripts.gpucheck.attention_cases import frequencies, oracle
-from scripts.gpucheck.rotation import rotate
-
-TOLERANCE = {"float32": 3e-6, "bfloat16": 3e-2}
-"""Largest absolute error of output and lse."""
+from tests.oracles import rotate
+from tests.pallas_kernels.attention_cases import frequencies, oracle
 
 jitted = jax.jit(decode_attention, static_argnames=("scale", "implementation"))
 
