@@ -13,6 +13,7 @@ from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.reads import LoadFailedError, WaitLimit
 from ccjax.cache.shared.prefill import SharedPrefill
 from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.strategies import adapts_to_loading
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.plan_rows import PrefillOutcome
@@ -115,7 +116,7 @@ class PlannedPrefill:
         else:
             self.plan, self._given_up = self._planner.loads.plan_loads(
                 lambda without: self._planner.plan(self.prompt, self.mode, self._usable(without), self._settings),
-                adapts_ratio=self.mode == "bounded" and self._settings.adapts_to_loading,
+                adapts_ratio=self.mode == "bounded" and adapts_to_loading(self._settings),
             )
         self._planned_at_s = time.perf_counter()
         self._plan_s += self._planned_at_s - started

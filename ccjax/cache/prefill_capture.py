@@ -14,6 +14,7 @@ from ccjax.cache.planned_prefill import Prefilled
 from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
+from ccjax.policy.strategies import get_strategy
 from ccjax.policy.variants import MIN_PASSAGES_BEFORE, choose_other_context
 from ccjax.prompts import Prompt
 from ccjax.runner.device_model import DeviceModel
@@ -49,6 +50,7 @@ class PrefillCapture:
         self._planner = planner
         self._ranking_layers = config.ranking_layers
         self._cached_documents = config.cached_documents
+        self._measures_received = "received" in get_strategy(config.strategy).needs
 
     def keep(self, prefilled: Prefilled) -> None:
         """Credits the used variants and stores the new ones. A failure is logged and never affects the answer."""
@@ -124,7 +126,7 @@ class PrefillCapture:
         kept = set() if kept is None else kept
         kept.update(plan.pin)  # the new variants of one prompt must not evict each other either
         count = 0
-        received = received_mass(self._model, prompt.token_ids) if self._planner.settings.strategy == "h2o" else None
+        received = received_mass(self._model, prompt.token_ids) if self._measures_received else None
         found = capture_variants(
             plan, prefilled.result, known, prefilled.read_layers, ranking_layers=self._ranking_layers
         )

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
 ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
 DEVIATIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-BY_ALPHA = ("auto", "deviation", "cachecraft", "legolink", "h2o", "random")
-"""Strategies that recompute according to CacheCraft eq. 12 unless a share is forced."""
 BY_TOKEN = "agreement"
 ANSWERED = 0.5
 """A question on which full prefill scores less counts as not answered."""
@@ -127,9 +125,10 @@ def _fresh_worlds(
 
 def way_of(strategy: str, trial: Trial) -> Way:
     """The way that a trial used."""
-    from ccjax.evaluation.ways import FIXED, Way
+    from ccjax.evaluation.ways import Way
+    from ccjax.policy.strategies import STRATEGIES
 
-    if strategy in FIXED:
+    if not STRATEGIES[strategy].recomputes:
         return Way(strategy)
     return Way(
         strategy,
@@ -143,20 +142,22 @@ def way_of(strategy: str, trial: Trial) -> Way:
 
 def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_rule: str = "entropy") -> list[Way]:
     """Settings to try for each strategy: shares, alphas and deviations without the focus cut, shares with it."""
-    from ccjax.evaluation.ways import FIXED, PASSAGE_BY_PASSAGE, Way, parse_way
+    from ccjax.evaluation.ways import Way, parse_way
     from ccjax.policy._checks import check_count
+    from ccjax.policy.strategies import STRATEGIES
 
     ways = []
     for name in strategies:
         way = parse_way(name)
         for window in focus_windows:
             check_count("--focus-windows", window)
-        if way != Way(name) or name in ("default", "full", "prefix", *PASSAGE_BY_PASSAGE):
+        if way != Way(name) or name not in STRATEGIES or STRATEGIES[name].exact_only:
             raise ValueError(f"--strategies: wanted names of strategies that reuse approximately, got {name!r}")
-        ways += [way] if name in FIXED else [Way(name, ratio) for ratio in RATIOS]
-        ways += [Way(name, alpha=alpha) for alpha in ALPHAS if name in BY_ALPHA]
-        ways += [Way(name, max_deviation=deviation) for deviation in DEVIATIONS if name == "auto"]
-        if name in BY_ALPHA:
+        ways += [Way(name, ratio) for ratio in RATIOS] if STRATEGIES[name].recomputes else [way]
+        options = STRATEGIES[name].options
+        ways += [Way(name, alpha=alpha) for alpha in ALPHAS if "alpha" in options]
+        ways += [Way(name, max_deviation=deviation) for deviation in DEVIATIONS if "max_deviation" in options]
+        if "alpha" in options:
             cuts = ((ratio, window) for window in focus_windows for ratio in RATIOS)
             ways += [Way(name, ratio, focus_window=window, focus_rule=focus_rule) for ratio, window in cuts]
     return ways
@@ -175,6 +176,7 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
     from ccjax.evaluation.scores import TEXT_SCORES, best
     from ccjax.evaluation.ways import DEFAULT
     from ccjax.policy.calibration import Trial
+    from ccjax.policy.strategies import STRATEGIES
 
     def scored(outcome: WayResults) -> list[float]:
         if score == BY_TOKEN:
@@ -205,7 +207,7 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
                     shares=tuple(own) if by_token else (),
                     alpha=outcome.way.alpha,
                     max_deviation=outcome.way.max_deviation,
-                    recompute_ratio=0.0 if strategy in ("reuse", "set") else outcome.way.recompute_ratio,
+                    recompute_ratio=outcome.way.recompute_ratio if STRATEGIES[strategy].recomputes else 0.0,
                     focus_window=outcome.way.focus_window,
                     focus_rule=outcome.way.focus_rule,
                 )

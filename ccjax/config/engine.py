@@ -12,7 +12,7 @@ from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.focus import FOCUS_RULES
 from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.policy.settings import PlannerSettings
-from ccjax.policy.strategies import STRATEGIES
+from ccjax.policy.strategies import STRATEGIES, get_strategy
 
 if TYPE_CHECKING:  # type checkers do not know registered names
     EvictionPolicy = FocusRule = Strategy = str
@@ -29,6 +29,11 @@ Loading = Literal["layerwise", "alg2", "sync"]
 
 _UNLIMITED = 1 << 30
 _PLANNER, _SCHEDULER = PlannerSettings(), SchedulerSettings(num_pages=1)  # for their defaults
+_STRATEGY_HELP = (
+    "How chunks are reused: "
+    + "; ".join(f"{strategy.summary} ({strategy.name!r})" for strategy in STRATEGIES.values())
+    + "."
+)
 _INDEX_URL = Described("a URL such as 'redis://HOST:PORT/DB'", "URL")
 
 
@@ -70,19 +75,14 @@ class ReuseSettings(SettingsModel):
 
     model_config = ConfigDict(title="reuse")
 
-    strategy: Strategy = _PLANNER.strategy
-    """How chunks are reused: never ("full"), as the longest exact prefix ("prefix"), also in any order ("set"),
-    unchanged ("reuse"), or with some tokens recomputed: those with the largest deviation of KV, as measured before
-    ("deviation"); the same, or where it is unknown those that the question attends to most, for at most 15 % of a
-    prompt's reused tokens ("auto"); those of CacheCraft eq. 14 ("cachecraft"); the 15 % that deviate most
-    ("cacheblend"); the head of each chunk ("legolink"); the most attended ("h2o"); or random ones ("random")."""
+    strategy: Strategy = Field(default=_PLANNER.strategy, description=_STRATEGY_HELP)
     recompute_ratio: float | None = Field(default=None, ge=0, le=1)
     """Share of tokens to recompute, instead of CacheCraft eq. 12."""
     max_deviation: float | None = Field(default=None, ge=0)
-    """Strategy "auto": recompute the tokens whose measured deviation of KV is larger than this, as many as there
-    are."""
+    """Recompute the tokens whose measured deviation of KV is larger than this, as many as there are, instead of a share
+    (strategy "auto")."""
     frame: Annotated[str, AfterValidator(_not_empty), Described("'default', 'none' or a text file")] = "default"
-    """Text behind which strategies "auto" and "deviation" prepare passages, after the instructions: "default" (two
+    """Text behind which the default strategy prepares passages, after the instructions: "default" (two
     fixed passages), "none", or a text file in which blank lines separate passages."""
 
 
@@ -218,6 +218,11 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
     def has_index(self) -> bool:
         """True if other processes on the store can receive orders."""
         return self.store_index is not None
+
+    @property
+    def stores_chunks(self) -> bool:
+        """True if new chunk-caches are stored: the engine may write, and its strategy reuses something."""
+        return not self.read_only and bool(get_strategy(self.strategy).needs)
 
     def planner_settings(self, num_layers: int = 1) -> PlannerSettings:
         """The settings for policy, for a model with this many layers."""

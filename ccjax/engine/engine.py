@@ -14,7 +14,7 @@ import numpy as np
 
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.documents.document_cache import DocumentCache
-from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame, frame_documents
+from ccjax.cache.documents.frame import PassageFrame, frame_documents
 from ccjax.cache.documents.pins import DocumentPins
 from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.identity import identity_for
@@ -46,7 +46,7 @@ from ccjax.loading.prefill_profile import profile_of
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.sharding import num_kv_shards
 from ccjax.policy.contract import reuse_contract
-from ccjax.policy.strategies import expected_share
+from ccjax.policy.strategies import expected_share, get_strategy
 from ccjax.prompts import Prompt, assemble
 from ccjax.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
 from ccjax.runner.budgets import check_budgets, host_cache_bytes, pool_bytes
@@ -88,7 +88,8 @@ class Engine:
         self._builder: PromptBuilder | None = None
         if model.tokenizer is not None and model.template is not None:
             self._builder = prompt_builder(model.tokenizer, model.template, config.system_prompt)
-        frame = frame_documents(config.frame) if config.strategy in FRAMED_STRATEGIES else ()
+        strategy = get_strategy(config.strategy)
+        frame = frame_documents(config.frame) if strategy.prepares_behind_frame else ()
         check_kernels(config.attention, model.config, config.dtype)
         if max(config.ranking_layers or (0,)) >= model.config.num_layers:
             wanted = f"layers below {model.config.num_layers}, the model's number"
@@ -137,8 +138,8 @@ class Engine:
             self._model,
             self._pool,
             self._sizes,
-            with_deviation=config.strategy == "cacheblend",
-            with_question=config.strategy == "auto",
+            with_deviation="prefill_deviations" in strategy.needs,
+            with_question="question" in strategy.needs,
             with_tier=bool(config.device_cache_bytes),
         )
         self._compiler = BackgroundCompiler(self._model, self._steps)

@@ -105,7 +105,7 @@ class EngineCache:
         Raises:
           RuntimeError: the engine is closed.
         """
-        if self._config.read_only or self._config.strategy == "full":
+        if not self._config.stores_chunks:
             return False
         if self._warmer.prepare_one(is_cancelled, only_reused=self.capacity_used > NEARLY_FULL):
             self._maintenance.count(prepared=1)

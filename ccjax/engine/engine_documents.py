@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ccjax.cache.documents.document_cache import CachedDocument, DocumentCache, Removal
-from ccjax.cache.documents.frame import FRAMED_STRATEGIES, PassageFrame
+from ccjax.cache.documents.frame import PassageFrame
 from ccjax.cache.documents.pins import DocumentPins
 from ccjax.cache.documents.pruning import Pruned, prune
 from ccjax.cache.documents.registry import Pin, check_id
@@ -19,6 +19,7 @@ from ccjax.cache.shared.warming import SharedVariant, SharedWarming
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.errors import ContextLengthError, ReadOnlyError, RequestError
+from ccjax.policy.strategies import get_strategy
 from ccjax.prompts import Prompt, as_chunk
 from ccjax.requests import Request, SamplingParams, documents_from
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
@@ -134,7 +135,7 @@ class EngineDocuments:
             framed = self.frame.around(prompt) if behind is None else None
             fits = framed is not None and framed.num_tokens <= self._max_model_len
             prompts.append((prompt, framed) if framed is not None and fits else (prompt,))
-        return Warming(checked, prompts, compares=self._config.strategy in FRAMED_STRATEGIES)
+        return Warming(checked, prompts, compares="deviations" in get_strategy(self._config.strategy).needs)
 
     @property
     def frame(self) -> PassageFrame:
@@ -314,6 +315,9 @@ class EngineDocuments:
         return DocumentCounts(len(versions), len(registry.pins()), len(registry.unfinished()))
 
     def _check_writable(self) -> None:
-        for name, refused in (("read_only", self._config.read_only), ("strategy", self._config.strategy == "full")):
+        for name, refused in (
+            ("read_only", self._config.read_only),
+            ("strategy", not get_strategy(self._config.strategy).needs),
+        ):
             if refused:
                 raise ReadOnlyError(name, f"wanted an engine that stores chunks, this one has {name}={refused}")

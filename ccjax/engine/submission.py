@@ -26,6 +26,7 @@ from ccjax.loading.model import LoadedModel
 from ccjax.policy.calibration import Calibration
 from ccjax.policy.contract import ReuseContract, reuse_contract
 from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.strategies import get_strategy
 from ccjax.prompts import Prompt
 from ccjax.requests import Delta, Request
 from ccjax.runner.cancellation import IsCancelled
@@ -70,7 +71,7 @@ class RequestSubmission:
 
     def contract(self, request: Request) -> ReuseContract:
         """Determines how much may be reused for a request, adjusted by the results of the shadow checks so far."""
-        mode: ReuseMode = "off" if self._settings.strategy == "full" else request.reuse
+        mode: ReuseMode = request.reuse if get_strategy(self._settings.strategy).needs else "off"
         contract = self._contract(mode, request.quality_target)
         if contract.mode == "bounded":
             contract = dataclasses.replace(contract, settings=self._shadow.control.applied(contract.settings))

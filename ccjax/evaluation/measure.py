@@ -226,7 +226,7 @@ class _Asked:
 def _population(way: Way) -> _Population:
     """The settings that determine the stored passages of a way: strategy and ranking layers of the engine that computes
     them."""
-    return "h2o" if way.strategy == "h2o" else "auto", way.ranking_layers
+    return way.stored_by, way.ranking_layers
 
 
 def _answer(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int) -> Combined:

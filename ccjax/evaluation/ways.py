@@ -9,10 +9,12 @@ from typing import Any
 
 from ccjax.policy._checks import check_count
 from ccjax.policy.focus import check_focus_rule
+from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.strategies import STRATEGIES
+from ccjax.policy.strategy import AT_CAPTURE
 from ccjax.types import ReuseMode
 
-FIXED = ("full", "prefix", "set", "reuse")
+FIXED = tuple(name for name, strategy in STRATEGIES.items() if not strategy.recomputes)
 """Strategies that recompute nothing of what they reuse."""
 PASSAGE_BY_PASSAGE = ("map_rerank", "map_reduce")
 """Ways that never put the passages into one prompt (CacheBlend sec. 7)."""
@@ -50,6 +52,14 @@ class Way:
     def reuse(self) -> ReuseMode:
         """The request's reuse mode."""
         return "off" if self.strategy == "full" else "bounded"
+
+    @property
+    def stored_by(self) -> str:
+        """The strategy of the engine that computes passages for it: its own if that needs something measured then which
+        the default does not."""
+        default = PlannerSettings().strategy
+        own = STRATEGIES.get(self.strategy, STRATEGIES[default])
+        return own.name if (own.needs - STRATEGIES[default].needs) & AT_CAPTURE else default
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,8 +128,8 @@ def parse_way(text: str) -> Way:
         check_count("way: window", int(match["window"]))
         way = dataclasses.replace(way, focus_window=int(match["window"]), focus_rule=match["rule"])
     if match["sign"] == "~":
-        if strategy != "auto":
-            raise ValueError(f"way: only auto supports a deviation, got {text!r}")
+        if strategy not in STRATEGIES or "max_deviation" not in STRATEGIES[strategy].options:
+            raise ValueError(f"way: {strategy} supports no deviation, got {text!r}")
         return dataclasses.replace(way, max_deviation=number)
     if number is not None and not 0.0 <= number <= 1.0:
         raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}")

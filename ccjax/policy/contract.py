@@ -11,9 +11,9 @@ import dataclasses
 from ccjax.policy._checks import check_ratio
 from ccjax.policy.calibration import Calibration, Trial
 from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.strategies import get_strategy
 from ccjax.types import ReuseMode
 
-_NEVER_APPROXIMATE = ("full", "prefix")
 _PREPARED = ("prepared", "idle")
 """States of the cache (`ccjax calibrate --cached`) in which passages were computed behind the frame."""
 
@@ -59,7 +59,7 @@ def reuse_contract(
     """
     if quality_target is not None:
         check_ratio("quality_target", quality_target)
-    if mode in ("off", "exact") or settings.strategy in _NEVER_APPROXIMATE:
+    if mode in ("off", "exact") or get_strategy(settings.strategy).exact_only:
         return ReuseContract(mode, settings, quality_target=quality_target, quality_bound=1.0)
     if calibration is None or settings.strategy not in calibration.trials:
         if quality_target is None:

@@ -12,7 +12,7 @@ from ccjax.policy._checks import check_count
 from ccjax.policy.hkvd import counts_by_layer
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies import get_strategy
-from ccjax.policy.strategies.base import Decision
+from ccjax.policy.strategy import Decision
 from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, VariantMeta
 
 
@@ -52,7 +52,7 @@ def plan_prefill(
     if mode == "off":
         decisions: Sequence[Decision] = [Decision()] * len(chunks)
     else:
-        decisions = get_strategy(settings.strategy)(chunks, candidates, mode, settings)
+        decisions = get_strategy(settings.strategy).decide(chunks, candidates, mode, settings)
 
     segments: list[Segment] = []
     start, is_exact = 0, True

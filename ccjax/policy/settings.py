@@ -8,21 +8,6 @@ from ccjax.policy._checks import check_count, check_mass, check_ratio
 from ccjax.policy.focus import check_focus_rule
 from ccjax.types import ChunkId, SegmentRole
 
-STRATEGY_NAMES = (
-    "full",
-    "prefix",
-    "set",
-    "reuse",
-    "auto",
-    "cachecraft",
-    "cacheblend",
-    "deviation",
-    "legolink",
-    "h2o",
-    "random",
-)
-"""Names of the strategies in `ccjax.policy.strategies`."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptChunk:
@@ -38,7 +23,7 @@ class PlannerSettings:
     """Settings for planning, checked on construction (ValueError naming the field).
 
     Attributes:
-      strategy: a name of `ccjax.policy.strategies`.
+      strategy: a name of `ccjax.policy.strategies`, checked by the planner.
       alpha: CacheCraft eq. 12, scales how much is recomputed; at least 0.
       recompute_ratio: in mode `bounded`, the share of every approximately reused chunk to recompute, instead of CFO.
       max_deviation: strategy `auto`, in mode `bounded` without `recompute_ratio`: the largest deviation of KV that is
@@ -64,14 +49,7 @@ class PlannerSettings:
     num_layers: int = 32
     fixes_positions: bool = True
 
-    @property
-    def adapts_to_loading(self) -> bool:
-        """In mode `bounded`, recompute more tokens where loading hides that (CacheBlend sec. 5.1): `auto` is bounded by
-        `recompute_cap` instead."""
-        return self.strategy == "cacheblend" and self.recompute_ratio is None
-
     def __post_init__(self) -> None:
-        check_strategy(self.strategy)
         check_mass("alpha", self.alpha)
         if self.recompute_ratio is not None:
             check_ratio("recompute_ratio", self.recompute_ratio)
@@ -83,9 +61,3 @@ class PlannerSettings:
             check_count("focus_window", self.focus_window)
         check_focus_rule("focus_rule", self.focus_rule)
         check_count("num_layers", self.num_layers)
-
-
-def check_strategy(name: str) -> None:
-    """Raises ValueError unless there is a strategy of exactly that name; the message lists the existing ones."""
-    if name not in STRATEGY_NAMES:
-        raise ValueError(f"strategy: wanted one of {', '.join(STRATEGY_NAMES)}, got {name!r}")

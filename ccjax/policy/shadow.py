@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from ccjax.policy._checks import check_count, check_ratio
-from ccjax.policy.hkvd import DEFAULT_RATIO
 from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.strategies import expected_share, get_strategy
 
 WINDOW = 20
 """Number of checks per decision."""
@@ -56,8 +56,8 @@ class ShareControl:
         if self.factor == 1.0:
             return settings
         ratio = settings.recompute_ratio
-        if ratio is None and settings.strategy == "cacheblend":
-            ratio = DEFAULT_RATIO
+        if ratio is None and "alpha" not in get_strategy(settings.strategy).options:
+            ratio = expected_share(settings, 0.0)
         if ratio is None:
             limit = None if settings.max_deviation is None else settings.max_deviation / self.factor
             return dataclasses.replace(

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ccjax.cache.documents.frame import FRAMED_STRATEGIES
 from ccjax.cache.documents.pruning import Pruned
 from ccjax.cache.identity import identity_for
 from ccjax.cache.shared.warming import SharedVariant
@@ -21,6 +20,7 @@ from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
 from ccjax.evaluation.questions import read_questions
 from ccjax.loading.model import LoadedModel, load_model
+from ccjax.policy.strategies import get_strategy
 from ccjax.precompute.estimate import file_system_of
 from ccjax.precompute.messages import Collection, Failure, Settings, WarmingWork
 from ccjax.precompute.plan import SPARE_NEIGHBOURS, Surroundings, make_plan
@@ -98,7 +98,7 @@ class Worker:
             self.stored(),
             neighbours=neighbours,
             num_neighbours=settings.num_neighbours,
-            compares=config.strategy in FRAMED_STRATEGIES,
+            compares="deviations" in get_strategy(config.strategy).needs,
             sizes=Sizes(spec, self._identity, storage).of,
         )
         unusable = retriever.report.failed

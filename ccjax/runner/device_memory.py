@@ -9,6 +9,7 @@ import jax
 from ccjax.config import EngineConfig
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
+from ccjax.policy.strategies import get_strategy
 from ccjax.runner.batch_sizes import BatchSizes
 from ccjax.runner.budgets import host_cache_bytes, memory_bytes, usual_pool_bytes
 from ccjax.runner.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, kv_shards, plain, plan_memory
@@ -40,7 +41,7 @@ def sizes_of(model: LlamaConfig, config: EngineConfig) -> BatchSizes:
         longest(model, config),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        with_mass=config.strategy != "full",
+        with_mass="mass" in get_strategy(config.strategy).needs,
     )
 
 

@@ -43,7 +43,7 @@ class DocumentPreparation:
 
         Processes on one store start at different documents: each skips what another one has stored.
         """
-        if self._engine.config.read_only or self._engine.config.strategy == "full":
+        if not self._engine.config.stores_chunks:
             return
         documents = self._retriever.document_ids
         with self._lock:

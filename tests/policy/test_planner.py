@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ccjax.policy import planner, strategies
 from ccjax.policy.planner import plan_prefill
 from ccjax.policy.settings import PlannerSettings, PromptChunk
-from ccjax.policy.strategies.base import Decision, best_choices
+from ccjax.policy.strategy import Decision, Strategy, best_choices
 from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, Segment, VariantMeta
 from tests.policy.builders import prompt, variant
 
@@ -311,7 +311,6 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
-            ("strategy", "cache-craft"),
             ("alpha", -0.1),
             ("alpha", math.inf),
             ("alpha", "1"),
@@ -331,7 +330,7 @@ class TestErrors:
         def careless(chunks, candidates, mode, settings):
             return [Decision(choice) for choice in best_choices(chunks, candidates, "bounded", settings)]
 
-        monkeypatch.setattr(planner, "get_strategy", lambda name: careless)
+        monkeypatch.setattr(planner, "get_strategy", lambda name: Strategy(name, "", careless))
         assert summary(plan("XA", [variant("A")]).segments)[1] == ("reuse", "approx", 0)
         with pytest.raises(ValueError, match="mode 'exact' allows exact reuse only"):
             plan("XA", [variant("A")], mode="exact")

@@ -18,9 +18,6 @@ from ccjax.prompts import Prompt, as_chunk, tenant_of
 from ccjax.text import PromptBuilder
 from ccjax.types import Chunk, Document, VariantId
 
-FRAMED_STRATEGIES = ("auto", "deviation")
-"""Strategies that prepare passages behind a frame; the others reuse KV as in their papers."""
-
 DEFAULT = "default"
 NONE = "none"
 
