@@ -32,7 +32,7 @@ BAD = [
     ("reuse:0.1", "recomputes nothing"),
     ("prefix@1", "recomputes nothing"),
     ("map_reduce:0.1", "recomputes nothing"),
-    ("cachecraft~0.3", "only auto"),
+    ("cachecraft~0.3", "cachecraft supports no deviation"),
     ("auto~1.2.3", "share from 0 to 1"),
     ("default:0.1", "default takes no settings"),
     ("default/old", "default takes no settings"),
