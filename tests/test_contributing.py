@@ -37,7 +37,7 @@ def test_example(title, tmp_path):
         assert text.count(edit["anchor"]) == 1, (
             f"{edit['file']}: {edit['anchor']!r} occurs {text.count(edit['anchor'])} times"
         )
-        path.write_text(text.replace(edit["anchor"], edit["code"] + edit["anchor"]))
+        path.write_text(text.replace(edit["anchor"], edit["code"] + "\n\n" + edit["anchor"]))
     (tmp_path / "test_example.py").write_text(test["code"])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"]
     done = subprocess.run(
