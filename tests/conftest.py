@@ -6,12 +6,10 @@ tests of the kernels still run (`make gpu-check`); what they then leave unchecke
 
 from __future__ import annotations
 
-import collections
 import functools
 import gc
 import importlib.metadata
 import importlib.util
-import json
 import os
 import random
 import shutil
@@ -108,7 +106,6 @@ if hypothesis is not None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the tests marked slow; with more and other examples")
-    parser.addoption("--record", action="store_true", help="keep what each file took, in tests/seconds.json")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="files, and tests within them, in a random order")
 
 
@@ -125,25 +122,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(sys.prefix) / "ccjax-test-compiled" / f"jaxlib-{importlib.metadata.version('jaxlib')}"
     if not hasattr(config, "workerinput"):
         _drop_if_large(folder)
-        if config.getoption("--record"):
-            config.pluginmanager.register(_Record())
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
-
-class _Record:
-    """Adds up what the tests of each file took, for `scripts/check.py`."""
-
-    def __init__(self) -> None:
-        self._seconds: collections.Counter[str] = collections.Counter()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid.partition("::")[0]] += report.duration
-
-    def pytest_sessionfinish(self) -> None:
-        rounded = {name: round(seconds, 1) for name, seconds in sorted(self._seconds.items()) if seconds >= 0.05}
-        (ROOT / "tests" / "seconds.json").write_text(json.dumps(rounded, indent=0) + "\n")
 
 
 def _drop_if_large(folder: Path) -> None:

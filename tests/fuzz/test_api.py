@@ -1,6 +1,6 @@
 """Requests drawn from the server's own OpenAPI document, right and wrong ones, against a real server.
 
-More of them: `CCJAX_FUZZ_EXAMPLES=1000 python -m pytest tests/fuzz`, drawn anew every time.
+More of them: `CCJAX_FUZZ_EXAMPLES=1000 python -m pytest --all tests/fuzz`, drawn anew every time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 CHECKS = [content_type_conformance, response_schema_conformance]
 VALID = {"messages": [{"role": "user", "content": "Who lives in Paris?"}], "prompt": "Anna lives in", "max_tokens": 2}
 
+pytestmark = pytest.mark.slow
 # What is sent is worked out where it is sent, in one process of three.
 schema = schemathesis.pytest.from_fixture("described")
 drawn = settings(

@@ -15,14 +15,13 @@ from ccjax.store.catalog import CatalogError, decode_part
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.records import decode_record
 from ccjax.store.spec import KVSpec, StoreIdentity
+from tests.fuzz.targets import TARGETS
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
 
 
 def seed(name: str) -> dict:
     """The first good input of a parser."""
-    from scripts.fuzzing.targets import TARGETS
-
     return json.loads(TARGETS[name].seeds[0])
 
 

@@ -1,4 +1,4 @@
-"""Fuzzing targets: parsers of untrusted input. Each accepts any bytes and may raise only its own error."""
+"""Parsers of untrusted input. Each accepts any bytes and may raise only its own error."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ccjax.cache.documents.registry import DocumentRegistry
 from ccjax.cli.options import StartupError
@@ -33,8 +33,7 @@ from ccjax.store.objects import open_root
 from ccjax.store.records import decode_known, decode_record, encode_record, known_from_raw
 from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity
 from ccjax.text.tokenizer import read_settings
-from scripts.fuzzing.gguf_seeds import gguf_seeds
-from scripts.fuzzing.target import FuzzTarget
+from tests.loading.gguf_files import Kind, Shape, Words, byte_level_words, hugging_face_tensors, write_gguf
 
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="ccjax-fuzz-")
 _FOLDER = Path(_TEMPORARY.name)
@@ -43,6 +42,14 @@ _IDENTITY = StoreIdentity(model_fingerprint="f" * 64, tenant_salt="")
 _CONFIG = LlamaConfig(
     vocab_size=16, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, max_position_embeddings=64
 )
+
+
+class FuzzTarget(NamedTuple):
+    """A parser, the errors that it promises for invalid input, and valid inputs to begin from."""
+
+    run: Callable[[bytes], object]
+    allowed: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...]
 
 
 def _as_json(data: bytes) -> Any:
@@ -138,7 +145,7 @@ def _model_file(data: bytes, name: str, read: Callable[[Path], object]) -> None:
     read(folder)
 
 
-def _weights() -> Iterator[bytes]:
+def _weights() -> bytes:
     import jax
 
     from ccjax.models.llama3.convert import save_pretrained
@@ -146,7 +153,14 @@ def _weights() -> Iterator[bytes]:
 
     folder = _FOLDER / "seed"
     save_pretrained(init_params(_CONFIG, jax.random.key(0)), _CONFIG, folder)
-    yield (folder / "model.safetensors").read_bytes()
+    return (folder / "model.safetensors").read_bytes()
+
+
+def _gguf_seed(words: Words, kind: Kind) -> bytes:
+    path = _FOLDER / "seed.gguf"
+    shape = Shape(num_layers=1, d_model=32, num_heads=2, num_kv_heads=1, d_ff=32, context=64)
+    write_gguf(path, shape, hugging_face_tensors(shape, len(words.tokens), tied=True), words, kind=kind)
+    return path.read_bytes()
 
 
 def _gguf(data: bytes) -> None:
@@ -191,6 +205,9 @@ def _catalog_seeds() -> tuple[bytes, ...]:
     return whole, whole.partition(b"\n")[2]
 
 
+_WORDS = Words(
+    ("<unk>", "<s>", "</s>", "<0x0A>", "▁", "a", "▁a"), (2, 3, 3, 6, 1, 1, 1), scores=(0.0,) * 7, model="llama"
+)
 _MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hm?"}]}]
 _LINK = {"document_id": "d", "version": None, "chunk_id": "c", "passage_id": "p", "at": 1.0}
 _ERASURE = {"chunk_ids": ["c"], "links": ["link-0"], "whole": True, "at": 1.0}
@@ -209,9 +226,8 @@ TARGETS: dict[str, FuzzTarget] = {
         _document(".html"),
         (DocumentError,),
         (b"<title>A</title><h1>B</h1><p>c<br>d<pre> e </pre><table><tr><td>f</table>", b'<meta charset="utf-8">a'),
-        ("bs4", "html.parser"),
     ),
-    "pdf": FuzzTarget(_document(".pdf"), (DocumentError,), (_pdf(),), ("pypdf",)),
+    "pdf": FuzzTarget(_document(".pdf"), (DocumentError,), (_pdf(),)),
     "jsonl": FuzzTarget(_jsonl, (), (_json_seed({"_id": 1, "title": "A", "text": "b", "metadata": {"year": 2020}}),)),
     "filter": FuzzTarget(
         _filter,
@@ -248,9 +264,11 @@ TARGETS: dict[str, FuzzTarget] = {
             data, "model.safetensors", lambda folder: load_params(folder, _CONFIG, dtype="float32")
         ),
         (CheckpointError,),
-        tuple(_weights()),
+        (_weights(),),
     ),
-    "gguf": FuzzTarget(_gguf, (CheckpointError,), tuple(gguf_seeds(_FOLDER / "gguf-seeds")), ("gguf",)),
+    "gguf": FuzzTarget(
+        _gguf, (CheckpointError,), (_gguf_seed(byte_level_words(), Kind.Q4_0), _gguf_seed(_WORDS, Kind.Q8_0))
+    ),
     "tokenizer-settings": FuzzTarget(
         lambda data: _model_file(data, "tokenizer_config.json", read_settings),
         (ValueError,),
@@ -263,18 +281,3 @@ TARGETS: dict[str, FuzzTarget] = {
         lambda data: PrefillProfile.from_json(_as_json(data)), (ValueError,), (_json_seed(_PROFILE.to_json()),)
     ),
 }
-
-
-def _any(data: bytes) -> None:
-    """The first byte selects the target for the rest."""
-    target = list(TARGETS.values())[data[0] % len(TARGETS)] if data else TARGETS["markdown"]
-    try:
-        target.run(data[1:])
-    except target.allowed:
-        pass
-
-
-ANY = FuzzTarget(
-    _any, (), tuple(bytes([i]) + seed for i, target in enumerate(TARGETS.values()) for seed in target.seeds)
-)
-"""All targets at once, for a short run of each."""
