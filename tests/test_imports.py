@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_SIMULATOR = ("cache", "costs", "hardware", "outcome", "replica", "run", "sizing", "store", "workload")
 # Package -> our packages that it may import besides itself; the longest matching name counts.
 ALLOWED = {
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
@@ -45,21 +44,6 @@ ALLOWED = {
     "ccjax.types": set(),
     "ccjax.errors": set(),
     "ccjax.demo": set(),
-    # Virtual time over the index of variants, placement and prompts; no batch loop, and nothing that has a device.
-    **{
-        f"scripts.simulation.{name}": {
-            "ccjax.cache",
-            "ccjax.runner.pool",
-            "ccjax.prompts",
-            "ccjax.policy",
-            "ccjax.types",
-            "ccjax.errors",
-            "ccjax.store",
-            "ccjax.models.llama3.config",
-            *(f"scripts.simulation.{other}" for other in _SIMULATOR),
-        }
-        for name in _SIMULATOR
-    },
     "ccjax.models.llama3": {"ccjax.kernels", "ccjax.models.lockstep"},
     "ccjax.models.lockstep": set(),
     "ccjax.models.minilm": set(),
@@ -173,8 +157,6 @@ def test_circular_import_is_detected(tmp_path):
         ("ccjax.engine.engine", "ccjax.server.app"),
         ("ccjax.server.app", "ccjax.cli.serve"),
         ("ccjax.cli.serve", "scripts.bench"),
-        ("ccjax.engine.engine", "scripts.simulation.run"),
-        ("scripts.simulation.run", "ccjax.models.llama3.steps"),
     ],
 )
 def test_forbidden_import_is_detected(module, imported):

@@ -16,7 +16,6 @@ from ccjax.engine import Engine
 from scripts.benchmarks.common import spread
 from scripts.benchmarks.ragcache_replay import ReplayBench, Served, ask, closed_loop, open_loop, reuse_figures
 from scripts.benchmarks.serve_workload import WorkloadQuestion, arrival_times, recorded_gaps
-from scripts.simulation.workload import zipf_odds
 
 WORKLOADS = ("trace", "drawn")
 ZIPF = 0.8
@@ -38,7 +37,8 @@ def measure(bench: ReplayBench) -> dict[str, Any]:
 def drawn(questions: Sequence[WorkloadQuestion], count: int, seed: int) -> list[WorkloadQuestion]:
     """This many of the questions, drawn with odds `rank ** -ZIPF`; ranks are random, too."""
     rng = np.random.default_rng(seed)
-    chosen = rng.choice(rng.permutation(len(questions)), count, p=zipf_odds(len(questions), ZIPF))
+    odds = np.arange(1, len(questions) + 1, dtype=np.float64) ** -ZIPF
+    chosen = rng.choice(rng.permutation(len(questions)), count, p=odds / odds.sum())
     return [questions[index] for index in chosen]
 
 

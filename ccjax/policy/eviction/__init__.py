@@ -20,7 +20,7 @@ POLICIES: dict[str, Callable[[], RankedPolicy]] = {
 
 DEFAULT_POLICY = "saved_seconds"
 """Saves the most compute on MuSiQue's retrieval trace in tiers of up to a third of all bytes; in larger ones, where
-order matters little, no policy saves a quarter of a point more. `scripts/simulate.py --trace` compares policies."""
+order matters little, no policy saves a quarter of a point more. `scripts/bench.py trace` compares policies."""
 
 
 def make_policy(name: str) -> RankedPolicy:
