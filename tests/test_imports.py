@@ -44,8 +44,7 @@ ALLOWED = {
     "ccjax.types": set(),
     "ccjax.errors": set(),
     "ccjax.demo": set(),
-    "ccjax.models.llama3": {"ccjax.kernels", "ccjax.models.lockstep"},
-    "ccjax.models.lockstep": set(),
+    "ccjax.models.llama3": {"ccjax.kernels"},
     "ccjax.models.minilm": set(),
     "ccjax.kernels": set(),
     "ccjax.store": set(),
@@ -199,15 +198,12 @@ def test_jit_is_used_only_in_designated_modules():
     for module, path in _modules():
         for node in _nodes(path):
             is_jit = isinstance(node, ast.Attribute) and node.attr == "jit"
-            if isinstance(node, ast.ImportFrom) and node.module == "ccjax.models.lockstep":
-                is_jit = bool({"step", "Step"} & {alias.name for alias in node.names})
             if is_jit and not module.startswith("scripts.kernels."):
                 found.add(module)
     assert found <= {
         "ccjax.models.llama3.params",
         "ccjax.models.llama3.steps",
         "ccjax.models.llama3.paged_steps",
-        "ccjax.models.lockstep.steps",
         "ccjax.models.minilm.encoder",
         "ccjax.models.minilm.model",
         "ccjax.runner.compiler_threads",

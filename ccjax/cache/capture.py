@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+import jax
 import numpy as np
 
-from ccjax.models.lockstep import fetch
 from ccjax.policy.capture import should_capture, variant_meta
 from ccjax.runner.plan_rows import SINK_TOKENS, PrefillOutcome
 from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
@@ -126,6 +126,6 @@ def _kv(result: PrefillOutcome, segment: Segment, read_layers: ReadLayers | None
     for rows in result.layers:
         low, high = np.searchsorted(rows.offsets, (segment.start, segment.start + segment.num_tokens))
         inside = rows.offsets[low:high] - segment.start
-        kv[rows.layer, 0, inside] = fetch(rows.k)[rows.first + low : rows.first + high]
-        kv[rows.layer, 1, inside] = fetch(rows.v)[rows.first + low : rows.first + high]
+        kv[rows.layer, 0, inside] = jax.device_get(rows.k)[rows.first + low : rows.first + high]
+        kv[rows.layer, 1, inside] = jax.device_get(rows.v)[rows.first + low : rows.first + high]
     return kv

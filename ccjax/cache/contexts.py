@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from ccjax.cache.reads import LoadFailedError, WaitLimit
-from ccjax.models.lockstep import put
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.runner.pool import DevicePool
 from ccjax.store.errors import StoreError
@@ -239,7 +238,7 @@ class LayerLoader:
                 assert self._turn is not None
                 k_buffer[where] = self._turn(kv[0], segment.key_shift)
             num_bytes += kv.nbytes
-        context = put((k_buffer, v_buffer), self._placement)
+        context = jax.device_put((k_buffer, v_buffer), self._placement)
         jax.block_until_ready(context)
         self._merged_bytes += num_bytes
         self._on_merge(num_bytes, time.perf_counter() - started)

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 from ccjax.cli.options import StartupError, config_lines, part
 from ccjax.cli.serving.cluster import check_no_cluster_flags, serve_cluster_of
-from ccjax.cli.serving.hosts import check_host_flags, join_hosts, run_follower
 from ccjax.cli.serving.memory import memory_lines, print_memory_plan
 from ccjax.cli.serving.messages import Display, Stopped, final_line, naming, stages, url_of
-from ccjax.cli.serving.options import AUTO, ServeOptions, engine_settings, serve_options
+from ccjax.cli.serving.options import ServeOptions, engine_settings, serve_options
 from ccjax.config import DocumentOptions
 from ccjax.server.logs import configure_logging
 from ccjax.server.settings import ServerSettings
@@ -52,13 +51,6 @@ def _serve(args: ServeOptions) -> int:
         raise StartupError("--warmup-all: wanted without --no-warmup")
     if args.print_memory_plan:
         return print_memory_plan(args)
-    check_host_flags(args)
-    is_auto = args.coordinator_address == AUTO  # the role of this process is known once it has joined
-    if args.process_id or (is_auto and join_hosts(args)):
-        configure_logging(args.log_level.upper(), args.log_format)
-        _use_compile_cache(args.compile_cache_dir)
-        join_hosts(args)
-        return run_follower(args)
     # Before the slow imports, so that a port in use is reported at once.
     with _listen(args.host, args.port, args.stall_timeout_s) as listener:
         return _serve_on(listener, args)
@@ -142,22 +134,14 @@ class _BackgroundLoader(threading.Thread):
         self.join()
 
     def _load(self, progress: Display) -> tuple[Engine, Retriever | None]:
-        from ccjax.engine.hosts import LostHostError
         from ccjax.loading.named import TOY, default_model, how_to_get_a_real_model
         from ccjax.server.loading import load_engine, open_documents
 
         args = self._args
         if args.model == default_model() == TOY:
             print(f"ccjax serve: {how_to_get_a_real_model()}", file=sys.stderr)
-        if args.coordinator_address is not None:
-            progress("hosts", 0, 1)
-            join_hosts(args)
-            progress("hosts", 1, 1)
         with naming(args, "--model"):
-            try:
-                engine = load_engine(args.model, engine_settings(args), progress)
-            except LostHostError as error:
-                raise StartupError(f"--num-processes: {error}") from error
+            engine = load_engine(args.model, engine_settings(args), progress)
         try:
             with naming(args, "--docs"):
                 documents = part(args, DocumentOptions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -20,7 +19,6 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from ccjax.cluster.calls import Call, Head, ReplicaResponse
-from ccjax.cluster.followers import actor_options, bundle, lead_followers
 from ccjax.cluster.front import NoReplicaError, ReplicaLostError
 from ccjax.cluster.generator import Generator
 from ccjax.cluster.replica import Replica, ReplicaOptions, ReplicaScale
@@ -133,19 +131,13 @@ def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, fl
     once all answer.
 
     Args:
-      resources: Ray resources of one replica, such as {"GPU": 1}, or of each of its processes; none for a share of the
-        CPU.
+      resources: Ray resources of one replica, such as {"GPU": 1}; none for a share of the CPU.
       drain_s: how long a stopping replica may take to finish answers it has begun.
 
     Raises:
       RuntimeError: the replicas cannot be started; has the message of the last one.
     """
     is_fixed = scale.least == scale.most
-    placed, begin = {}, []
-    if options.num_processes > 1:
-        bundles = [bundle(resources)] * options.num_processes
-        placed = {"placement_group_bundles": bundles, "placement_group_strategy": "SPREAD"}
-        begin = [functools.partial(lead_followers, options, resources)]
     router: dict[str, Any] = {"request_router_class": CacheAwareRouter, "request_routing_stats_period_s": 0.5}
     deployment = serve.deployment(
         name=NAME,
@@ -160,8 +152,7 @@ def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, fl
             upscale_delay_s=scale.up_after_s,
             downscale_delay_s=scale.down_after_s,
         ),
-        ray_actor_options=actor_options(resources),
-        **placed,
+        ray_actor_options=_actor_options(resources),
         max_ongoing_requests=_NO_LIMIT,
         max_queued_requests=-1,  # a limit would count all that arrive at the same moment
         graceful_shutdown_timeout_s=drain_s,
@@ -173,7 +164,7 @@ def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, fl
     )(Replica)
     # Clients talk to the front; Ray's own proxy, which does not know chunks, would only take a port.
     serve.start(proxy_location="Disabled", logging_config=_QUIET)
-    return RayReplicas(_run(deployment.bind(options, scale, *begin), APP, NAME))
+    return RayReplicas(_run(deployment.bind(options, scale), APP, NAME))
 
 
 def deploy_generators(
@@ -190,7 +181,7 @@ def deploy_generators(
     Raises:
       RuntimeError: they cannot be started.
     """
-    actor, niceness = actor_options({} if on_cpu else resources), 0
+    actor, niceness = _actor_options({} if on_cpu else resources), 0
     if on_cpu:
         actor["runtime_env"] = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
         niceness = _LOW_PRIORITY
@@ -211,6 +202,12 @@ def deploy_generators(
     )(Generator)
     bound = deployment.bind(dataclasses.replace(options, engine=engine), niceness)
     _run(bound, GENERATOR_APP, GENERATOR_NAME)
+
+
+def _actor_options(resources: dict[str, float]) -> dict[str, Any]:
+    """Ray's options for the resources of one process."""
+    wanted = dict(resources)
+    return {"num_cpus": wanted.pop("CPU", 0.01), "num_gpus": wanted.pop("GPU", 0), "resources": wanted}
 
 
 def _run(bound: Application, app: str, deployment: str) -> DeploymentHandle[Any]:

@@ -8,7 +8,7 @@ import dataclasses
 import fcntl
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ class ReplicaOptions:
       model: directory of a model, the same path on each host, or "demo".
       engine: fields of `EngineConfig`.
       compile_cache_dir: for compiled steps; the same path on each host.
-      num_processes: processes over which each replica's model is split, with as many devices each; see
-        `ccjax.engine.hosts`.
       warmup: compile all steps before the first request.
       log_level, log_format: see `ccjax.server.logs.configure_logging`.
     """
@@ -47,7 +45,6 @@ class ReplicaOptions:
     documents: DocumentOptions
     server: ServerSettings
     compile_cache_dir: str
-    num_processes: int = 1
     warmup: bool = True
     log_level: str = "WARNING"
     log_format: LogFormat = "text"
@@ -89,14 +86,11 @@ def _alone_on_host(directory: Path) -> Iterator[None]:
 class Replica:
     """A server without a socket."""
 
-    async def __init__(
-        self, options: ReplicaOptions, scale: ReplicaScale, begin: Callable[[], None] = lambda: None
-    ) -> None:
+    async def __init__(self, options: ReplicaOptions, scale: ReplicaScale) -> None:
         """Loads everything; Ray sends no requests before that is done.
 
         Args:
           scale: only reported.
-          begin: called before the model loads.
         """
         configure_logging(options.log_level, options.log_format)
         self._made_of = (options, scale)
@@ -104,12 +98,11 @@ class Replica:
         self._app = create_app(self._service)
         self._number = 0
         self._stack = contextlib.AsyncExitStack()
-        await asyncio.to_thread(self._load, options, begin)
+        await asyncio.to_thread(self._load, options)
         await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
 
-    def _load(self, options: ReplicaOptions, begin: Callable[[], None]) -> None:
+    def _load(self, options: ReplicaOptions) -> None:
         use_compile_cache(Path(options.compile_cache_dir))
-        begin()
         engine = load_engine(options.model, options.engine)
         try:
             retriever = open_documents(options.model, options.documents, engine.tokenizer)

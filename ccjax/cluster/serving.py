@@ -36,8 +36,8 @@ class ClusterOptions:
       scale: replicas in the whole cluster; None keeps those that run, or starts one.
       generators: engines that compute for waiting requests; needs the replicas' `store_index`.
       generators_on_cpu: on the hosts' CPUs instead of accelerators of their own.
-      resources: Ray resources of a replica, or of each of its processes; None for the GPUs or TPUs that its model is
-        split over, if the cluster has some.
+      resources: Ray resources of a replica; None for the GPUs or TPUs that its model is split over, if the cluster has
+        some.
       drain_s: how long a stopping replica may take to finish what it has begun.
     """
 
@@ -124,7 +124,7 @@ def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
         logger.warning("the running replicas are replaced one by one, since their options differ")
     resources = options.resources
     if resources is None:
-        each = options.replica.engine.get("tensor_parallel_size", 1) / options.replica.num_processes
+        each = options.replica.engine.get("tensor_parallel_size", 1)
         resources = {name: each for name in ("GPU", "TPU") if node.resources().get(name, 0) >= 1}
     for name, number in resources.items():
         if (there := node.resources().get(name, 0)) < number:

@@ -32,7 +32,6 @@ from ccjax.engine.batch.loop import BatchCounts, BatchLoop
 from ccjax.engine.batch.sequence import Emit
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.engine.engine_documents import EngineDocuments
-from ccjax.engine.hosts import lead
 from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.prefill_orders import PrefillOrders
 from ccjax.engine.shadow import ShadowChecks
@@ -97,7 +96,6 @@ class Engine:
         params = split_params(model.params, model.config, config.tensor_parallel_size)
         self._compiled = CompiledSizes()
         self._model = DeviceModel(params, model.config, implementation=config.attention, sizes=self._compiled)
-        self._group = lead(self._model)
         self._settings = config.planner_settings(model.config.num_layers)
         self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
         self._expected = reuse_contract("bounded", None, self._settings, self.calibration).settings
@@ -466,8 +464,6 @@ class Engine:
         self.cache.save_hints()
         self.cache.tidy()
         self._pool.close()
-        if self._group is not None:
-            self._group.end()
 
     def __enter__(self) -> Engine:
         return self

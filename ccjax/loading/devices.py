@@ -12,20 +12,14 @@ from ccjax.models.llama3.sharding import make_mesh, mesh_of, shard_params
 
 
 def mesh_for(config: LlamaConfig, tensor_parallel_size: int) -> Mesh | None:
-    """A mesh of the first `tensor_parallel_size` devices, which must be all if there are several processes; None for a
-    single device.
+    """A mesh of the first `tensor_parallel_size` devices, None for a single one.
 
     Raises:
       ConfigError: the number of devices does not match, or the model cannot be sharded that way.
     """
-    if tensor_parallel_size == 1 and jax.process_count() == 1:
+    if tensor_parallel_size == 1:
         return None
     devices = jax.devices()
-    if jax.process_count() > 1 and len(devices) != tensor_parallel_size:
-        raise ConfigError(
-            f"tensor_parallel_size: wanted {len(devices)}, the devices of all {jax.process_count()} processes, got "
-            f"{tensor_parallel_size}"
-        )
     if len(devices) < tensor_parallel_size:
         kind = devices[0].platform
         raise ConfigError(
@@ -47,7 +41,7 @@ def split_params(params: Params, config: LlamaConfig, tensor_parallel_size: int)
     size = 1 if mesh is None else mesh.size
     if size == tensor_parallel_size:
         return params
-    if size > 1 or jax.process_count() > 1:
+    if size > 1:
         raise ConfigError(f"tensor_parallel_size: wanted {size}, as the model was loaded, got {tensor_parallel_size}")
     mesh = mesh_for(config, tensor_parallel_size)
     assert mesh is not None

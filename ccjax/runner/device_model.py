@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.params import Params
 from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
 from ccjax.models.llama3.steps import rotate_step
-from ccjax.models.lockstep import put
 from ccjax.runner.buckets import slot_bucket
 from ccjax.runner.compiled_sizes import CompiledSizes
 from ccjax.runner.kernels import decode_implementation
@@ -24,7 +24,7 @@ class DeviceModel:
     Attributes:
       top: the weights outside the layers, kept separately because a jitted call flattens every leaf passed to it.
       mesh: the mesh of the weights; None for a single device.
-      context_placement: the placement of a layer's context [S, K, H], for `ccjax.models.lockstep.put`.
+      context_placement: the placement of a layer's context [S, K, H], for `jax.device_put`.
       sizes: the sizes that steps are padded to.
     """
 
@@ -48,7 +48,7 @@ class DeviceModel:
 
     def put(self, values: Any) -> Any:
         """Copies host arrays to every device of the model."""
-        return put(values, placement(self.mesh, EVERYWHERE))
+        return jax.device_put(values, placement(self.mesh, EVERYWHERE))
 
     def context_shape(self, plan: PrefillPlan) -> tuple[int, int, int]:
         """The shape [S, K, H] of a layer's context, with S padded."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from ccjax.models.llama3.steps import embed_step, received_step
-from ccjax.models.lockstep import fetch
 from ccjax.runner.buckets import token_bucket
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.plan_rows import padded_to
@@ -26,7 +26,7 @@ def received_mass(model: DeviceModel, token_ids: np.ndarray) -> np.ndarray:
     total = np.zeros(count)
     for layer in model.params.layers:
         x, received = received_step(layer, x, np.int32(count), config=model.config)
-        total += fetch(received).astype(np.float64)[:count]
+        total += jax.device_get(received).astype(np.float64)[:count]
     return total / len(model.params.layers)
 
 

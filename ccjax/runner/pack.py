@@ -10,7 +10,6 @@ import numpy as np
 
 from ccjax.models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
-from ccjax.models.lockstep import fetch
 from ccjax.runner.context_loader import ContextLoader
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
@@ -219,7 +218,7 @@ class Pack:
                 config=self._model.config,
             ),
         )
-        return fetch(deviations)[: sum(len(piece.offsets) for piece in self._pieces)]
+        return jax.device_get(deviations)[: sum(len(piece.offsets) for piece in self._pieces)]
 
     def keep(self, kept: Mapping[Piece, np.ndarray]) -> None:
         """Continues with the pieces in `kept` only, and with the given rows of each."""
@@ -257,7 +256,7 @@ class Pack:
             wanted = first + np.flatnonzero(piece.offsets >= len(job.token_ids) - job.num_logits)
             first += len(piece.offsets)
             if len(wanted):
-                logits, before = fetch(self._logits(wanted))[: len(wanted)], job.result.last_logits
+                logits, before = jax.device_get(self._logits(wanted))[: len(wanted)], job.result.last_logits
                 job.result.last_logits = logits if before is None else np.concatenate([before, logits])
 
     def _logits(self, rows: np.ndarray) -> jax.Array:

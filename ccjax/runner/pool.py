@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, VARIANT, placement
 from ccjax.models.llama3.steps import read_pages_step, write_pages_step
-from ccjax.models.lockstep import fetch, put, zeros
 from ccjax.runner.buckets import slot_bucket
 from ccjax.runner.compiled_sizes import CompiledSizes
 from ccjax.store.budget import ByteBudget
@@ -185,7 +185,7 @@ class DevicePool(MemoryTier[PagedShard]):
     def _empty_layers(self) -> list[tuple[jax.Array, jax.Array]]:
         spec = self.kv_spec
         shape = (spec.num_kv_heads, self.num_pages, PAGE_TOKENS, spec.head_dim)
-        empty = functools.partial(zeros, shape, spec.np_dtype, placement(self._mesh, PAGES))
+        empty = functools.partial(jnp.zeros, shape, spec.np_dtype, device=placement(self._mesh, PAGES))
         return [(empty(), empty()) for _ in range(spec.num_layers)]
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class DevicePool(MemoryTier[PagedShard]):
             self._write(kv, np.zeros(0, np.int32))
             return
         slots = self.put_slots(np.full(num_tokens, self.num_slots, np.int32))
-        write_pages_step.compile(*self.pages(0), put(kv, None), np.int32(0), slots, mesh=None)
+        write_pages_step.lower(*self.pages(0), jax.device_put(kv), np.int32(0), slots, mesh=None).compile()
 
     def compile_gather(self, num_slots: int) -> None:
         """Compiles the step that gathers contexts of `num_slots` slots."""
@@ -237,7 +237,7 @@ class DevicePool(MemoryTier[PagedShard]):
         """Writes the first rows of `kv` `[L, 2, N, K, H]` to `slots`, in order; rows beyond the slots are dropped."""
         padded = np.full(kv.shape[2], self.num_slots, np.int32)
         padded[: len(slots)] = slots
-        on_device, on_device_slots = put(kv, placement(self._mesh, VARIANT)), self.put_slots(padded)
+        on_device, on_device_slots = jax.device_put(kv, placement(self._mesh, VARIANT)), self.put_slots(padded)
         with self._pages_lock:
             for layer, (k_pages, v_pages) in enumerate(self._layers):
                 number = np.int32(layer)
@@ -263,8 +263,8 @@ class DevicePool(MemoryTier[PagedShard]):
         padded[: len(slots)] = slots
         on_device = self.put_slots(padded)
         layers = [self.gather(layer, on_device) for layer in range(first, last)]
-        return np.stack([np.stack([fetch(part)[: len(slots)] for part in layer]) for layer in layers])
+        return np.stack([np.stack([jax.device_get(part)[: len(slots)] for part in layer]) for layer in layers])
 
     def put_slots(self, slots: np.ndarray) -> jax.Array:
         """Copies slots [S] int32 to every device of the pool."""
-        return put(slots, placement(self._mesh, EVERYWHERE))
+        return jax.device_put(slots, placement(self._mesh, EVERYWHERE))

@@ -9,7 +9,6 @@ import numpy as np
 
 from ccjax.models.llama3.paged_steps import question_step, rotation_step
 from ccjax.models.llama3.steps import embed_step
-from ccjax.models.lockstep import fetch
 from ccjax.runner.context_loader import ContextLoader
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
@@ -101,7 +100,7 @@ class QuestionPass:
         """Lets the jobs choose their tokens by what the layers measured; waits for the device."""
         if not self.jobs:
             return
-        total = np.stack(fetch(self._received)).sum(0, dtype=np.float64)
+        total = np.stack(jax.device_get(self._received)).sum(0, dtype=np.float64)
         for job, received in zip(self._all, np.split(total[: self._ends[-1]], self._ends[:-1]), strict=True):
             if job in self.jobs:
                 job.revise(received)

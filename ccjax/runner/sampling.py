@@ -11,7 +11,6 @@ import numpy as np
 
 from ccjax.models.llama3.sampling import SampleOutput, seed_words
 from ccjax.models.llama3.steps import sample_step
-from ccjax.models.lockstep import fetch
 from ccjax.requests import SamplingParams
 
 
@@ -56,10 +55,10 @@ def sample_tokens(logits: jax.Array, specs: Sequence[SampleSpec]) -> list[Sample
         seeds[row], index[row] = seed_words(spec.seed), spec.index
     out = sample_step(logits, temperature, top_p, seeds, index, num_top=_top_bucket(num_top))
     wanted = [row for row, spec in enumerate(specs) if spec.sampling.first_logits and spec.index == 0]
-    kept = fetch(logits).astype(np.float32) if wanted else None
+    kept = jax.device_get(logits).astype(np.float32) if wanted else None
     return [
         dataclasses.replace(token, logits=kept[row].copy()) if kept is not None and row in wanted else token
-        for row, token in enumerate(_sampled(fetch(out), specs))
+        for row, token in enumerate(_sampled(jax.device_get(out), specs))
     ]
 
 

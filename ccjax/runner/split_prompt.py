@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from ccjax.models.lockstep import fetch
 from ccjax.runner.context_loader import ContextLoader
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
@@ -130,7 +129,9 @@ class SplitPrompt:
                 pack.keep({pack.pieces[0]: rows})
             return
         offsets = np.concatenate([_offsets(pack)[rows] for pack, rows in zip(self._packs, kept, strict=True)])
-        hidden = np.concatenate([fetch(pack.hidden)[rows] for pack, rows in zip(self._packs, kept, strict=True)])
+        hidden = np.concatenate(
+            [jax.device_get(pack.hidden)[rows] for pack, rows in zip(self._packs, kept, strict=True)]
+        )
         self._earlier_rows += sum(pack.num_rows_run for pack in self._packs)
         self._earlier_sizes = self.has_new_sizes
         self._packs = self._packed(offsets, hidden)

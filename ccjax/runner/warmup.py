@@ -23,7 +23,6 @@ from ccjax.models.llama3.paged_steps import (
     write_rows_step,
 )
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
-from ccjax.models.lockstep import put
 from ccjax.runner.batch_sizes import BatchSizes, spread
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.compilations import compilations
@@ -208,7 +207,7 @@ def _compile_question(model: DeviceModel, pool: DevicePool, num_rows: int, num_s
 
 def _compile_context(model: DeviceModel, pool: DevicePool, num_slots: int) -> None:
     shape = (num_slots, model.config.num_kv_heads, model.config.head_dim)
-    none = put(np.zeros(shape, model.dtype), model.context_placement)  # the same placement as in `LayerLoader`
+    none = jax.device_put(np.zeros(shape, model.dtype), model.context_placement)  # as in `LayerLoader`
     slots = model.put(np.full(num_slots, pool.num_slots, np.int32))
     _compile_update(
         model,
@@ -223,7 +222,7 @@ def _compile_deviation(model: DeviceModel, pool: DevicePool, num_rows: int) -> N
     nowhere = model.put(np.full(num_rows, pool.num_slots, np.int32))
     layer, config = model.params.layers[0], model.config
     if model.mesh is None:
-        deviation_step.compile(layer, x, *pool.pages(0), nowhere, config=config)
+        deviation_step.lower(layer, x, *pool.pages(0), nowhere, config=config).compile()
         return
     out = pool.read(0, lambda k_pages, v_pages: deviation_step(layer, x, k_pages, v_pages, nowhere, config=config))
     jax.block_until_ready(out)
@@ -262,7 +261,7 @@ def _compile_update(model: DeviceModel, pool: DevicePool, call: Callable[..., An
     """Compiles a step that updates pages, as called by `call(step, k_pages, v_pages)`: with rows that are not written
     and attend to nothing."""
     if model.mesh is None:
-        call(step.compile, *pool.pages(0))
+        call(step.lower, *pool.pages(0)).compile()
         return
     out = pool.update(0, functools.partial(call, step))
     jax.block_until_ready(getattr(out, "x", None))  # not the pages: they are donated to the next step

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax, nn
 from jax.sharding import Mesh
@@ -32,7 +33,6 @@ from ccjax.models.llama3.sharding import (
     constrain,
     over_heads,
 )
-from ccjax.models.lockstep import step
 
 QUESTION_ROWS = 16
 """Computed tokens whose attention weights `question_step` holds at once: so few that it takes no more memory than a
@@ -94,7 +94,7 @@ class WrittenPages(NamedTuple):
     v_pages: Float[Array, "K P T H"]
 
 
-@step(static_argnames=("mesh",), donate_argnames=("k_pages", "v_pages"))
+@jax.jit(static_argnames=("mesh",), donate_argnames=("k_pages", "v_pages"))
 def write_rows_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
@@ -109,7 +109,7 @@ def write_rows_step(
     return WrittenPages(write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh))
 
 
-@step(static_argnames=("config",))
+@jax.jit(static_argnames=("config",))
 def deviation_step(
     layer: LayerParams,
     x: Float[Array, "N D"],
@@ -127,7 +127,7 @@ def deviation_step(
     return jnp.sqrt(sum(squares))
 
 
-@step(
+@jax.jit(
     static_argnames=("config", "num_segments", "implementation", "mesh"),
     donate_argnames=("k_pages", "v_pages"),
 )
@@ -210,7 +210,7 @@ def paged_layer_step(
     return PagedLayerOutput(x, k_pages, v_pages, k, v, mass, self_mass)
 
 
-@step(static_argnames=("config", "mesh"), donate_argnames=("k_pages", "v_pages"))
+@jax.jit(static_argnames=("config", "mesh"), donate_argnames=("k_pages", "v_pages"))
 def question_step(
     layer: LayerParams,
     x: Float[Array, "N D"],
@@ -267,14 +267,14 @@ def question_step(
     return QuestionOutput(x, k_pages, v_pages, received)
 
 
-@step(static_argnames=("config", "mesh"))
+@jax.jit(static_argnames=("config", "mesh"))
 def rotation_step(positions: Int[Array, "N"], *, config: LlamaConfig, mesh: Mesh | None) -> Float[Array, "N H"]:
     """Cosines and sines of positions for `paged_layer_step`, the same for all layers; INT32_MAX counts as 0."""
     rows = rotation_rows(jnp.where(positions == UNUSED, 0, positions), rope_frequencies(config))
     return constrain(rows, mesh, EVERYWHERE)
 
 
-@step(static_argnames=("config", "mesh"))
+@jax.jit(static_argnames=("config", "mesh"))
 def page_rotation_step(
     page_start: Int[Array, "B M"], *, config: LlamaConfig, mesh: Mesh | None
 ) -> Float[Array, "B M H"]:
@@ -282,7 +282,7 @@ def page_rotation_step(
     return constrain(page_rotation(page_start, rope_frequencies(config)), mesh, EVERYWHERE)
 
 
-@step(static_argnames=("config", "implementation", "mesh"), donate_argnames=("k_pages", "v_pages"))
+@jax.jit(static_argnames=("config", "implementation", "mesh"), donate_argnames=("k_pages", "v_pages"))
 def paged_decode_step(
     layer: LayerParams,
     x: Float[Array, "B D"],

@@ -19,22 +19,21 @@ from ccjax.models.llama3.pages import read_slots, write_slots
 from ccjax.models.llama3.params import LayerParams, Params
 from ccjax.models.llama3.products import einsum
 from ccjax.models.llama3.sampling import SampleOutput, sample
-from ccjax.models.lockstep import step
 
 
-@step()
+@jax.jit
 def embed_step(params: Params, token_ids: Int[Array, "N"]) -> Float[Array, "N D"]:
     """Hidden states of the tokens before the first layer."""
     return params.embedding[token_ids]
 
 
-@step(static_argnames=("config",))
+@jax.jit(static_argnames=("config",))
 def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config: LlamaConfig) -> Float[Array, "S K H"]:
     """Stored keys rotated to their positions in this prompt (CacheCraft sec. 3.4.3)."""
     return apply_rope(k, positions, rope_frequencies(config))
 
 
-@step(static_argnames=("mesh",), donate_argnames=("k_pages", "v_pages"))
+@jax.jit(static_argnames=("mesh",), donate_argnames=("k_pages", "v_pages"))
 def write_pages_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
@@ -50,7 +49,7 @@ def write_pages_step(
     return write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh)
 
 
-@step()
+@jax.jit
 def read_pages_step(
     k_pages: Float[Array, "K P T H"],
     v_pages: Float[Array, "K P T H"],
@@ -67,7 +66,7 @@ def read_pages_step(
     return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
 
 
-@step(static_argnames=("config",))
+@jax.jit(static_argnames=("config",))
 def received_step(
     layer: LayerParams, x: Float[Array, "N D"], num_tokens: Int[Array, ""], *, config: LlamaConfig
 ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
@@ -86,19 +85,19 @@ def received_step(
     return finish_layer(x, attended, layer, config.rms_norm_eps), received
 
 
-@step()
+@jax.jit
 def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "M D"]:
     """The hidden states of some rows, in the given order."""
     return x[rows]
 
 
-@step(static_argnames=("config",))
+@jax.jit(static_argnames=("config",))
 def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) -> Float[Array, "N V"]:
     """Next-token logits, float32, from hidden states after the last layer."""
     return unembed(x, params, config.rms_norm_eps)
 
 
-@step(static_argnames=("num_top",))
+@jax.jit(static_argnames=("num_top",))
 def sample_step(
     logits: Float[Array, "B V"],
     temperature: Float[Array, "B"],

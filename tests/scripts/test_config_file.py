@@ -20,7 +20,7 @@ log-format=json otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false w
 compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true index-dir=/index index-kind=hnsw
 index-recall=0.9 embedder=lexical chunk-tokens=100 overlap-tokens=5 top-k=2 retrieval-stages=3 max-prefill-bs=2
 refresh-interval-s=60 cluster=ray replicas=2:3 scale-up-after-s=5 scale-down-after-s=60 cluster-address=10.0.0.1:6379
-coordinator-address=10.0.0.1:8476 num-processes=2 process-id=1 cluster-host=10.0.0.2 cluster-port=6380 generators=2
+cluster-host=10.0.0.2 cluster-port=6380 generators=2
 generator-device=device drain-timeout-s=10 model=random:tiny reuse=exact repair=false prepare=false
 store-refresh-interval-s=5 dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer attention=xla
 max-model-len=4096 strategy=cacheblend alpha=0.5 recompute-ratio=0.25 max-deviation=0.1 calibration=/calibration.json

@@ -69,12 +69,6 @@ def cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpti
         if "store_index" not in engine:
             raise StartupError("--generators: wanted a --store-index, through which they receive orders")
         engine.setdefault("order_after_s", 0.5)
-    processes = args.num_processes or 1
-    if engine.get("tensor_parallel_size", 1) % processes:
-        wanted = "a divisor of --tensor-parallel-size"
-        raise StartupError(f"--num-processes: wanted {wanted} {engine.get('tensor_parallel_size', 1)}, got {processes}")
-    if processes > 1 and generators and args.generator_device == "device":
-        raise StartupError("--generator-device: wanted cpu where replicas have several processes, got device")
     scale = None
     if args.replicas is not None:
         least, most = args.replicas
@@ -85,7 +79,6 @@ def cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpti
         documents=part(args, DocumentOptions),
         server=settings,
         compile_cache_dir=str(args.compile_cache_dir or user_cache() / "compile"),
-        num_processes=processes,
         warmup=args.warmup,
         log_level=args.log_level.upper(),
         log_format=args.log_format,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ccjax.server import ServerSettings, Service
 
 _STAGES = {
-    "hosts": "Waiting for the other processes",
     "weights": "Loading weights",
     "read": "Reading documents",
     "embed": "Embedding passages",

@@ -18,7 +18,6 @@ from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.server.logs import LogFormat
 from ccjax.server.settings import ServerSettings
 
-AUTO = "auto"
 ServedDtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -39,10 +38,6 @@ def _address(value: Any) -> Any:
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError("wanted HOST:PORT")
     return value
-
-
-def _address_or_auto(value: Any) -> Any:
-    return value if value == AUTO else _address(value)
 
 
 def _resources(value: Any) -> Any:
@@ -102,20 +97,6 @@ class ProcessSettings(SettingsModel):
     """Text for people, or one JSON object per line."""
 
 
-class HostSettings(SettingsModel):
-    """One model over the devices of several processes: the same command for each, process 0 answers."""
-
-    model_config = ConfigDict(title="hosts")
-
-    coordinator_address: Annotated[str, BeforeValidator(_address_or_auto), _ADDRESS] | None = None
-    """Address of process 0 for JAX; auto if JAX finds the others itself (Cloud TPU, SLURM, Open MPI)."""
-    num_processes: int | None = Field(default=None, ge=0)
-    """Number of processes that the model is split over; with --cluster ray those of each replica, on hosts of their
-    own."""
-    process_id: int | None = None
-    """Number of this process, from 0."""
-
-
 class ClusterSettings(SettingsModel):
     """Several replicas behind one address; needs ccjax[cluster]."""
 
@@ -146,7 +127,7 @@ class ClusterSettings(SettingsModel):
 
 
 class ServeOptions(
-    EngineConfig, ClusterSettings, HostSettings, DocumentOptions, ServerSettings, ProcessSettings, ServeCommandSettings
+    EngineConfig, ClusterSettings, DocumentOptions, ServerSettings, ProcessSettings, ServeCommandSettings
 ):
     """All options of `ccjax serve`."""
 
