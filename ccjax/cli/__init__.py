@@ -15,7 +15,6 @@ COMMANDS = {
     "evaluate": "measure what reuse costs in answers",
     "calibrate": "find how much reuse must recompute",
     "snapshot": "save, restore or inspect a whole chunk-cache",
-    "convert": "convert a model to a checkpoint that loads fast, or back",
 }
 
 

@@ -66,8 +66,7 @@ class ModelFiles:
         """sha256 (hex) of everything that determines the KV that this model computes in `dtype` with weights in the
         format `quantization`."""
         tokenizer = self.tokenizer.fingerprint if self.tokenizer else ""
-        quantization = self.weights.format_of(quantization)
-        identity = (self.weights.fingerprint(dtype, quantization), tokenizer, dtype, repr(self.config))
+        identity = (self.weights.fingerprint, tokenizer, dtype, repr(self.config))
         if quantization is not None:
             identity += (f"{quantization}-1",)
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -75,7 +74,7 @@ class ModelFiles:
 
 def read_model_files(path: str | Path, *, tokenizer: str | Path | None = None) -> ModelFiles:
     """Reads the files of a Hugging Face directory, a GGUF file or the embedded model ("demo"); "random:NAME[:SEED]" has
-    none. Hashes every byte of the weights without keeping them, except those of a checkpoint.
+    none. Hashes every byte of the weights without keeping them.
 
     Args:
       tokenizer: directory with tokenizer files to use instead of the model's own.
@@ -129,15 +128,14 @@ def load_model(
     tensor_parallel_size: int = 1,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Loads a model from a directory (Hugging Face, or a checkpoint of `ccjax convert`), a GGUF file or a package
-    (`ccjax.loading.named`), the embedded one for "demo", or one with random weights.
+    """Loads a model from a Hugging Face directory, a GGUF file or a package (`ccjax.loading.named`), the embedded one
+    for "demo", or one with random weights.
 
     "random:NAME" or "random:NAME:SEED" is a preset of `ccjax.models.llama3.presets`, or LAYERSxWIDTH[xHEADS], filled at
     random on the device. Without `tokenizer` its tokens are bytes, which is logged as a warning.
 
     Args:
-      quantization: one of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`, or in the
-        format of the checkpoint.
+      quantization: one of `ccjax.models.llama3.quantized.WEIGHT_FORMATS`; None keeps weights in `dtype`.
       tokenizer: directory with tokenizer files to use instead of the model's own.
       tensor_parallel_size: number of devices to shard the weights over.
 
@@ -148,7 +146,6 @@ def load_model(
     files = read_model_files(path, tokenizer=tokenizer)
     mesh = mesh_for(files.config, tensor_parallel_size)
     sharding = None if mesh is None else functools.partial(param_sharding, mesh)
-    quantization = files.weights.format_of(quantization)
     on_load = None if progress is None else lambda done, total: progress("weights", done, total)
     words, directory = files.tokenizer, files.weights.directory
     if words is not None:

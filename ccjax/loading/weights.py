@@ -1,5 +1,4 @@
-"""Sources of a model's weights: a Hugging Face directory, a GGUF file, a ccjax checkpoint, or a preset with random
-weights."""
+"""Sources of a model's weights: a Hugging Face directory, a GGUF file, or a preset with random weights."""
 
 from __future__ import annotations
 
@@ -14,20 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from ccjax.errors import ConfigError
-from ccjax.models.llama3.checkpoint import CheckpointIndex, is_checkpoint, load_checkpoint, read_index
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params, replacing
+from ccjax.models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params
 from ccjax.models.llama3.params import Params, ParamSpec, init_params
 from ccjax.models.llama3.presets import preset
-from ccjax.models.llama3.sharding import spread
 
 if TYPE_CHECKING:
     from ccjax.loading.gguf import GgufFile
 
 RANDOM = "random:"
 """Prefix of the names of models with random weights."""
-
-_SOURCE_FILE = "ccjax_source.json"
 
 OnLoad = Callable[[int, int], None]
 """Called with (done, total) while weights load."""
@@ -40,25 +35,15 @@ class Weights(Protocol):
 
     Attributes:
       directory: the model's directory; None for a GGUF file and for random weights.
+      fingerprint: digest of configuration and weights as stored, before they are converted; equal in every process.
     """
 
     @property
     def directory(self) -> Path | None: ...
     @property
     def config(self) -> LlamaConfig: ...
-
-    def format_of(self, quantization: str | None) -> str | None:
-        """The format in which `load` returns weights for this `quantization`.
-
-        Raises:
-          ConfigError: the weights are stored in another format.
-        """
-        ...
-
-    def fingerprint(self, dtype: str, quantization: str | None) -> str:
-        """Digest of configuration and weights before conversion to `dtype` and `quantization`: equal in every process,
-        and for the same weights in every form of storage."""
-        ...
+    @property
+    def fingerprint(self) -> str: ...
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
         """Loads the parameter tree, one leaf at a time."""
@@ -67,21 +52,11 @@ class Weights(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceWeights:
-    """Weights in a Hugging Face directory.
-
-    Attributes:
-      digest: of every byte of its weight files, or the fingerprint of the weights they were converted from.
-    """
+    """Weights in a Hugging Face directory; the fingerprint is of every byte of its weight files."""
 
     directory: Path
     config: LlamaConfig
-    digest: str
-
-    def format_of(self, quantization: str | None) -> str | None:
-        return quantization
-
-    def fingerprint(self, dtype: str, quantization: str | None) -> str:
-        return self.digest
+    fingerprint: str
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
         return load_params(
@@ -95,51 +70,14 @@ class HuggingFaceWeights:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointWeights:
-    """Weights in a checkpoint that `ccjax convert` wrote. Their bytes are verified when they load."""
-
-    directory: Path
-    config: LlamaConfig
-    index: CheckpointIndex
-
-    def format_of(self, quantization: str | None) -> str | None:
-        stored = self.index.quantization
-        if stored is not None and quantization not in (None, stored):
-            raise ConfigError(f"quantization: wanted {stored}, which {self.directory} is in, got {quantization!r}")
-        return stored or quantization
-
-    def fingerprint(self, dtype: str, quantization: str | None) -> str:
-        index = self.index
-        from_rounded = quantization is not None and index.quantization is None
-        if not index.is_rounded or (dtype == index.dtype and not from_rounded):
-            return index.source
-        return hashlib.sha256(f"{index.source}\0rounded to {index.dtype}".encode()).hexdigest()
-
-    def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        put = None if sharding is None else lambda spec, host: spread(host, sharding(spec))
-        return load_checkpoint(
-            self.directory, dtype=jnp.dtype(dtype), quantization=quantization, progress=progress, put=put
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class GgufWeights:
-    """Weights in a GGUF file, dequantised while they load.
-
-    Attributes:
-      digest: of every byte of the file, or of all its parts.
-    """
+    """Weights in a GGUF file, dequantised while they load; the fingerprint is of every byte of the file, or of all its
+    parts."""
 
     file: GgufFile
     config: LlamaConfig
-    digest: str
+    fingerprint: str
     directory: None = None
-
-    def format_of(self, quantization: str | None) -> str | None:
-        return quantization
-
-    def fingerprint(self, dtype: str, quantization: str | None) -> str:
-        return self.digest
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
         from ccjax.loading.gguf import load_gguf  # here, so that the gguf package is only imported if needed
@@ -167,10 +105,8 @@ class RandomWeights:
     config: LlamaConfig
     directory: None = None
 
-    def format_of(self, quantization: str | None) -> str | None:
-        return quantization
-
-    def fingerprint(self, dtype: str, quantization: str | None) -> str:
+    @property
+    def fingerprint(self) -> str:
         identity = ("ccjax-random-1", self.name, self.seed, self.config.to_hf())
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -206,16 +142,12 @@ def random_weights(name: str, vocab_size: int) -> RandomWeights:
 
 
 def weights_in(directory: Path) -> Weights:
-    """The weights in a model directory, Hugging Face's or a checkpoint. Hashes every byte of a Hugging Face directory.
+    """The weights in a Hugging Face directory. Hashes every byte.
 
     Raises:
       CheckpointError: files are missing or inconsistent.
     """
-    config = load_config(directory)
-    if is_checkpoint(directory):
-        return CheckpointWeights(directory, config, read_index(directory))
-    digest = fingerprint(directory)
-    return HuggingFaceWeights(directory, config, _noted_source(directory, digest) or digest)
+    return HuggingFaceWeights(directory, load_config(directory), fingerprint(directory))
 
 
 def gguf_weights(file: GgufFile) -> GgufWeights:
@@ -229,19 +161,3 @@ def gguf_weights(file: GgufFile) -> GgufWeights:
     config = config_of(file)
     digest = fingerprint_files(config, {f"gguf-{number}": path for number, path in enumerate(file.paths)})
     return GgufWeights(file, config, digest)
-
-
-def note_source(directory: Path, source: str) -> None:
-    """Notes in a Hugging Face directory the fingerprint `source` of the weights it was converted from; the note is
-    valid while the files stay unchanged."""
-    note = {"files": fingerprint(directory), "source": source}
-    with replacing(directory / _SOURCE_FILE) as temporary:
-        temporary.write_text(json.dumps(note, indent=1) + "\n")
-
-
-def _noted_source(directory: Path, digest: str) -> str | None:
-    try:
-        note = json.loads((directory / _SOURCE_FILE).read_text("utf-8"))
-        return note["source"] if note["files"] == digest and isinstance(note["source"], str) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None

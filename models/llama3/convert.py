@@ -53,7 +53,6 @@ def load_params(
     dtype: Any,
     quantization: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-    put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
     sharding: Callable[[ParamSpec], jax.sharding.Sharding] | None = None,
 ) -> Params:
     """The weights of a Hugging Face directory, single-file or sharded safetensors, cast to `dtype`.
@@ -66,11 +65,8 @@ def load_params(
       config: configuration that the weights must match; None to read it from the directory.
       quantization: key of `WEIGHT_FORMATS`: weights of matrix products are rounded to it from their stored dtype.
       progress: called with (bytes read, bytes of all tensors) after each tensor.
-      put: makes a leaf from its spec and its host array, instead of `sharding`. Called for the values and, with
-        `spec.scales`, for the scales of an 8-bit weight.
       sharding: layout of a weight, such as `ccjax.models.llama3.sharding.param_sharding` of a mesh; each part is read
-        separately for its device, on that device's host, except for weights to be rounded to 8 bits. None for the
-        default device.
+        separately for its device, except for weights to be rounded to 8 bits. None for the default device.
 
     Raises:
       CheckpointError: a file or tensor is missing, truncated, unknown, or of another shape or dtype. Tensors of older
@@ -90,7 +86,6 @@ def load_params(
             dtype=dtype,
             quantization=quantization,
             progress=progress,
-            put=put,
             sharding=sharding,
         )
 
@@ -139,37 +134,20 @@ def save_pretrained(
             name, expert = parts[tensor]
             tensors[tensor] = _to_hf(name, leaves[name], specs[name], expert, dtype)
         weight_map |= dict.fromkeys(names, file)
-        with replacing(directory / file) as temporary:
+        with _replacing(directory / file) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
     kept = set(weight_map.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        with replacing(directory / INDEX_FILE) as temporary:
+        with _replacing(directory / INDEX_FILE) as temporary:
             temporary.write_text(json.dumps(index, indent=2) + "\n")
         kept.add(INDEX_FILE)
     for stale in directory.glob("model*.safetensors*"):
         if stale.name not in kept:
             stale.unlink()
-    write_config(directory, config, jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype).name)
-
-
-def write_config(directory: Path, config: LlamaConfig, dtype: str) -> None:
-    """Writes `config.json`, including the dtype of the stored weights."""
-    with replacing(directory / CONFIG_FILE) as temporary:
-        temporary.write_text(json.dumps(config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
-
-
-def stored_dtype(directory: str | os.PathLike[str]) -> str | None:
-    """The dtype that represents a Hugging Face directory's weights exactly: "bfloat16" if all have it, None if some
-    have 64 bits, else "float32".
-
-    Raises:
-      CheckpointError: as `load_params`.
-    """
-    files = _tensor_files(Path(directory))
-    with _open_all(files) as handles:
-        kinds = {handles[path].get_slice(name).get_dtype() for name, path in files.items()}
-    return "bfloat16" if kinds == {"BF16"} else None if "F64" in kinds else "float32"
+    written = jnp.dtype(jax.tree.leaves(params)[0].dtype if dtype is None else dtype).name
+    with _replacing(directory / CONFIG_FILE) as temporary:
+        temporary.write_text(json.dumps(config.to_hf() | {"torch_dtype": written}, indent=2) + "\n")
 
 
 def fingerprint(directory: str | os.PathLike[str]) -> str:
@@ -314,7 +292,7 @@ def _to_hf(name: str, leaf: Any, spec: ParamSpec, expert: int, dtype: Any) -> np
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Iterator[Path]:
     """A temporary path in the directory of `path`, renamed to `path` when the block ends without an exception."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

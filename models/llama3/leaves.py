@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.expert_tensors import Source
 from ccjax.models.llama3.params import Params, ParamSpec, build_params
 from ccjax.models.llama3.quantized import QuantizedWeight, quantize_on_host
-from ccjax.models.llama3.sharding import spread
 from ccjax.models.llama3.tensor_parts import read_part
 
 Placing = Callable[[ParamSpec], jax.sharding.Sharding]
@@ -46,7 +44,6 @@ def load_leaves(
     dtype: Any,
     quantization: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-    put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
     sharding: Placing | None = None,
 ) -> Params:
     """The parameter tree, cast to `dtype`. See `ccjax.models.llama3.convert.load_params` for memory use and the other
@@ -60,7 +57,6 @@ def load_leaves(
     Raises:
       CheckpointError: a weight to be quantised is infinite or not a number.
     """
-    place = put or (lambda spec, host: jnp.asarray(host) if sharding is None else spread(host, sharding(spec)))
     num_bytes = 0
 
     def make(name: str, spec: ParamSpec) -> Any:
@@ -76,9 +72,9 @@ def load_leaves(
                 values, scales = quantize_on_host(read(None, None), spec.input_axes, quantization)
             except ValueError as error:
                 raise CheckpointError(f"{found[0].path}: tensor {name!r}: {error}") from error
-            made = QuantizedWeight(place(spec, values), place(spec.scales, scales))
-        elif sharding is None or put is not None:
-            made = place(spec, read(None))
+            made = QuantizedWeight(_placed(spec, values, sharding), _placed(spec.scales, scales, sharding))
+        elif sharding is None:
+            made = _placed(spec, read(None), None)
         else:
             made = jax.make_array_from_callback(spec.shape, sharding(spec), read)
         num_bytes += sum(tensor.num_bytes for tensor in found)
@@ -90,6 +86,10 @@ def load_leaves(
     if progress is not None:
         progress(total_bytes, total_bytes)
     return params
+
+
+def _placed(spec: ParamSpec, host: np.ndarray, sharding: Placing | None) -> jax.Array:
+    return jax.device_put(host, None if sharding is None else sharding(spec))
 
 
 def specs_of(config: LlamaConfig) -> dict[str, ParamSpec]:

@@ -90,11 +90,6 @@ def shard_params(params: Params, config: LlamaConfig, mesh: Mesh) -> Params:
     return jax.tree.map(place, specs, params, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
-def spread(host: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Distributes an array over the devices. Every process holds the complete array and fills its own devices."""
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
 def mesh_of(params: Params) -> Mesh | None:
     """The mesh of the weights; None for a single device."""
     sharding = params.embedding.sharding

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.server import patience
 
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{kind}(sys.argv[1]))"
-COMMANDS = ("serve", "precompute", "evaluate", "calibrate", "snapshot", "convert")
+COMMANDS = ("serve", "precompute", "evaluate", "calibrate", "snapshot")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.errors import ConfigError
-from ccjax.loading.conversion import to_checkpoint
 from ccjax.loading.model import load_model
 from ccjax.models.llama3.sharding import mesh_of
 from ccjax.runner.compilations import compilations
@@ -75,13 +74,9 @@ def test_weights_in_8_bits_are_split_with_their_scales():
         assert scales.shape[0] == 4 and scales.addressable_shards[0].data.shape[0] == 1
 
 
-@pytest.mark.parametrize(("is_checkpoint", "quantization"), [(False, "int8"), (True, None), (True, "int8")])
-def test_weights_read_whole_are_split_without_changes(tmp_path, is_checkpoint, quantization):
+def test_weights_read_whole_are_split_without_changes(tmp_path):
     source = write(tmp_path / "files", MODEL.weights, MODEL.raw)
-    if is_checkpoint:
-        to_checkpoint(source, tmp_path / "checkpoint", quantization=quantization)
-        source = tmp_path / "checkpoint"
-    settings = {"dtype": "float32", "quantization": quantization}
+    settings = {"dtype": "float32", "quantization": "int8"}
     wanted = load_model(source, **settings).params
     params = load_model(source, **settings, tensor_parallel_size=4).params
     assert mesh_of(params) is not None and mesh_of(wanted) is None

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 from ccjax.errors import ConfigError
@@ -22,8 +20,3 @@ def smollm2() -> Path:
         pytest.skip(str(error))
     assert path is not None
     return path
-
-
-def assert_same_model(one, other) -> None:
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    assert one.fingerprint == other.fingerprint and one.eos_ids == other.eos_ids and one.template == other.template

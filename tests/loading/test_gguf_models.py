@@ -1,4 +1,4 @@
-"""Engines and conversions of GGUF models: small ones, and SmolLM2 where its package is installed."""
+"""Engines of GGUF models: small ones, and SmolLM2 where its package is installed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from gguf import GGMLQuantizationType as Kind
 
 from ccjax.engine import Engine
 from ccjax.loading.model import load_model, load_prompt_builder, model_config, model_tokenizer, read_model_files
-from scripts.convert import main
-from tests.loading.conftest import assert_same_model
 from tests.loading.gguf_files import Shape, byte_level_words, hugging_face_tensors, write_gguf
 
 DOCUMENTS = [{"title": "Letter", "text": "The letter was written by Ann Lee in 1912."}]
@@ -20,16 +18,6 @@ def small(tmp_path_factory):
     shape, words = Shape(num_layers=1, d_model=64, num_heads=4, num_kv_heads=2, d_ff=64), byte_level_words()
     write_gguf(path, shape, hugging_face_tensors(shape, len(words.tokens)), words, kind=Kind.Q4_0)
     return path
-
-
-@pytest.mark.parametrize(
-    ("flags", "quantization"), [([], None), (["--quantization", "int8"], "int8"), (["--to", "huggingface"], None)]
-)
-def test_converted_gguf_loads_as_the_same_model(tmp_path, small, flags, quantization):
-    assert main([str(small), str(tmp_path / "there"), *flags]) == 0
-    for dtype in ("float32",) if "huggingface" in flags else ("float32", "bfloat16"):
-        wanted = load_model(small, dtype=dtype, quantization=quantization)
-        assert_same_model(load_model(tmp_path / "there", dtype=dtype), wanted)
 
 
 def test_config_tokenizer_and_fingerprint_need_no_weights(small):

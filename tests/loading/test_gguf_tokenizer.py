@@ -10,7 +10,7 @@ import pytest
 
 from ccjax.loading.gguf import open_gguf, text_of
 from ccjax.loading.gguf.pre_tokenizers import PRE_TOKENIZERS
-from ccjax.text import PromptBuilder, load_tokenizer
+from ccjax.text import PromptBuilder
 from tests.loading.gguf_files import Shape, Words, byte_level_words, hugging_face_tensors, write_gguf
 
 RECORDED = json.loads(Path(__file__).with_name("llama_cpp_ids.json").read_text("utf-8"))
@@ -160,14 +160,3 @@ def test_file_without_a_vocabulary_has_no_tokenizer(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, SHAPE, hugging_face_tensors(SHAPE, 32), None)
     assert text_of(open_gguf(path)) is None
-
-
-def test_exported_tokenizer_files_give_the_same_tokenizer(tmp_path):
-    from ccjax.loading.gguf import vocabulary_of
-
-    tokenizer, _ = text(tmp_path, words_of("llama"))
-    vocabulary = vocabulary_of(open_gguf(tmp_path / "model.gguf"))
-    for name, content in vocabulary.files().items():
-        (tmp_path / name).write_text(content, "utf-8")
-    again = load_tokenizer(tmp_path)
-    assert (again.fingerprint, again.bos_id, again.eos_ids) == (tokenizer.fingerprint, tokenizer.bos_id, {2})

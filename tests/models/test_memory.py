@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from ccjax.models.llama3 import LlamaConfig, abstract_params, checkpoint
+from ccjax.models.llama3 import LlamaConfig, abstract_params
 from ccjax.models.llama3.convert import save_pretrained
 from ccjax.models.llama3.presets import preset
 from tests.conftest import ROOT
@@ -29,11 +29,11 @@ import gc, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from safetensors.numpy import load_file
 import ccjax.models.llama3.params as params_module
-from ccjax.models.llama3 import checkpoint, init_params
+from ccjax.models.llama3 import init_params
 from ccjax.models.llama3.convert import load_params
 from ccjax.models.llama3.presets import preset
 from ccjax.models.llama3.quantized import quantize
-checkpoint._PART_BYTES, params_module._DRAWN_AT_ONCE = 32 << 20, 1 << 20
+params_module._DRAWN_AT_ONCE = 1 << 20
 
 def anonymous_bytes():
     with open("/proc/self/status") as status:
@@ -90,21 +90,6 @@ def full_precision(directory: Path) -> int:
     return num_bytes(abstract_params(config, quantization="int8")) + 2 * 4 * 2816 * 1024 + 3 * (8 << 20) + 20_000_000
 
 
-def parts(directory: Path) -> int:
-    """Two parts, and one leaf of the part before, besides the result."""
-    config = preset("5x1024", 2048)
-    params = drawn(config)
-    checkpoint.write_checkpoint(
-        directory,
-        config,
-        lambda add: checkpoint.write_params(params, config, None, add),
-        source="s",
-        dtype="float32",
-        is_rounded=False,
-    )
-    return num_bytes(params) // 2 + 3 * (32 << 20) + 40_000_000
-
-
 def nothing(directory: Path) -> int:
     return num_bytes(abstract_params(preset("2x1024", 24576), "bfloat16")) + 20 * (1 << 20) + 40_000_000
 
@@ -127,14 +112,6 @@ CASES = {
         return [quick(jnp.asarray(layer.w_up), (0,), "int8") for layer in plain.layers]
         """,
     ),
-    "loading a checkpoint": (
-        parts,
-        "return checkpoint.load_checkpoint(directory, dtype=jnp.bfloat16)",
-        """
-        whole = checkpoint.load_checkpoint(directory, dtype=jnp.float32)
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), whole)
-        """,
-    ),
     "drawing": (
         nothing,
         'return init_params(preset("2x1024", 24576), jax.random.key(0), jnp.bfloat16)',
@@ -149,8 +126,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon from Linux's /proc")
 @pytest.mark.parametrize("case", CASES)
-def test_making_weights_never_holds_the_model_twice(tmp_path, monkeypatch, case):
-    monkeypatch.setattr(checkpoint, "_PART_BYTES", 32 << 20)
+def test_making_weights_never_holds_the_model_twice(tmp_path, case):
     prepare, *ways = CASES[case]
     allowed = prepare(tmp_path)
     by_leaf, at_once = (textwrap.indent(textwrap.dedent(way), "    ") for way in ways)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ccjax.loading.model import DEMO_MODEL
-from ccjax.models.llama3 import LLAMA3_70B, abstract_params, forward, init_params
+from ccjax.models.llama3 import LLAMA3_70B, abstract_params, forward, init_params, leaves
 from ccjax.models.llama3.convert import CheckpointError, load_config, load_params, save_pretrained
 from ccjax.models.llama3.params import ParamSpec, layer_table, top_table
 from ccjax.models.llama3.presets import PRESETS, preset
@@ -214,18 +214,19 @@ SHARDED = ("heads", "kv_heads", "ffn", "vocab")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_loading_quantizes_stored_weights_and_places_values_and_scales(tmp_path, name):
+def test_loading_quantizes_stored_weights_and_places_values_and_scales(tmp_path, monkeypatch, name):
     config = PRESETS["tiny"]
     params = init_params(config, jax.random.key(2))
     save_pretrained(params, config, tmp_path)
     seen = []
 
-    def put(spec: ParamSpec, host: np.ndarray) -> jax.Array:
+    def placed(spec: ParamSpec, host: np.ndarray, _: object) -> jax.Array:
         seen.append((spec.hf_name, spec.axes, host.dtype.name))
         assert host.shape == spec.shape
         return jnp.asarray(host)
 
-    loaded = load_params(tmp_path, dtype=jnp.bfloat16, quantization=name, put=put)
+    monkeypatch.setattr(leaves, "_placed", placed)
+    loaded = load_params(tmp_path, dtype=jnp.bfloat16, quantization=name)
     spec = layer_table(config)["wq"]
     values, scales = quantize_on_host(np.asarray(params.layers[0].wq), spec.input_axes, name)
     np.testing.assert_array_equal(loaded.layers[0].wq.values, values)  # not from weights rounded to bfloat16 first

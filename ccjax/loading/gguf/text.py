@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from ccjax.loading.gguf.reader import GgufFile
 from ccjax.loading.gguf.vocabulary import vocabulary_of
 from ccjax.models.llama3.leaves import CheckpointError
@@ -19,7 +21,7 @@ def text_of(file: GgufFile) -> tuple[Tokenizer, ChatTemplate] | None:
     vocabulary = vocabulary_of(file)
     if vocabulary is None:
         return None
-    settings, raw = vocabulary.settings, vocabulary.files()["tokenizer.json"]
+    settings, raw = vocabulary.settings, json.dumps(vocabulary.definition, ensure_ascii=False)
     template = settings.get("chat_template", PLAIN_TEMPLATE)
     try:
         words = tokenizer_of(raw, settings, frozenset(vocabulary.eos_ids), where=file.path)

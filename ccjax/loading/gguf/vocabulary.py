@@ -6,7 +6,6 @@ Token ids equal llama.cpp's for plain text and for control tokens in trusted tex
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,14 +47,6 @@ class Vocabulary:
     definition: Mapping[str, Any]
     settings: Mapping[str, Any]
     eos_ids: tuple[int, ...]
-
-    def files(self) -> dict[str, str]:
-        """The files of a Hugging Face directory: name -> content."""
-        return {
-            "tokenizer.json": json.dumps(self.definition, ensure_ascii=False),
-            "tokenizer_config.json": json.dumps(self.settings, ensure_ascii=False, indent=1) + "\n",
-            "generation_config.json": json.dumps({"eos_token_id": list(self.eos_ids)}) + "\n",
-        }
 
 
 def vocabulary_of(file: GgufFile) -> Vocabulary | None:

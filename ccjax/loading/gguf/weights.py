@@ -7,7 +7,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf import GGMLQuantizationType
 from gguf.gguf_reader import ReaderTensor
 
 from ccjax.loading.gguf.reader import GgufFile
@@ -15,7 +14,7 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.expert_tensors import Source
 from ccjax.models.llama3.gguf_names import ROPE_FACTORS, gguf_sources, row_order
 from ccjax.models.llama3.leaves import CheckpointError, Placing, StoredTensor, listed, load_leaves, specs_of
-from ccjax.models.llama3.params import Params, ParamSpec
+from ccjax.models.llama3.params import Params
 
 _NO_WEIGHTS = frozenset({ROPE_FACTORS})
 
@@ -27,7 +26,6 @@ def load_gguf(
     dtype: Any,
     quantization: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-    put: Callable[[ParamSpec, np.ndarray], Any] | None = None,
     sharding: Placing | None = None,
 ) -> Params:
     """Loads the weights of a GGUF file, dequantised to float32 and cast to `dtype`.
@@ -66,15 +64,8 @@ def load_gguf(
         dtype=dtype,
         quantization=quantization,
         progress=progress,
-        put=put,
         sharding=sharding,
     )
-
-
-def lossless_dtype(file: GgufFile) -> str:
-    """The dtype that stores a file's weights without loss: "bfloat16" if all tensors are, else "float32"."""
-    kinds = {tensor.tensor_type for _, tensor in file.tensors.values()}
-    return "bfloat16" if kinds == {GGMLQuantizationType.BF16} else "float32"
 
 
 class _Dequantised:
