@@ -102,14 +102,14 @@ gpu-check:  ## kernels, identities of reuse and benchmarks on this machine's GPU
 bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 	$(BIN)/python scripts/bench.py ttft --json $(ARGS)
 
-bench-serve: $(VENV)/.test  ## the server under load, three strategies; needs the data folder (CCJAX_TEST_DATA)
+bench-serve: $(VENV)/.test  ## the server under load, the default options and two strategies
 	$(BIN)/python scripts/bench.py serve --json $(ARGS)
 
 bench-ragcache: $(VENV)/.test  ## RAGCache's four tables: docs/ragcache.md; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/bench.py ragcache --json --markdown docs/ragcache.md $(ARGS)
 
-bench-cluster: $(VENV)/.test  ## replicas without sharing, on one store, with a generator: docs/dcache.md; needs the data folder
-	$(BIN)/python scripts/bench.py cluster --json --markdown docs/dcache.md $(ARGS)
+bench-cluster: $(VENV)/.test  ## replicas on one store, with a generator and without, and with no store; needs the data folder (CCJAX_TEST_DATA)
+	$(BIN)/python scripts/bench.py cluster --json $(ARGS)
 
 evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first, then the published rules: docs/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build

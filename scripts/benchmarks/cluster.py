@@ -1,9 +1,20 @@
-"""Shared RAG-DCache: replicas without sharing, on one store, and with a generator for waiting requests (figs. 10, 11,
-table V); and the overhead of front and Ray per request.
+"""Replicas under load as in Shared RAG-DCache (figs. 10, 11, table V): sharing one store or not; the overhead of Ray.
 
-Real SQuAD questions arrive at a retrieving cluster of `scripts/serve.py --cluster ray` faster than it can answer them;
-each pass has the same questions in another order. As in the paper only the first token is requested and memory keeps no
-KV, so all reuse comes from the store.
+Real SQuAD questions arrive at a retrieving `ccjax serve --cluster ray` faster than it could answer them without reuse;
+each pass has the same questions in another order, at the same times. One token is requested. First the default of a
+cluster with a store: its replicas share it, and a generator computes for requests that wait; then without generator;
+then without store and reuse, the paper's baseline. Each system and number of documents has a new store, and artificial
+passages warm everything up. The overhead is that of a short prompt, one at a time: a single server, and one replica
+behind the front. Needs `qa/` in the data folder, and ccjax[cluster].
+
+Keys of --json, besides those of `common.environment`:
+  model (null: the server's default), replicas, requests, passes, load, serve_args
+  cases[]: `system` (default, no generator, no store); `documents` (retrieved for a question); `pass` (from 1); `rate`
+    (arrivals a second); `throughput` (answers a second, first arrival to last answer); `latency_ms` (arrival to end of
+    the answer: mean, p50, p90, p99); `computed_share` (of the prompts' token-layers); `counters` (sums over replicas:
+    compilations, orders_placed, preemptions, variants_adopted); `throughput_gain`, `latency_gain` (over no store's same
+    pass; null without it)
+  overhead: `single`, `cluster` (latency as above), `median_ms` (difference of the medians); null with --no-overhead
 """
 
 from __future__ import annotations
@@ -11,212 +22,200 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks import cluster_report
-from scripts.benchmarks.common import (
-    BenchmarkError,
-    Say,
-    check_markers,
-    data_folder,
-    environment,
-    fill_in,
-    rows_of,
-    spread,
-    stages,
+from ccjax.cli.values import positive_int
+from ccjax.evaluation.pages import show, text
+from scripts.benchmarks.client import (
+    Counters,
+    RequestRecord,
+    chat,
+    check_answered,
+    closed_loop,
+    open_loop,
+    poisson_times,
+    scrape,
+    serving,
 )
-from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
-from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
-from scripts.benchmarks.serve_server import scrape, serving
-from scripts.benchmarks.serve_workload import arrival_times, poisson_gaps
+from scripts.benchmarks.common import BenchmarkError, Say, data_folder, environment, rows_of, spread, stages
 
-SYSTEMS = ("none", "shared", "generator")
+SYSTEMS = ("default", "no generator", "no store")
 TIMEOUT_S = 1800.0
-_PASSAGE_TOKENS = 480
-"""Longer than almost every paragraph: a paragraph is a document, as in the paper."""
-_OVERHEAD_REQUESTS = 100
-QUICK = {"layers": 1, "width": 64, "requests": 8, "passes": 1, "documents": [2]}
-QUICK |= {"no_overhead": True, "systems": ["none", "generator"]}
-_SHOWN = ("layers", "width", "replicas", "requests", "passes", "load", "order_after_s", "seed")
+OVERHEAD_REQUESTS = 100
+COUNTERS = ("compilations", "orders_placed", "preemptions", "variants_adopted")
+QUICK = {"requests": 8, "passes": 1, "documents": [2], "no_overhead": True, "systems": ["default", "no store"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `run`."""
+    """Options of this benchmark."""
     add = parser.add_argument
-    add("--data", type=Path, help="folder with qa/ and tokenizer_llama3/ (default $CCJAX_TEST_DATA)")
-    add("--layers", type=int, default=8, help="of the model with random weights (%(default)s)")
-    add("--width", type=int, default=1024, help="of that model, a multiple of 64 (%(default)s)")
-    add("--replicas", type=int, default=2, help="(%(default)s, as in the paper)")
-    add("--requests", type=int, default=100, help="different questions of a pass (%(default)s; the paper asks 1,000)")
-    add("--passes", type=int, default=3, help="(%(default)s)")
-    add("--documents", type=int, nargs="+", default=[1, 2], help="retrieved for a question (%(default)s)")
-    add("--load", type=float, default=1.67, help="arrivals, in multiples of what the baseline can answer (%(default)s)")
-    add("--order-after-s", type=float, default=0.5, help="requests that wait longer are ordered (%(default)s)")
+    add("--data", type=Path, help="folder with qa/ (default $CCJAX_TEST_DATA)")
+    add("--model", help="as with ccjax serve (default: its default)")
+    add("--serve-args", default="", help="more flags for ccjax serve, as one string")
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="(default: all)")
+    add("--replicas", type=positive_int, default=2, help="(%(default)s, as in the paper)")
+    add("--requests", type=positive_int, default=100, help="different questions of a pass (%(default)s; paper: 1,000)")
+    add("--passes", type=positive_int, default=3, help="(%(default)s)")
+    add("--documents", type=positive_int, nargs="+", default=[1, 2], help="retrieved for a question (%(default)s)")
+    add("--load", type=float, default=1.67, help="arrivals, as a multiple of the rate without reuse (%(default)s)")
     add("--no-overhead", action="store_true", help="do not measure the overhead of front and Ray")
-    add("--seed", type=int, default=0, help="of order and arrivals (default 0)")
-    add("--markdown", type=Path, metavar="FILE", help="put the tables into that page")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures, prints tables, and returns the raw figures."""
-    data = data_folder(options.data)
-    if options.markdown is not None:
-        check_markers(options.markdown, [cluster_report.PART])
-    model = bench_model(None, data, options.layers, options.width)
-    cases, overhead = [], None
-    with tempfile.TemporaryDirectory() as scratch, stages() as say:
-        questions, paragraphs = _workload(data, options.requests, Path(scratch))
-        if not options.no_overhead:
-            overhead = _overhead(options, model, say)
-        for num_documents in options.documents:
-            cases += _passes(options, model, questions, paragraphs, num_documents, say)
-    figures = {
-        "environment": environment(),
-        "options": {name: getattr(options, name) for name in _SHOWN},
-        "overhead": overhead,
-        "cases": cases,
-    }
-    cluster_report.show(figures)
-    if options.markdown is not None:
-        fill_in(options.markdown, {cluster_report.PART: cluster_report.page_part(figures)})
-    return figures
-
-
-def _workload(data: Path, count: int, folder: Path) -> tuple[list[str], Path]:
-    """Questions, and a folder with the paragraphs that answer them."""
-    rows = rows_of(data / "qa" / "squad_xquad_en.jsonl")
-    if count > len(rows):
-        raise BenchmarkError(f"--requests: wanted at most {len(rows)}, got {count}")
-    collection = folder / "documents" / "squad.jsonl"
-    collection.parent.mkdir()
-    paragraphs = {doc["text"]: doc["title"] for row in rows for doc in row["docs"]}
-    lines = (
-        json.dumps({"_id": f"p{number}", "title": title, "text": text})
-        for number, (text, title) in enumerate(paragraphs.items())
-    )
-    collection.write_text("\n".join(lines), encoding="utf-8")
+    """Measures all systems and prints the table."""
+    rows = rows_of(data_folder(options.data) / "qa" / "squad_xquad_en.jsonl")
+    if options.requests > len(rows):
+        raise BenchmarkError(f"--requests: wanted at most {len(rows)}, got {options.requests}")
     # Rows at regular distances: they are sorted by article, and a pass should contain all articles.
-    step = len(rows) / count
-    return [rows[int(number * step)]["question"] for number in range(count)], collection.parent
+    questions = [rows[number * len(rows) // options.requests]["question"] for number in range(options.requests)]
+    cases: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch, stages() as say:
+        folder = Path(scratch)
+        _write_paragraphs(rows, folder / "documents")
+        for num_documents in options.documents:
+            cases += _passes(options, questions, folder, num_documents, say)
+        overhead = None if options.no_overhead else _overhead(options, say)
+    add_gains(cases)
+    _print(cases, overhead)
+    names = ("model", "replicas", "requests", "passes", "load", "serve_args")
+    about = {name: getattr(options, name) for name in names}
+    return {"benchmark": "cluster", **environment(), **about, "cases": cases, "overhead": overhead}
 
 
-def _body(question: str, num_documents: int, *, reuse: str = "exact") -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": question}],
-        "retrieval": {"top_k": num_documents},
-        "reuse": reuse,
-        "max_tokens": 1,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+def _write_paragraphs(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """One document for each paragraph that answers a question."""
+    folder.mkdir()
+    paragraphs = {doc["text"]: doc["title"] for row in rows for doc in row["docs"]}
+    lines = [
+        json.dumps({"_id": f"p{number}", "title": title, "text": paragraph})
+        for number, (paragraph, title) in enumerate(paragraphs.items())
+    ]
+    (folder / "squad.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _flags(options: argparse.Namespace, model: BenchModel, documents: Path | None, store: Path | None) -> list[str]:
-    flags = [*model.flags, "--compile-cache-dir", str(cache_folder() / "compile")]
-    flags += "--max-model-len 1024 --max-num-batched-tokens 512 --max-num-seqs 4 --max-queue 4096".split()
-    flags += ["--no-repair", "--no-prepare", "--strategy", "prefix", "--host-cache-bytes", "1", "--preload-bytes", "0"]
-    if documents is None:
-        flags += ["--no-docs"]
-    else:
-        flags += ["--docs", str(documents), "--index-dir", str(documents.parent / "index")]
-        flags += ["--chunk-tokens", str(_PASSAGE_TOKENS)]
-    return flags if store is None else [*flags, "--store", f"file://{store}"]
+def _flags(options: argparse.Namespace, *more: str) -> list[str]:
+    flags = [] if options.model is None else ["--model", options.model]
+    flags += ["--no-warmup"] if options.quick else []
+    return [*flags, "--max-queue", "4096", "--log-level", "error", *shlex.split(options.serve_args), *more]
+
+
+def _cluster_flags(options: argparse.Namespace, num_replicas: int) -> list[str]:
+    return _flags(options, "--cluster", "ray", "--replicas", str(num_replicas))
+
+
+def _ask(question: str, num_documents: int, reuse: str) -> dict[str, Any]:
+    body = chat(question, [], 1, retrieval={"top_k": num_documents}, reuse=reuse)
+    del body["documents"]
+    return body
 
 
 def _passes(
-    options: argparse.Namespace,
-    model: BenchModel,
-    questions: list[str],
-    paragraphs: Path,
-    num_documents: int,
-    say: Say,
+    options: argparse.Namespace, questions: list[str], folder: Path, num_documents: int, say: Say
 ) -> Iterator[dict[str, Any]]:
     """A case for each pass of each system, over the same questions in the same orders at the same times."""
-    rate = 0.0
+    rate, num_waiting = 0.0, 4 * options.replicas
     for system in options.systems:
-        store = None if system == "none" else paragraphs.parent / f"store-{num_documents}-{system}"
-        flags = _flags(options, model, paragraphs, store)
-        flags += ["--cluster", "ray", "--replicas", str(options.replicas), "--log-level", "error"]
-        if system == "shared":
-            flags += ["--generators", "0"]
-        elif system == "generator":
-            flags += ["--generators", "1", "--order-after-s", str(options.order_after_s)]
-        reuse = "off" if system == "none" else "exact"
-        with serving(flags, say) as url:
-            _warm_up(url, 4 * options.replicas, num_documents, reuse)
-            rate = rate or options.load * _capacity(url, questions, num_documents, 4 * options.replicas)
-            times_s = arrival_times(poisson_gaps(options.requests, options.seed), rate)
+        flags = _cluster_flags(options, options.replicas)
+        flags += ["--docs", str(folder / "documents"), "--index-dir", str(folder / "index")]
+        if system != "no store":
+            flags += ["--store", (folder / f"store-{num_documents}-{system.replace(' ', '-')}").as_uri()]
+        flags += ["--generators", "0"] if system == "no generator" else []
+        reuse = "off" if system == "no store" else "bounded"
+        say(f"k = {num_documents}, {system}: start the replicas")
+        with serving(flags) as url:
+            made_up = list(_artificial(2 * num_waiting, num_documents, reuse))
+            for concurrency in (1, num_waiting):
+                check_answered(closed_loop(url, made_up, concurrency, TIMEOUT_S))
+            some = [_ask(question, num_documents, "off") for question in questions[: max(8, len(questions) // 2)]]
+            records = closed_loop(url, some, num_waiting, TIMEOUT_S)
+            check_answered(records)
+            rate = rate or options.load * len(records) / max(record.end_s for record in records)
+            times_s = poisson_times(options.requests, rate)
             for number in range(options.passes):
                 say(f"k = {num_documents}, {system}: pass {number + 1}")
-                order = random.Random(options.seed * 1000 + number).sample(questions, len(questions))
+                order = random.Random(number).sample(questions, len(questions))
                 before = scrape(url)
-                bodies = [_body(question, num_documents, reuse=reuse) for question in order]
-                records = open_loop(url, bodies, list(times_s), TIMEOUT_S)
-                case = _figures(records, before, scrape(url))
-                yield {"documents": num_documents, "system": system, "pass": number + 1, "rate": rate, **case}
+                records = open_loop(url, [_ask(q, num_documents, reuse) for q in order], times_s, TIMEOUT_S)
+                about = {"system": system, "documents": num_documents, "pass": number + 1, "rate": rate}
+                yield {**about, **_figures(records, before, scrape(url))}
 
 
-def _warm_up(url: str, concurrency: int, num_documents: int, reuse: str) -> None:
-    """Requests over artificial passages, so that every path has run once before anything is timed."""
+def _artificial(count: int, num_documents: int, reuse: str) -> Iterator[dict[str, Any]]:
+    """Requests over artificial passages, so that every path has run before anything is timed."""
     words = random.Random(0).choices(("river", "stone", "engine", "paper", "winter", "market", "signal"), k=4000)
-    for round in range(3):
-        bodies = []
-        for number in range(2 * concurrency):
-            body = _body(f"What is number {number}?", num_documents, reuse=reuse)
-            del body["retrieval"]
-            starts = [150 * ((number + place) % 20) for place in range(num_documents)]
-            body["documents"] = [{"id": f"made-up-{at}", "text": " ".join(words[at : at + 130])} for at in starts]
-            bodies.append(body)
-        _check(closed_loop(url, bodies, concurrency if round else 1, TIMEOUT_S))
+    for number in range(count):
+        starts = [150 * ((number + place) % 20) for place in range(num_documents)]
+        passages = [{"id": f"made-up-{at}", "text": " ".join(words[at : at + 130])} for at in starts]
+        yield chat(f"What is number {number}?", passages, 1, reuse=reuse)
 
 
-def _capacity(url: str, questions: list[str], num_documents: int, concurrency: int) -> float:
-    """Answers a second without any cache, in closed loop."""
-    bodies = [_body(question, num_documents, reuse="off") for question in questions[: max(8, len(questions) // 2)]]
-    records = closed_loop(url, bodies, concurrency, TIMEOUT_S)
-    _check(records)
-    return len(records) / max(record.end_s for record in records)
-
-
-def _figures(records: Sequence[RequestRecord], before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """The figures of one pass. Latency is from arrival to the end of the answer, which is its first token."""
-    _check(records)
+def _figures(records: Sequence[RequestRecord], before: Counters, after: Counters) -> dict[str, Any]:
+    """The figures of one pass."""
+    check_answered(records)
     span_s = max(record.end_s for record in records) - min(record.scheduled_s for record in records)
-    grown = {
-        name: after.get(f"ccjax_{name}_total", 0.0) - before.get(f"ccjax_{name}_total", 0.0)
-        for name in ("compilations", "orders_placed", "preemptions", "variants_adopted", "store_index_changes")
-    }
+    names = {name: f"ccjax_{name}_total" for name in COUNTERS}
     return {
-        "requests": len(records),
         "throughput": len(records) / span_s,
-        "latency_ms": spread([record.end_s - record.scheduled_s for record in records]),
+        "latency_ms": _latency(records),
         "computed_share": sum(r.computed_tokens or 0.0 for r in records) / sum(r.prompt_tokens for r in records),
-        "counters": grown,
+        "counters": {name: after.get(at, 0.0) - before.get(at, 0.0) for name, at in names.items()},
     }
 
 
-def _check(records: Sequence[RequestRecord]) -> None:
-    failed = [record for record in records if record.status != "ok"]
-    if failed:
-        raise BenchmarkError(f"{len(failed)} of {len(records)} requests failed, the first: {failed[0].error}")
+def _latency(records: Sequence[RequestRecord]) -> dict[str, float | None]:
+    return spread([record.end_s - record.scheduled_s for record in records])
 
 
-def _overhead(options: argparse.Namespace, model: BenchModel, say: Say) -> dict[str, Any]:
+def add_gains(cases: Sequence[dict[str, Any]]) -> None:
+    """Adds `throughput_gain` and `latency_gain`, above 1 if better than the same pass without a store."""
+    bases = {(case["documents"], case["pass"]): case for case in cases if case["system"] == "no store"}
+    for case in cases:
+        base = bases.get((case["documents"], case["pass"]))
+        case["throughput_gain"] = None if base is None else case["throughput"] / base["throughput"]
+        means = (None, None) if base is None else (base["latency_ms"]["mean"], case["latency_ms"]["mean"])
+        case["latency_gain"] = None if base is None else means[0] / means[1]
+
+
+def _overhead(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Latency of a short prompt, one at a time: of one server, and of one replica behind the front."""
-    body = {**_body("What is it?", 1, reuse="off"), "retrieval": False}
+    body = chat("What is it?", [], 1, retrieval=False, reuse="off")
     found: dict[str, Any] = {}
-    for name, more in (("single", []), ("cluster", ["--cluster", "ray", "--replicas", "1"])):
-        flags = [*_flags(options, model, None, None), *more, "--log-level", "error"]
-        with serving(flags, say) as url:
-            say(f"overhead, {name}")
+    for name, flags in (("single", _flags(options)), ("cluster", _cluster_flags(options, 1))):
+        say(f"overhead, {name}")
+        with serving([*flags, "--no-docs"]) as url:
             closed_loop(url, [body] * 20, 1, TIMEOUT_S)
-            records = closed_loop(url, [body] * _OVERHEAD_REQUESTS, 1, TIMEOUT_S)
-            _check(records)
-            found[name] = spread([record.end_s - record.scheduled_s for record in records])
-    return {**found, "median_ms": found["cluster"]["p50"] - found["single"]["p50"], "requests": _OVERHEAD_REQUESTS}
+            records = closed_loop(url, [body] * OVERHEAD_REQUESTS, 1, TIMEOUT_S)
+            check_answered(records)
+            found[name] = _latency(records)
+    return {**found, "median_ms": found["cluster"]["p50"] - found["single"]["p50"]}
+
+
+def _print(cases: Sequence[dict[str, Any]], overhead: dict[str, Any] | None) -> None:
+    rows = [
+        (
+            case["system"],
+            str(case["documents"]),
+            str(case["pass"]),
+            f"{case['throughput']:.2f}",
+            text(case["throughput_gain"], ".2f"),
+            f"{case['latency_ms']['mean'] / 1e3:.2f}",
+            text(case["latency_gain"], ".2f"),
+            f"{case['latency_ms']['p99'] / 1e3:.2f}",
+            f"{case['computed_share']:.0%}",
+            f"{case['counters']['orders_placed']:.0f}",
+        )
+        for case in cases
+    ]
+    head = ("system", "documents", "pass", "answers/s", "gain", "mean latency s", "gain", "p99 s", "computed", "orders")
+    says = []
+    if overhead is not None:
+        single, cluster = overhead["single"], overhead["cluster"]
+        says.append(
+            f"front and Ray take {overhead['median_ms']:.1f} ms of a request: {cluster['p50']:.1f} ms with one replica "
+            f"behind the front, {single['p50']:.1f} ms with a single server (medians of {OVERHEAD_REQUESTS})"
+        )
+    show(head, rows, says=says)

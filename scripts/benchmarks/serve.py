@@ -1,187 +1,162 @@
-"""Serving under load: the real HTTP server, the passages of a real retrieval trace, strategies at equal load.
+"""Serving under load: a `ccjax serve` process with the default options, then other strategies, at equal load.
 
-Every strategy has its own server and store and gets the same requests at the same times, over the OpenAI API. Times are
-measured at the socket, so they include everything the server does.
+Every strategy has its own process and store, one after the other, and answers the same requests at the same times over
+the OpenAI API; times are measured at the socket. Requests are questions with the passages of MuSiQue's retrieval trace
+(`--data` or $CCJAX_TEST_DATA), or, without it, of the shipped corpus, drawn by Zipf's law. Before the runs, earlier
+requests that share passages with theirs are sent one by one. Loads: `--concurrency` requests in progress; then Poisson
+arrivals at each of `--rates`, however fast the server is. Every size is compiled at the start, as idle time does later.
+
+Keys of --json, besides those of `common.environment`:
+  trace (musique, drawn), model (null: the server's default), passages, requests, max_tokens, serve_args; slo_s (bound
+    on TTFT), rates
+  cases[]: `strategy` (default first); `load` (closed, open); `concurrency`, `rate` (requests a second); and of each run
+    completed, refused, failed, errors: complete answers; 429s; all else, also interrupted or short ones; some reasons
+    duration_s, request_throughput, output_throughput: first arrival to last answer; answers, tokens per second of it
+    request_goodput: answers per second whose TTFT was within slo_s
+    bounded: whether the server kept up: every request was answered, and p99 of TTFT stays within slo_s
+    ttft_ms, tpot_ms, itl_ms, e2el_ms: `mean`, `p50`, `p90`, `p99`, as in vLLM's benchmark_serving: first text, from the
+      planned arrival; time per token after it; between two pieces of text; whole answer
+    computed_share: of the prompts' token-layers, those that ran through the model, from the reuse reports
+    send_lag_ms: delay of the client: if large, the machine is too busy and the figures are not valid
+    compilations, rss_bytes: steps compiled during the run; the server's memory afterwards
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
+import random
 import shlex
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from ccjax.cli.values import positive_int
+from ccjax.evaluation.pages import show, text
+from ccjax.loading.model import DEMO_CORPUS
+from scripts.benchmarks.client import (
+    Body,
+    chat,
+    check_answered,
+    closed_loop,
+    figures,
+    open_loop,
+    poisson_times,
+    scrape,
+    serving,
+    ttft_s,
+)
+from scripts.benchmarks.common import BenchmarkError, data_folder, environment, median, rows_of, stages
 
-from scripts.benchmarks import serve_report, serve_soak
-from scripts.benchmarks import serve_workload as workload
-from scripts.benchmarks.common import BenchmarkError, Say, data_folder, environment, stages
-from scripts.benchmarks.serve_client import RequestRecord, closed_loop, open_loop
-from scripts.benchmarks.serve_figures import figures, is_bounded, ttft_s
-from scripts.benchmarks.serve_model import BenchModel, bench_model, cache_folder
-from scripts.benchmarks.serve_options import QUICK, add_arguments
-from scripts.benchmarks.serve_server import scrape, serving
-
-__all__ = ["QUICK", "add_arguments", "run"]
-
+QUICK = {"requests": 4, "history": 4, "passages": 2, "max_tokens": 4, "rates": [2.0], "strategies": ["default", "full"]}
 RATE_MULTIPLES = (0.7, 1.0, 1.4)
-"""Default rates, as multiples of the first strategy's closed-loop rate."""
 SLO_MULTIPLE = 5.0
-"""Default bound on TTFT, as a multiple of the first strategy's TTFT without load."""
 NUM_WARM = 8
-"""Least number of requests before the measured ones."""
+"""Requests with answers of full length before the measured ones: decode is warm, too."""
 
 
-@dataclasses.dataclass
-class ServeBench:
-    """Shared by all strategies; `rates` and `slo_s` are set by the first strategy unless the user did."""
-
-    options: argparse.Namespace
-    questions: Sequence[workload.WorkloadQuestion]
-    gaps: np.ndarray
-    windows: Sequence[range]
-    rates: Sequence[float]
-    slo_s: float
-    say: Say
-
-    def bodies(
-        self, questions: Sequence[workload.WorkloadQuestion], max_tokens: int | None = None
-    ) -> list[dict[str, Any]]:
-        """Bodies of the requests, with the answers' usual length by default."""
-        return [q.body(max_tokens=max_tokens or self.options.max_tokens) for q in questions]
-
-
-class StrategyRun:
-    """One strategy on one server: each run takes the next requests of the trace and continues with the same store."""
-
-    def __init__(self, bench: ServeBench, strategy: str, url: str) -> None:
-        self.cases: list[dict[str, Any]] = []
-        self._bench, self.strategy, self._url = bench, strategy, url
-
-    def warm_up(self) -> float:
-        """Sends, one by one, the relevant earlier requests of the trace, or each passage by itself; returns the median
-        TTFT in seconds without load."""
-        bench, options = self._bench, self._bench.options
-        start, stop = bench.windows[0].start, bench.windows[-1].stop
-        most = 0 if self.strategy == "full" else max(options.history, options.precompute)
-        past = workload.history(bench.questions, start, stop, most, is_prefix=self.strategy == "prefix")
-        if options.precompute:
-            past = workload.one_by_one(bench.questions, start, stop) if most else []
-        # The last ones have answers of full length: decode is warm, too, and TTFT is that of a store in use.
-        last = bench.questions[max(0, start - NUM_WARM) : start] or bench.questions[:NUM_WARM]
-        timeout_s = options.timeout_s
-        filled = closed_loop(self._url, bench.bodies(past, 1), 1, timeout_s)
-        records = closed_loop(self._url, bench.bodies(last), 1, timeout_s)
-        broken = [record.error for record in filled + records if record.status != "ok"]
-        if broken:
-            raise BenchmarkError(
-                f"{self.strategy}: {len(broken)} requests failed before any load; the first: {broken[0]}"
-            )
-        return statistics.median(map(ttft_s, records))
-
-    def closed(self, window: range, concurrency: int) -> dict[str, Any]:
-        """Keeps a constant number of requests in progress."""
-        bodies = self._bodies(window)
-        before = scrape(self._url)
-        records = closed_loop(self._url, bodies, concurrency, self._bench.options.timeout_s)
-        return self._keep({"load": "closed", "concurrency": concurrency, "rate": None}, records, before)
-
-    def open(self, window: range, rate: float) -> dict[str, Any]:
-        """Sends requests at a mean rate, however fast the server is."""
-        times = workload.arrival_times(self._bench.gaps, rate)
-        before = scrape(self._url)
-        records = open_loop(self._url, self._bodies(window), list(times), self._bench.options.timeout_s)
-        return self._keep({"load": "open", "concurrency": None, "rate": rate}, records, before)
-
-    def _bodies(self, window: range) -> list[dict[str, Any]]:
-        return self._bench.bodies(self._bench.questions[window.start : window.stop])
-
-    def _keep(self, load: dict[str, Any], records: list[RequestRecord], before: dict[str, float]) -> dict[str, Any]:
-        row = {"strategy": self.strategy, **load}
-        row |= figures(records, self._bench.slo_s, before, scrape(self._url))
-        row["bounded"] = is_bounded(row, self._bench.slo_s)
-        self.cases.append(row)
-        return row
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    add = parser.add_argument
+    add("--data", type=Path, help="folder with rag_trace/ (default $CCJAX_TEST_DATA)")
+    add("--model", help="as with ccjax serve (default: its default)")
+    add("--strategies", nargs="+", default=["default", "full", "prefix"], help="the first one sets rates and bound")
+    add("--serve-args", default="", help="more flags for ccjax serve, as one string")
+    add("--passages", type=positive_int, default=5, help="passages of a request, best first (%(default)s)")
+    add("--history", type=int, default=100, help="earlier requests sent beforehand, at most (%(default)s)")
+    add("--max-tokens", type=positive_int, default=16, help="tokens of every answer (%(default)s)")
+    add("--requests", type=positive_int, default=60, help="of one run (%(default)s)")
+    add("--rates", type=float, nargs="+", help="a second (default: 0.7, 1, 1.4 times the first one's closed loop)")
+    add("--concurrency", type=positive_int, default=8, help="requests in progress in closed loop (%(default)s)")
+    add("--slo-s", type=float, help="bound on TTFT (default: 5 times the first strategy's without load)")
+    add("--timeout-s", type=float, default=600.0, help="seconds of silence until an answer is abandoned (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures every strategy at every rate and prints the tables.
+    """Measures every strategy at every load and prints the tables.
 
     Raises:
-      BenchmarkError: a trace is too short, or a server does not start or answer without any load.
+      BenchmarkError: the trace is too short, or a server does not start or answer without any load.
     """
     data = data_folder(options.data)
-    questions = workload.load_trace(data, options.passages)
-    model = bench_model(options.model, data, options.layers, options.width)
+    is_real = options.data is not None or (data / "rag_trace").is_dir()
+    questions = load_questions(data if is_real else None, options.passages)
+    num_runs = 1 + len(options.rates or RATE_MULTIPLES)
+    start = len(questions) - num_runs * options.requests
+    if start < 0:
+        most = len(questions) // num_runs
+        raise BenchmarkError(f"--requests: wanted at most {most} for {num_runs} runs, got {options.requests}")
+    cases: list[dict[str, Any]] = []
+    bodies = [chat(*question, options.max_tokens) for question in questions[start:]]
+    windows = [bodies[n * options.requests : (n + 1) * options.requests] for n in range(num_runs)]
+    past = history(questions, start, options.history)
+    last = questions[max(0, start - NUM_WARM) : start] or questions[:NUM_WARM]
+    warm = [chat(*question, options.max_tokens) for question in last]
+    timeout_s = options.timeout_s
     with stages() as say:
-        if options.soak is not None:
-            found = serve_soak.soak(questions, lambda s: _flags(options, s, model), options, say)
-            return {"benchmark": "serve", **environment(), "shapes": _shapes(options, model), **found}
-        options.requests = options.requests or (4 if options.quick else 60)
-        windows = workload.windows(len(questions), 1 + len(options.rates or RATE_MULTIPLES), options.requests)
-        bench = ServeBench(options, questions, _gaps(options, data), windows, options.rates or (), options.slo_s, say)
-        cases = _measure(bench, model)
-    comparison = serve_report.compare(cases)
-    serve_report.show(cases, comparison, bench.slo_s, options)
-    return {
-        "benchmark": "serve",
-        **environment(),
-        "shapes": _shapes(options, model) | {"slo_s": bench.slo_s, "rates": list(bench.rates)},
-        "cases": cases,
-        "comparison": comparison,
-    }
-
-
-def _measure(bench: ServeBench, model: BenchModel) -> list[dict[str, Any]]:
-    """All runs of all strategies, each with its own server and store. They alternate at every load, so that a busy
-    machine slows all of them; the other servers are idle."""
-    options, say = bench.options, bench.say
-    with contextlib.ExitStack() as stack:
-        runs: list[StrategyRun] = []
         for strategy in options.strategies:
             say(f"{strategy}: start the server")
-            url = stack.enter_context(serving(_flags(options, strategy, model), say))
-            runs.append(StrategyRun(bench, strategy, url))
-        for strategy_run in runs:
-            say(f"{strategy_run.strategy}: earlier requests")
-            unloaded_s = strategy_run.warm_up()
-            bench.slo_s = bench.slo_s or SLO_MULTIPLE * unloaded_s
-        for strategy_run in runs:
-            say(f"{strategy_run.strategy}: {options.concurrency} at a time")
-            throughput = strategy_run.closed(bench.windows[0], options.concurrency)["request_throughput"]
-            bench.rates = bench.rates or [float(f"{multiple * throughput:.2g}") for multiple in RATE_MULTIPLES]
-        for rate, window in zip(bench.rates, bench.windows[1:], strict=False):
-            for strategy_run in runs:
-                say(f"{strategy_run.strategy}: {rate:.3g} a second")
-                strategy_run.open(window, rate)
-    return [case for strategy_run in runs for case in strategy_run.cases]
+            flags = [] if options.model is None else ["--model", options.model]
+            flags += [] if strategy == "default" else ["--strategy", strategy]
+            flags += ["--no-warmup" if options.quick else "--warmup-all", *shlex.split(options.serve_args)]
+            with serving(flags) as url:
+                say(f"{strategy}: earlier requests")
+                check_answered(closed_loop(url, [chat(*question, 1) for question in past], 1, timeout_s))
+                records = closed_loop(url, warm, 1, timeout_s)
+                check_answered(records)
+                options.slo_s = options.slo_s or SLO_MULTIPLE * median(map(ttft_s, records))
+                for number, window in enumerate(windows):
+                    rate = options.rates[number - 1] if number else None
+                    say(f"{strategy}: {rate:.3g} a second" if rate else f"{strategy}: {options.concurrency} at a time")
+                    before = scrape(url)
+                    if rate is None:
+                        records = closed_loop(url, window, options.concurrency, timeout_s)
+                        load: dict[str, Any] = {"load": "closed", "concurrency": options.concurrency, "rate": None}
+                    else:
+                        records = open_loop(url, window, poisson_times(len(window), rate), timeout_s)
+                        load = {"load": "open", "concurrency": None, "rate": rate}
+                    cases.append({"strategy": strategy, **load, **figures(records, options.slo_s, before, scrape(url))})
+                    throughput = cases[-1]["request_throughput"]
+                    options.rates = options.rates or [float(f"{m * throughput:.2g}") for m in RATE_MULTIPLES]
+    _print(cases, options.slo_s)
+    names = ("model", "passages", "requests", "max_tokens", "serve_args", "slo_s", "rates")
+    about = {"trace": "musique" if is_real else "drawn", **{name: getattr(options, name) for name in names}}
+    return {"benchmark": "serve", **environment(), **about, "cases": cases}
 
 
-def _flags(options: argparse.Namespace, strategy: str, model: BenchModel) -> list[str]:
-    """Flags of `scripts/serve.py`. Idle repair is off, so that reuse depends on the requests alone; no compilation is
-    left to idle time."""
-    flags = [*model.flags, "--no-docs", "--max-model-len", str(options.max_model_len)]
-    flags += ["--host-cache-bytes", options.host_cache_bytes, "--store-refresh-interval-s", "0"]
-    flags += ["--no-repair", "--no-prepare"]
-    flags += ["--strategy", strategy]
-    if strategy not in ("full", "prefix", "reuse"):
-        flags += ["--recompute-ratio", str(options.recompute_ratio)]
-    flags += ["--compile-cache-dir", str(cache_folder() / "compile")]
-    more = shlex.split(options.serve_args)
-    return flags + more if "--no-warmup" in more else [*flags, "--warmup-all", *more]
+def load_questions(data: Path | None, num_passages: int) -> list[tuple[str, list[Body]]]:
+    """Questions with their passages, best first, in order of time: of the trace in `data`, or drawn."""
+    if data is not None:
+        texts = {row["id"]: row for row in rows_of(data / "rag_trace/musique_docs.jsonl")}
+        found = [[texts[number] for number in row["docs"]] for row in rows_of(data / "rag_trace/musique_trace.jsonl")]
+    else:
+        files = sorted(DEMO_CORPUS.iterdir())
+        texts = [{"id": path.stem, "title": path.stem[4:], "text": path.read_text("utf-8")} for path in files]
+        draw = random.Random(0)
+        odds = [1 / (place + 1) for place in range(len(texts))]
+        found = [list({t["id"]: t for t in draw.choices(texts, odds, k=20)}.values()) for _ in range(1000)]
+    passages = [[{"id": str(t["id"]), "title": t["title"], "text": t["text"]} for t in row] for row in found]
+    return [(f"What do the passages say about {row[0]['title']}?", row[:num_passages]) for row in passages]
 
 
-def _gaps(options: argparse.Namespace, data: Path) -> np.ndarray:
-    if options.arrivals == "poisson":
-        return workload.poisson_gaps(options.requests, options.seed)
-    return workload.recorded_gaps(data, options.arrivals, options.requests, options.arrival_start)
+def history(questions: Sequence[tuple[str, list[Body]]], start: int, most: int) -> list[tuple[str, list[Body]]]:
+    """The latest `most` requests before number `start`, in order, that share a passage with one from there on."""
+    wanted = {passage["id"] for _, passages in questions[start:] for passage in passages}
+    useful = [question for question in questions[:start] if any(p["id"] in wanted for p in question[1])]
+    return useful[max(0, len(useful) - most) :]
 
 
-def _shapes(options: argparse.Namespace, model: BenchModel) -> dict[str, Any]:
-    names = ("passages", "arrivals", "requests", "max_tokens", "max_model_len", "history", "recompute_ratio")
-    names += ("precompute",)
-    return {"model": model.name, **{name: getattr(options, name) for name in (*names, "serve_args", "seed")}}
+def _print(cases: Sequence[dict[str, Any]], slo_s: float) -> None:
+    rows, latencies = [], []
+    for case in cases:
+        load = f"{case['concurrency']} at a time" if case["rate"] is None else f"{case['rate']:.3g}/s"
+        counts = (str(case[key]) for key in ("completed", "refused", "failed"))
+        rates = (f"{case[key]:.3g}" for key in ("request_throughput", "request_goodput", "output_throughput"))
+        share, memory = text(case["computed_share"], ".0%"), text(case["rss_bytes"] and case["rss_bytes"] / 1e9, ".2f")
+        keeps_up = "yes" if case["bounded"] else "no"
+        rows.append((case["strategy"], load, *counts, *rates, share, keeps_up, text(case["compilations"]), memory))
+        times = (case[key] for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"))
+        cells = (" / ".join(text(found[at]) for at in ("mean", "p50", "p90", "p99")) for found in times)
+        latencies.append((case["strategy"], load, *cells))
+    head = ("strategy", "load", "whole", "429", "failed", "requests/s", f"within {slo_s:.3g} s", "tokens/s", "computed")
+    show((*head, "keeps up", "compiled", "memory GB"), rows, "throughput")
+    show(("strategy", "load", "TTFT", "TPOT", "ITL", "E2E"), latencies, "latency in ms: mean / p50 / p90 / p99")

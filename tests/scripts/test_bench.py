@@ -77,21 +77,34 @@ def test_store_io_compares_the_tier_with_plain_files(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_serve_measures_the_default_first_and_at_equal_load():
+    """Servers are processes; their client is this one."""
+    few = ["--rates", 4, "--requests", 3, "--concurrency", 2, "--strategies", "default", "--slo-s", 1e-3]
+    lines, figures = in_process.figures("serve", "--model", "demo", *few)
+    loads = [(case["strategy"], case["load"], case["rate"], case["concurrency"]) for case in figures["cases"]]
+    assert loads == [("default", "closed", None, 2), ("default", "open", 4.0, None)]
+    for case in figures["cases"]:
+        assert (case["completed"], case["refused"], case["failed"], case["errors"]) == (3, 0, 0, [])
+        assert case["output_throughput"] == pytest.approx(4 * case["request_throughput"])
+        assert 0 < case["ttft_ms"]["p50"] <= case["ttft_ms"]["p99"] <= case["e2el_ms"]["p99"]
+        assert case["request_goodput"] == 0.0 and not case["bounded"], "no first token within a millisecond"
+        assert 0 < case["computed_share"] < 1 and case["rss_bytes"] > 1e8
+    assert figures["rates"] == [4.0] and any("2 at a time" in line for line in lines)
+
+
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("options", "words"),
     [
-        (
-            "serve",
-            ["--data", "/no/such/folder"],
-            ["musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"],
-        ),
-        ("ragcache", ["--markdown", "/no/such/page.md"], ["ragcache, policies: begin", "/no/such/page.md"]),
+        (["--data", "/no/such/folder"], ["musique_docs.jsonl", "/no/such/folder", "CCJAX_TEST_DATA"]),
+        (["--requests", "700"], ["--requests: wanted at most 500 for 2 runs, got 700"]),
+        (["--model", "demo", "--serve-args=--max-num-seqs 0"], ["the server did not start", "--max-num-seqs"]),
     ],
 )
-def test_bad_options_print_a_one_line_error(name, options, words):
-    done = in_process.bench(name, "--quick", *options)
-    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"bench.py {name}: ") and all(word in done.stderr for word in words), done.stderr
+def test_bad_options_print_a_one_line_error(options, words):
+    done = in_process.bench("serve", "--quick", *options)
+    assert done.returncode == 1 and done.stdout == ""
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("bench.py serve: ")]
+    assert all(word in error for word in words), error
 
 
 def test_loading_prints_the_hidden_load_time_of_every_mode(small_model, monkeypatch):
