@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,23 @@ from scripts.benchmarks.common import BenchmarkError, CallCost, _markers
 from scripts.benchmarks.ragcache_corpus import ReplayCorpus, build, differences_to_nearest, draw_vectors
 from scripts.benchmarks.serve_workload import WorkloadPassage, WorkloadQuestion
 from tests.scripts import in_process
-from tests.scripts.test_serve_benchmark import tiny_data
 from tests.server.tiny_model import write_tiny_model
+
+
+def tiny_data(folder: Path, num_passages: int) -> list[str]:
+    """Options that name a trace of few passages, so that they recur, and a tiny model with their words."""
+    draw = random.Random(0)
+    texts = [
+        {"id": n, "title": f"Town {n}", "text": f"Town {n} has {n + 3} bridges. " + "The river is wide. " * (n % 3 + 1)}
+        for n in range(num_passages)
+    ]
+    rows = [{"i": n, "docs": draw.sample(range(num_passages), 3)} for n in range(40)]
+    (folder / "data" / "rag_trace").mkdir(parents=True)
+    for name, values in (("musique_docs", texts), ("musique_trace", rows)):
+        (folder / "data" / "rag_trace" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, values)))
+    write_tiny_model(folder / "tiny", [json.dumps(row) for row in texts])
+    return ["--data", str(folder / "data"), "--model", str(folder / "tiny")]
+
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
