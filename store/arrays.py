@@ -6,20 +6,18 @@ An uncompressed object contains no checksums: those in its record detect every w
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
+import xxhash
 
-from ccjax.store.encryption import OVERHEAD_BYTES, KVCipher
 from ccjax.store.formats import ObjectLayout, StorageFormat, object_bytes
 from ccjax.store.local import LocalObject, shard_index, write_object
-from ccjax.store.signing import SealError, digest_of
 from ccjax.store.spec import KVSpec
 
 OnRead = Callable[[Any, int], Any]
@@ -27,42 +25,28 @@ OnRead = Callable[[Any, int], Any]
 
 _NO_CACHE = {"cache_pool": {"total_bytes_limit": 0}}
 _OBJECT_KEY = "c.0.0.0.0.0"  # zarr3's name of the only chunk
-_NOTHING = np.empty(0, np.uint8)
 
 
 class ArrayDriver:
-    """Writes and opens the data objects of one root. See `store.objects.Root` for `context` and `longest_wait_s`, and
-    `store.formats.ObjectLayout` for the `digest` of written objects; `cipher` is for encrypted objects."""
+    """Writes and opens the data objects of one root. See `store.objects.Root` for `context` and `longest_wait_s`."""
 
-    def __init__(
-        self,
-        kv_spec: KVSpec,
-        context: ts.Context | None,
-        longest_wait_s: float | None,
-        digest: str = "xxh3",
-        cipher: KVCipher | None = None,
-    ):
+    def __init__(self, kv_spec: KVSpec, context: ts.Context | None, longest_wait_s: float | None):
         self.kv_spec = kv_spec
-        self._cipher = cipher
-        self._digest = digest
         self._longest_wait_s = longest_wait_s
         # No cache: it would hold decoded layers in addition to the buffers, outside every budget, and return deleted
         # data. Rereading the shard index for every layer has no measurable cost on a file (1.2 ms per 2 MiB layer).
         self._context = ts.Context(_NO_CACHE, parent=context)
 
     def prepare(
-        self, kv: np.ndarray, head_groups: int, storage: StorageFormat, object_id: str = ""
+        self, kv: np.ndarray, head_groups: int, storage: StorageFormat
     ) -> tuple[ObjectLayout, np.ndarray | bytes]:
         """The layout of the object for `kv` `[L, 2, T, K, H]`, and the prepared input of `write`; in the format
-        `storage` if possible (`StorageFormat.encode`). An encrypted object can only be read as `object_id`."""
+        `storage` if possible (`StorageFormat.encode`)."""
         storage, stored = storage.encode(self.kv_spec, kv)
         num_bytes = object_bytes(self.kv_spec, kv.shape[2], head_groups, storage)
         chunks = (chunk for layer in stored for chunk in _inner_chunks(layer, head_groups))
-        checksums = tuple(checksum(chunk, self._digest) for chunk in chunks)
-        layout = ObjectLayout(head_groups, storage, num_bytes, checksums, self._digest)
-        if storage.is_encrypted:
-            assert self._cipher is not None
-            return layout, self._cipher.encrypt(object_id, stored)
+        checksums = tuple(checksum(chunk) for chunk in chunks)
+        layout = ObjectLayout(head_groups, storage, num_bytes, checksums)
         if storage.compression == "none":
             return layout, stored
         # Compressed to memory first, because the record contains the number of compressed bytes.
@@ -85,9 +69,12 @@ class ArrayDriver:
           TimeoutError: the write took longer than `longest_wait_s`; it may still be in progress.
         """
         if folder is not None:
-            packed = isinstance(prepared, bytes)
-            chunks = [] if packed else [chunk for layer in prepared for chunk in _inner_chunks(layer, _groups(layout))]
-            write_object(folder / _OBJECT_KEY, [prepared] if packed else [*chunks, shard_index(chunks)])
+            if isinstance(prepared, bytes):
+                parts = [prepared]
+            else:
+                chunks = [chunk for layer in prepared for chunk in _inner_chunks(layer, layout.head_groups)]
+                parts = [*chunks, shard_index(chunks)]
+            write_object(folder / _OBJECT_KEY, parts)
             return
         if isinstance(prepared, bytes):
             writing = ts.KvStore.open(kvstore, context=self._context).result().write(_OBJECT_KEY, prepared)
@@ -107,23 +94,16 @@ class ArrayDriver:
         failure: Exception | None = None,
         *,
         folder: Path | None = None,
-        object_id: str = "",
     ) -> ShardReader:
-        """A reader of an object; see `ShardReader` for `explain` and `failure`, `write` for `folder`, `prepare` for
-        `object_id`. Reads nothing yet: the metadata comes from the arguments."""
+        """A reader of an object; see `ShardReader` for `explain` and `failure`, `write` for `folder`. Reads nothing
+        yet: the metadata comes from the arguments."""
         shape = layout.storage.shape(self.kv_spec, num_tokens)
         buffer = np.empty(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)  # lazily allocated by the OS
         stored = np.empty(shape, np.uint8) if layout.storage.is_lossy else buffer
-        target, decrypt = list(stored), None
-        if layout.storage.is_encrypted:
-            assert self._cipher is not None
-            shape = (len(stored), 1, 1, 1, stored[0].nbytes + OVERHEAD_BYTES)
-            target = [np.empty(shape[1:], np.uint8) for _ in range(len(stored))]
-            decrypt = functools.partial(_decrypt, self._cipher, object_id, target, stored)
-        if folder is not None and layout.storage.compression == "none" and _groups(layout) == 1:
-            read_layer = LocalObject(folder / _OBJECT_KEY, target).read
+        if folder is not None and layout.storage.compression == "none" and layout.head_groups == 1:
+            read_layer = LocalObject(folder / _OBJECT_KEY, stored).read
         else:
-            read_layer = _ts_reader(self._open(kvstore, shape, layout, {"read": True}), target)
+            read_layer = _ts_reader(self._open(kvstore, shape, layout, {"read": True}), stored)
         return ShardReader(
             read_layer,
             layout,
@@ -132,7 +112,6 @@ class ArrayDriver:
             explain,
             longest_wait_s=self._longest_wait_s,
             failure=failure,
-            decrypt=decrypt,
         )
 
     def _open(
@@ -145,7 +124,7 @@ class ArrayDriver:
     ) -> ts.TensorStore:
         to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
         sharding = {
-            "chunk_shape": [1, *shape[1:3], shape[3] // _groups(layout), shape[4]],
+            "chunk_shape": [1, *shape[1:3], shape[3] // layout.head_groups, shape[4]],
             "codecs": [to_bytes, *layout.storage.codecs],
             "index_codecs": [to_bytes],
             "index_location": "end",
@@ -154,7 +133,7 @@ class ArrayDriver:
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(shape),
-            "data_type": "uint8" if layout.storage.is_encrypted else layout.storage.dtype(self.kv_spec),
+            "data_type": layout.storage.dtype(self.kv_spec),
             "fill_value": 0,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
@@ -171,23 +150,13 @@ class ArrayDriver:
         return ts.open(spec, open=True, assume_metadata=True, context=context or self._context, **mode).result()
 
 
-def _ts_reader(array: ts.TensorStore, target: Sequence[np.ndarray]) -> Callable[[int], Any]:
+def _ts_reader(array: ts.TensorStore, target: np.ndarray) -> Callable[[int], Any]:
     return lambda layer: ts.array(target[layer], copy=False, write=True).write(array[layer])
 
 
-def _groups(layout: ObjectLayout) -> int:
-    """Number of inner chunks of a layer in the object; one for an encrypted layer."""
-    return 1 if layout.storage.is_encrypted else layout.head_groups
-
-
-def _decrypt(cipher: KVCipher, object_id: str, frames: list[np.ndarray], stored: np.ndarray, layer: int) -> None:
-    cipher.decrypt(object_id, layer, frames[layer], stored[layer])
-    frames[layer] = _NOTHING  # frees it now: a reader lives as long as its request
-
-
-def checksum(chunk: np.ndarray, digest: str) -> int:
-    """The digest of the bytes of a contiguous array (`store.signing.digest_of`)."""
-    return digest_of(digest, chunk.view(np.uint8).data)
+def checksum(chunk: np.ndarray) -> int:
+    """The xxh3 (64 bits) of the bytes of a contiguous array: detects damage at memory speed, but no forgery."""
+    return xxhash.xxh3_64_intdigest(chunk.view(np.uint8).data)
 
 
 def _inner_chunks(layer: np.ndarray, head_groups: int) -> list[np.ndarray]:
@@ -202,16 +171,14 @@ class ShardReader:
     decodes it; unverified bytes are never decoded.
 
     Args:
-      read_layer: starts reading a layer of the data object into `stored`, or into the input of `decrypt`; returns a
-        future.
+      read_layer: starts reading a layer of the data object into `stored`; returns a future.
       layout: format of the KV in the object, and the digest of each inner chunk.
-      stored: filled by `read_layer` or `decrypt`.
+      stored: filled by `read_layer`.
       buffer: filled in the KV's own dtype; the same array as `stored` if the KV is not encoded.
       explain: maps the ValueError of a read, the TimeoutError of a read that took `longest_wait_s`, or None for a
         checksum mismatch, to the exception to raise.
       longest_wait_s: timeout of a layer; None to wait forever.
       failure: if set, every `wait` raises it and nothing is read.
-      decrypt: fills a layer of `stored` from the encrypted bytes that were read; raises SealError.
     """
 
     def __init__(
@@ -224,10 +191,8 @@ class ShardReader:
         *,
         longest_wait_s: float | None = None,
         failure: Exception | None = None,
-        decrypt: Callable[[int], None] | None = None,
     ):
         self._read_layer = read_layer
-        self._decrypt = decrypt
         self._layout = layout
         self._explain = explain
         self._longest_wait_s = longest_wait_s
@@ -286,15 +251,11 @@ class ShardReader:
         )  # otherwise only the caller gives up
         try:
             self._futures[layer].result(timeout=limit_s if is_ours else timeout_s)
-            if self._decrypt is not None:
-                self._decrypt(layer)
             failure = None if self._is_sound(layer) else self._explain(None)
         except TimeoutError:
             if not is_ours:
                 raise
             failure = self._explain(TimeoutError(f"no answer within {limit_s:g} s"))
-        except SealError:
-            failure = self._explain(None)
         except ValueError as error:
             failure = self._explain(error)
         if failure is not None:
@@ -306,8 +267,7 @@ class ShardReader:
 
     def _is_sound(self, layer: int) -> bool:
         groups = self._layout.head_groups
-        digest = self._layout.digest
-        found = tuple(checksum(chunk, digest) for chunk in _inner_chunks(self._stored[layer], groups))
+        found = tuple(checksum(chunk) for chunk in _inner_chunks(self._stored[layer], groups))
         return found == self._layout.checksums[layer * groups : (layer + 1) * groups]
 
     def _num_done(self, first: int, last: int) -> int:

@@ -18,8 +18,7 @@ from collections.abc import Callable, Collection
 
 from ccjax.store.objects import Root, for_each
 from ccjax.store.records import KnownShard
-from ccjax.store.signing import SealError
-from ccjax.store.spec import StoreIdentity, is_id
+from ccjax.store.spec import is_id
 
 CATALOG_VERSION = 1
 
@@ -84,21 +83,21 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
         raise CatalogError(f"cannot be parsed: {error}") from error
 
 
-def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard], list[str]]:
+def read_catalog(root: Root, namespace: str) -> tuple[list[KnownShard], list[str]]:
     """The shards of all usable parts, and the problems of the other parts. A variant may occur twice.
 
     Raises:
       OSError: the root refused.
     """
-    wrong, namespace = [], identity.namespace
+    wrong = []
 
     def read(name: str) -> list[KnownShard]:
         raw = root.read(_key(namespace, name))
         try:
             if raw is None:  # another process just deleted it
                 return []
-            return decode_part(identity.unseal("catalog", name, raw), namespace)
-        except (CatalogError, SealError) as error:
+            return decode_part(raw, namespace)
+        except CatalogError as error:
             wrong.append(f"{name}: {error}")
             return []
 
@@ -106,13 +105,13 @@ def read_catalog(root: Root, identity: StoreIdentity) -> tuple[list[KnownShard],
     return list(itertools.chain.from_iterable(for_each(root, read, names))), wrong
 
 
-def write_catalog(root: Root, identity: StoreIdentity, shards: Collection[KnownShard]) -> None:
+def write_catalog(root: Root, namespace: str, shards: Collection[KnownShard]) -> None:
     """Replaces the catalog part by part; concurrent readers see a harmless mixture of old and new parts.
 
     Raises:
       OSError: the root refused; some parts may already be replaced.
     """
-    namespace, num_parts = identity.namespace, 1
+    num_parts = 1
     while num_parts * RECORDS_PER_PART < len(shards):
         num_parts *= 2
     parts: list[list[KnownShard]] = [[] for _ in range(num_parts)]
@@ -122,8 +121,7 @@ def write_catalog(root: Root, identity: StoreIdentity, shards: Collection[KnownS
     names = [f"{number}-of-{num_parts}.bin" for number in range(num_parts)]
 
     def write(number: int) -> None:
-        raw = identity.seal("catalog", names[number], encode_part(parts[number], namespace))
-        root.replace(_key(namespace, names[number]), raw, durable=False)
+        root.replace(_key(namespace, names[number]), encode_part(parts[number], namespace), durable=False)
 
     for_each(root, write, range(num_parts))
     outdated = set(root.names(f"{namespace}/catalog")) - set(names)

@@ -11,7 +11,7 @@ from ccjax.store.budget import ByteBudget
 from ccjax.store.bulk import uncollected
 from ccjax.store.catalog import delete_catalog, read_catalog, write_catalog
 from ccjax.store.change_feed import ChangeFeed
-from ccjax.store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
+from ccjax.store.errors import ShardCorruptError, UnknownFormatError
 from ccjax.store.foreign import ForeignRecords
 from ccjax.store.index.api import CHANGES_KEPT
 from ccjax.store.objects import Root, for_each
@@ -41,7 +41,6 @@ class CommittedShards:
       lock: guards this object and `budget`, to which every known variant is charged.
       foreign: records in formats unknown to this version.
       num_corrupt: failed checks, counted where they are detected.
-      num_forged: failed checks of records that were not sealed with our keys.
       num_unread: listed records that could not be read so far.
     """
 
@@ -57,7 +56,6 @@ class CommittedShards:
         self.lock = threading.RLock()
         self.foreign = ForeignRecords(url)
         self.num_corrupt = 0
-        self.num_forged = 0
         self.num_unread = 0
         self._root = root
         self._url = url
@@ -236,7 +234,7 @@ class CommittedShards:
                     shards = [shard for shard in self.all() if f"{shard.variant_id}.json" in listed]
                     self._cataloged = frozenset(shard.object_id for shard in shards)
                     self._num_changes, self._is_catalog_damaged = 0, False
-                write_catalog(self._root, self._identity, shards)
+                write_catalog(self._root, self._namespace, shards)
             except OSError as error:
                 self.warn("store: cannot write the catalog of %s: %s", self._url, error)
                 self._is_catalog_damaged = is_damaged
@@ -355,7 +353,6 @@ class CommittedShards:
             _log.warning("store: %s; moved to quarantine", error)
             with self.lock:
                 self.num_corrupt += 1
-                self.num_forged += isinstance(error, ShardForgedError)
         aside = f"{self._namespace}/quarantine/{variant_id}.{self._root.new_id()}.json"
         self._root.move(self.record_key(variant_id), aside)
         self.record_deletion(variant_id, None)
@@ -416,7 +413,7 @@ class CommittedShards:
     def _copies(self, wanted: set[str]) -> dict[str, KnownShard]:
         """Catalog entries of the `wanted` variants."""
         try:
-            shards, wrong = read_catalog(self._root, self._identity)
+            shards, wrong = read_catalog(self._root, self._namespace)
         except OSError as error:
             self.warn("store: cannot read the catalog of %s: %s", self._url, error)
             return {}

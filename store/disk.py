@@ -4,7 +4,6 @@ with other processes."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,12 +13,11 @@ from ccjax.store.arrays import ArrayDriver, ShardReader
 from ccjax.store.budget import ByteBudget
 from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.commits import CommittedShards
-from ccjax.store.encryption import KVCipher
 from ccjax.store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
 from ccjax.store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
 from ccjax.store.hints import Hints
 from ccjax.store.index.api import LeaseTable
-from ccjax.store.index.leases import PreferredLeases
+from ccjax.store.index.outage import PreferredLeases
 from ccjax.store.leases import Leases
 from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, open_namespace
 from ccjax.store.objects import Root, for_each, open_root
@@ -77,18 +75,16 @@ class TensorStoreTier:
         self.identity = identity
         self.head_groups = head_groups
         self._bytes_per_token = kv_spec.num_bytes(1)
-        self.storage = dataclasses.replace(storage, is_encrypted=identity.cipher is not None)
+        self.storage = storage
         self.budget = ByteBudget("disk", budget_bytes)
         self._root = open_root(url)
         self._namespace = identity.namespace
-        cipher = None if identity.cipher is None else KVCipher(identity.cipher, self._namespace)
-        self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s, identity.digest, cipher)
+        self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s)
         self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget, change_feed)
         self._lock = self._commits.lock
-        leases = Leases(self._root, identity)
-        self._index = None if change_feed is None else change_feed.index
+        leases = Leases(self._root, self._namespace)
         self.leases: LeaseTable = leases if change_feed is None else PreferredLeases(change_feed.index.leases, leases)
-        self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn, identity)
+        self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn)
         self._suspects: list[str] = []
         try:
             open_namespace(self._root, url, identity, kv_spec)
@@ -105,13 +101,8 @@ class TensorStoreTier:
 
     @property
     def num_corrupt(self) -> int:
-        """Failed checks of records and data since open, plus `num_forged`."""
-        return self._commits.num_corrupt + self._num_forged_in_index
-
-    @property
-    def num_forged(self) -> int:
-        """Number of records, and of leases and orders of the shared index, found without a valid seal."""
-        return self._commits.num_forged + self._num_forged_in_index
+        """Failed checks of records and data since open."""
+        return self._commits.num_corrupt
 
     def summaries(self) -> list[ShardSummary]:
         """Summaries of all committed variants known to this process; reads nothing."""
@@ -146,8 +137,7 @@ class TensorStoreTier:
     def charge_bytes(self, record: ShardRecord) -> int:
         """Bytes on disk that the variant will take (an upper bound with compression): object, checksums, index and
         record. If 8 bits cannot represent the KV, it takes more, which `write` charges then."""
-        digest = self.identity.digest
-        layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage, digest)
+        layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage)
         return layout.num_bytes + len(self._encode(record, uuid.uuid4().hex, layout))
 
     def charged(self, variant_id: str) -> int | None:
@@ -188,7 +178,7 @@ class TensorStoreTier:
         object_id = self._root.new_id()  # no data object ever has two writers
         committed = is_kept = False
         try:
-            layout, prepared = self._arrays.prepare(kv, self.head_groups, self.storage, object_id)
+            layout, prepared = self._arrays.prepare(kv, self.head_groups, self.storage)
             raw = self._encode(record, object_id, layout)
             with self._lock:
                 charged = self.budget.recharge(charged, len(raw) + layout.num_bytes)
@@ -231,7 +221,6 @@ class TensorStoreTier:
             lambda error: self._explain(variant_id, shard.object_id, error),
             self._root.outage(),
             folder=self._root.folder(place),
-            object_id=shard.object_id,
         )
 
     def remove(self, variant_ids: Iterable[str]) -> tuple[str, ...]:
@@ -351,15 +340,11 @@ class TensorStoreTier:
         self._commits.renew_catalog()
 
     @property
-    def notes_place(self) -> tuple[Root, str, StoreIdentity]:
-        """Root, prefix and identity of the notes."""
-        return self._root, self._key("notes"), self.identity
+    def notes_place(self) -> tuple[Root, str]:
+        """Root and prefix of the notes."""
+        return self._root, self._key("notes")
 
     # -- internals ---------------------------------------------------------------------------------------------
-
-    @property
-    def _num_forged_in_index(self) -> int:
-        return 0 if self._index is None else self._index.num_forged
 
     def _summary(self, known: KnownShard) -> ShardSummary:
         num_tokens = known.num_tokens

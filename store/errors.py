@@ -30,10 +30,6 @@ class UnknownFormatError(ShardCorruptError):
         self.object_id = object_id
 
 
-class ShardForgedError(ShardCorruptError):
-    """The bytes have no seal by one of this store's keys for the name under which they are read."""
-
-
 class StoreIdentityError(StoreError, ValueError):
     """The store belongs to another model, another KV shape or another format version."""
 

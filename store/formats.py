@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 
-from ccjax.store.encryption import OVERHEAD_BYTES
 from ccjax.store.quantize import SCALE_ROWS, dequantize, quantize
 from ccjax.store.spec import KVSpec
 
@@ -26,25 +25,18 @@ class StorageFormat:
       kv_dtype: "auto" for the KV's own dtype, bit for bit; or 8 bits with scales (`store.quantize`), which is lossy:
         "int8", or "fp8", float8_e4m3fn.
       compression: "none", or "zstd" for links slower than about 0.3 GB/s; lossless.
-      is_encrypted: each layer is encrypted by `store.encryption`, without compression, because compressed sizes would
-        reveal something about the contents.
 
     Raises:
-      ValueError: an unknown value, or compression with encryption.
+      ValueError: an unknown value.
     """
 
     kv_dtype: str = "auto"
     compression: str = "none"
-    is_encrypted: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("kv_dtype", KV_DTYPES), ("compression", COMPRESSIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if not isinstance(self.is_encrypted, bool):
-            raise ValueError(f"is_encrypted: wanted True or False, got {self.is_encrypted!r}")
-        if self.is_encrypted and self.compression != "none":
-            raise ValueError(f"compression: wanted none in a store that is encrypted, got {self.compression!r}")
 
     @property
     def is_lossy(self) -> bool:
@@ -96,38 +88,32 @@ class ObjectLayout:
       head_groups: number of inner chunks per layer along K.
       storage: format of the KV.
       num_bytes: size of the object.
-      checksums: checksum of each inner chunk's bytes (`store.signing.digest_of`), layer by layer, including scales,
+      checksums: checksum of each inner chunk's bytes (`store.arrays.checksum`), layer by layer, including scales,
         before compression. They also bind the object to the record: checksums inside the object would accept another
         variant's object in its place. They cover the encoded bytes, because these are fewer, and because decoding may
         differ in the last bits between processors.
-      digest: kind of the checksums, one of `store.signing.DIGESTS`.
     """
 
     head_groups: int
     storage: StorageFormat
     num_bytes: int
     checksums: tuple[int, ...]
-    digest: str = "xxh3"
 
 
 def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
     """Size of a data object (an upper bound with compression): the stored array and, per inner chunk, 16 bytes of shard
-    index and 4 bytes of crc32c if compressed. An encrypted layer is one chunk."""
-    num_chunks = kv_spec.num_layers * (1 if storage.is_encrypted else head_groups)
+    index and 4 bytes of crc32c if compressed."""
+    num_chunks = kv_spec.num_layers * head_groups
     itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
     chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
     if storage.compression == "zstd":
         chunk_bytes += chunk_bytes // 256 + 64 + 4  # ZSTD_compressBound, crc32c
-    if storage.is_encrypted:
-        chunk_bytes += OVERHEAD_BYTES
     return num_chunks * (chunk_bytes + 16)
 
 
-def expected_layout(
-    kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat, digest: str = "xxh3"
-) -> ObjectLayout:
+def expected_layout(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat) -> ObjectLayout:
     """The layout of a variant with this many tokens before its KV exists, without checksums. Its size is an upper bound
     with compression; only KV that 8 bits cannot represent takes more."""
     storage = storage.of(kv_spec, num_tokens)
     num_bytes = object_bytes(kv_spec, num_tokens, head_groups, storage)
-    return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups), digest)
+    return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups))

@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ccjax.store.objects import Root
-from ccjax.store.spec import StoreIdentity
 
 
 class Hints:
-    """One object that is replaced as a whole, sealed with the keys of `identity`, if any; `warn(message, key, error)`
-    logs disk failures."""
+    """One object that is replaced as a whole; `warn(message, key, error)` logs disk failures."""
 
-    def __init__(self, root: Root, key: str, warn: Callable[..., None], identity: StoreIdentity):
+    def __init__(self, root: Root, key: str, warn: Callable[..., None]):
         self._root = root
-        self._identity = identity
         self._key = key
         self._warn = warn
 
@@ -24,7 +21,7 @@ class Hints:
         """The last written values; empty if there are none or they cannot be read."""
         try:
             raw = self._root.read(self._key)
-            hints = {} if raw is None else json.loads(self._identity.unseal("hints", "", raw) or b"{}")
+            hints = {} if raw is None else json.loads(raw)
         except (OSError, ValueError, RecursionError) as error:
             self._warn("store: cannot read the hints in %s: %s", self._key, error)
             return {}
@@ -33,6 +30,6 @@ class Hints:
     def write(self, hints: Mapping[str, Any]) -> None:
         """Replaces the values. They may be lost, or overwritten by another process. A disk failure is logged."""
         try:
-            self._root.replace(self._key, self._identity.seal("hints", "", json.dumps(dict(hints)).encode()))
+            self._root.replace(self._key, json.dumps(dict(hints)).encode())
         except OSError as error:
             self._warn("store: cannot write the hints in %s: %s", self._key, error)

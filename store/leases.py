@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 
 from ccjax.store.objects import Root, for_each
-from ccjax.store.spec import StoreIdentity
 
 LEFT_OVER_S = 3600.0
 """Leases are deleted at open once they have been expired for this long."""
@@ -42,14 +41,12 @@ class Leases:
     """The leases of one namespace. Thread-safe; every method may raise OSError.
 
     Args:
-      identity: owner of the namespace; its keys, if any, seal the leases.
       clock: time in seconds, shared by all processes.
     """
 
-    def __init__(self, root: Root, identity: StoreIdentity, clock: Callable[[], float] = time.time):
+    def __init__(self, root: Root, namespace: str, clock: Callable[[], float] = time.time):
         self._root = root
-        self._identity = identity
-        self._folder = f"{identity.namespace}/leases"
+        self._folder = f"{namespace}/leases"
         self._clock = clock
         self._is_ready = False
 
@@ -113,7 +110,7 @@ class Leases:
         """Reads a lease; returns one that expired long ago if it is gone or damaged."""
         try:
             raw = self._root.read(self._key(key, epoch)) or b""
-            value = json.loads(self._identity.unseal("lease", f"{key}.{epoch}", raw))
+            value = json.loads(raw)
             return Lease(key, epoch, str(value["holder"]), float(value["expires_s"]))
         except (ValueError, TypeError, KeyError, RecursionError):
             return Lease(key, epoch, "", 0.0)
@@ -122,8 +119,7 @@ class Leases:
         epoch = 1 if latest is None else latest.epoch + 1
         lease = Lease(key, epoch, uuid.uuid4().hex, self._clock() + seconds)
         value = json.dumps({"holder": lease.holder, "expires_s": lease.expires_s}).encode()
-        raw = self._identity.seal("lease", f"{key}.{epoch}", value)
-        return lease if self._root.create(self._key(key, epoch), raw, durable=False) else None
+        return lease if self._root.create(self._key(key, epoch), value, durable=False) else None
 
     def _checked(self, keys: Sequence[str], held: Sequence[Lease]) -> list[Lease]:
         """The leases to keep: those before the first lost key, or key with another live lease, which can exist if old

@@ -94,7 +94,6 @@ class Levels:
             counts = {name: collections.Counter(self._counts[name]) for name in self._levels}
             if self._disk is not None and self._writer is not None:
                 counts[DISK]["corrupt"] = self._disk.num_corrupt
-                counts[DISK]["forged"] = self._disk.num_forged
                 counts[DISK]["writes"] = self._writer.num_written
                 counts[DISK]["bytes_written"] = self._writer.bytes_written
                 counts[DISK]["failed_writes"] = self._writer.num_failed

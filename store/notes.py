@@ -13,12 +13,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from ccjax.store.objects import Root, for_each
-from ccjax.store.signing import SealError
-from ccjax.store.spec import StoreIdentity
 
 _log = logging.getLogger(__name__)
-
-_KIND = "note"
 
 
 class Notes:
@@ -26,7 +22,6 @@ class Notes:
 
     Args:
       root, prefix: notes are stored in `root` as `PREFIX/NAME.json`.
-      identity: owner; its keys, if any, seal the notes.
       run: runs a function on a thread that may block on the disk, in order, and before variants that are stored later.
     """
 
@@ -34,12 +29,10 @@ class Notes:
         self,
         root: Root | None = None,
         prefix: str = "",
-        identity: StoreIdentity | None = None,
         run: Callable[[Callable[[], None]], Future[None]] | None = None,
     ):
         self._root = root
         self._prefix = prefix
-        self._identity = identity
         self._run = run
         self._lock = threading.Lock()
         self._disk_lock = threading.Lock()  # serialises changes on disk, so that no write undoes a deletion
@@ -107,7 +100,7 @@ class Notes:
             known = self._values.keys() - self._unwritten.keys()
         listed = {name.removesuffix(".json") for name in root.names(self._prefix) if name.endswith(".json")}
         new = sorted(listed - known)
-        values = for_each(root, lambda name: self._decoded(name, root.read(self._key(name))), new)
+        values = for_each(root, lambda name: _decoded(root.read(self._key(name))), new)
         added = {name: value for name, value in zip(new, values, strict=True) if value is not None}
         removed = tuple(sorted(known - listed))
         with self._lock:
@@ -123,12 +116,7 @@ class Notes:
                 value = self._unwritten.get(name)
             if value is None:  # written or deleted meanwhile
                 return
-            raw = json.dumps(dict(value)).encode()
-            sealed = raw if self._identity is None else self._identity.seal(_KIND, name, raw)
-            if not self._root.create(self._key(name), sealed) and self._is_forged(
-                name, self._root.read(self._key(name))
-            ):
-                self._root.replace(self._key(name), sealed)
+            self._root.create(self._key(name), json.dumps(dict(value)).encode())
             with self._lock:
                 del self._unwritten[name]
 
@@ -141,24 +129,13 @@ class Notes:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}.json"
 
-    def _is_forged(self, name: str, raw: bytes | None) -> bool:
-        """True if the note was not sealed with our keys under this name."""
-        try:
-            if raw is not None and self._identity is not None:
-                self._identity.unseal(_KIND, name, raw)
-        except SealError as error:
-            _log.warning("store: %s; the note is ignored", error)
-            return True
-        return False
 
-    def _decoded(self, name: str, raw: bytes | None) -> dict[str, Any] | None:
-        """Decodes a note; empty if it is damaged or forged, None if it is gone."""
-        if raw is None:
-            return None
-        if self._is_forged(name, raw):
-            return {}
-        try:
-            value = json.loads(raw if self._identity is None else self._identity.body_of(_KIND, name, raw))
-        except (ValueError, RecursionError):
-            return {}
-        return value if isinstance(value, dict) else {}
+def _decoded(raw: bytes | None) -> dict[str, Any] | None:
+    """Decodes a note; empty if it is damaged, None if it is gone."""
+    if raw is None:
+        return None
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -9,9 +9,8 @@ import re
 import zlib
 from typing import Any, NamedTuple
 
-from ccjax.store.errors import ShardCorruptError, ShardForgedError, UnknownFormatError
+from ccjax.store.errors import ShardCorruptError, UnknownFormatError
 from ccjax.store.formats import AS_IT_IS, ObjectLayout, StorageFormat, object_bytes
-from ccjax.store.signing import DIGESTS, SealError
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
 
 CODED_VERSION = 2
@@ -22,7 +21,6 @@ Later formats must be canonical JSON with `checksum`, `format_version`, `namespa
 show that a record in an unknown format is sound, and which data object belongs to it.
 """
 
-_KIND = "record"
 _VERSIONS = (FORMAT_VERSION, CODED_VERSION)
 _VERSION = re.compile(rb'"format_version":(\d+)')
 
@@ -65,9 +63,8 @@ class KnownShard(NamedTuple):
 def encode_record(
     record: ShardRecord, *, identity: StoreIdentity, kv_spec: KVSpec, object_id: str, layout: ObjectLayout
 ) -> bytes:
-    """Encodes a record as canonical JSON with its own sha256, sealed if `identity` has keys. Its length does not depend
-    on the values of object id and checksums, and does not shrink for a larger object."""
-    width = DIGESTS[layout.digest]
+    """Encodes a record as canonical JSON with its own sha256. Its length does not depend on the values of object id and
+    checksums, and does not shrink for a larger object."""
     body: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
@@ -80,18 +77,13 @@ def encode_record(
         "dtype": kv_spec.dtype,
         "head_groups": layout.head_groups,
         "object_id": object_id,
-        "checksums": [f"{checksum:0{width}x}" for checksum in layout.checksums],
+        "checksums": [f"{checksum:016x}" for checksum in layout.checksums],
         "meta": record.meta,
     }
     if layout.storage != AS_IT_IS:
-        how: dict[str, Any] = {"kv_dtype": layout.storage.kv_dtype, "compression": layout.storage.compression}
-        if layout.storage.is_encrypted:
-            how["is_encrypted"] = True
+        how = {"kv_dtype": layout.storage.kv_dtype, "compression": layout.storage.compression}
         body |= {"format_version": CODED_VERSION, "object_bytes": layout.num_bytes, **how}
-    if layout.digest != "xxh3":  # the default, which every version writes without this key
-        body["digest"] = layout.digest
-    raw = _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
-    return identity.seal(_KIND, record.variant_id, raw)
+    return _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
 
 
 def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec) -> StoredShard:
@@ -100,17 +92,12 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
     Raises:
       ShardCorruptError: the record was changed, belongs to another variant, model or shape, or cannot be parsed.
       UnknownFormatError: the record is sound, but in a format of another release.
-      ShardForgedError: `identity` has keys, and none of them sealed `raw` as the record of this variant.
     """
     try:
-        content = identity.unseal(_KIND, variant_id, raw)
-    except SealError as error:
-        raise ShardForgedError(str(error)) from None
-    try:
-        body = json.loads(content)
+        body = json.loads(raw)
         checksum = body.pop("checksum")
         # Re-encoding and comparing checks every byte, including spaces and duplicate keys.
-        whole = _canonical({**body, "checksum": checksum}) == content
+        whole = _canonical({**body, "checksum": checksum}) == raw
         sound = whole and checksum == hashlib.sha256(_canonical(body)).hexdigest()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         sound = False
@@ -137,8 +124,7 @@ def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec)
     if zlib.crc32(known.raw) != known.crc32:
         raise ShardCorruptError(f"record of variant {known.variant_id}: checksum failed")
     try:
-        content = identity.body_of(_KIND, known.variant_id, known.raw)
-        shard = _shard(json.loads(content), len(known.raw), known.variant_id, identity, kv_spec)
+        shard = _shard(json.loads(known.raw), len(known.raw), known.variant_id, identity, kv_spec)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ShardCorruptError(f"record of variant {known.variant_id}: {error}") from error
     found = _known_fields(shard)
@@ -179,8 +165,6 @@ def _shard(
     if not is_id(body["object_id"]):
         raise ShardCorruptError(f"record of variant {variant_id}: object_id is {body['object_id']!r:.80}, wanted an id")
     layout = _layout(body, kv_spec, identity)
-    if layout.storage.is_encrypted != (identity.cipher is not None):
-        raise ShardCorruptError(f"record of variant {variant_id}: is_encrypted differs from this store's setting")
     return StoredShard(record, body["object_id"], layout, record_bytes + layout.num_bytes)
 
 
@@ -195,21 +179,18 @@ def _unknown(body: dict[str, Any], variant_id: str, identity: StoreIdentity, mes
 
 
 def _layout(body: dict[str, Any], kv_spec: KVSpec, identity: StoreIdentity) -> ObjectLayout:
-    digest = identity.digest
-    if body.get("digest", "xxh3") != digest:
-        raise ShardCorruptError(f"record of variant {body['variant_id']}: wanted digests by {digest}")
     groups, checksums = body["head_groups"], tuple(int(digits, 16) for digits in body["checksums"])
     positive_int("head_groups", groups)
     if len(checksums) != kv_spec.num_layers * groups:
         raise ValueError(f"checksums: wanted {kv_spec.num_layers * groups}, got {len(checksums)}")
     if body["format_version"] == FORMAT_VERSION:
-        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), checksums, digest)
+        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), checksums)
     try:
-        storage = StorageFormat(body["kv_dtype"], body["compression"], body.get("is_encrypted", False))
+        storage = StorageFormat(body["kv_dtype"], body["compression"])
     except ValueError as error:
         raise _unknown(body, body["variant_id"], identity, str(error)) from error
     positive_int("object_bytes", body["object_bytes"])
-    return ObjectLayout(groups, storage, body["object_bytes"], checksums, digest)
+    return ObjectLayout(groups, storage, body["object_bytes"], checksums)
 
 
 def _canonical(value: Any) -> bytes:

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ccjax.store.encryption import StoreCipher
-from ccjax.store.signing import StoreKeys, without_seal
-
 FORMAT_VERSION = 1
 """Format version of all stored data; part of every namespace, record and marker. (Only records of encoded KV have
 another one: `store.records.CODED_VERSION`.)"""
@@ -76,20 +73,12 @@ class StoreIdentity:
     Attributes:
       model_fingerprint: digest of everything that determines KV values: weights, tokenizer, RoPE, dtype.
       tenant_salt: separates tenants of one model. It is hashed into the namespace and never stored.
-      keys: keys that seal written data; data without a valid seal is rejected. None accepts all sound data. Different
-        keys do not change the identity, but having keys does: processes without keys never see these variants.
-      cipher: encrypts written data instead of sealing it, with the same keys; having a cipher also changes the
-        identity.
     """
 
     model_fingerprint: str
     tenant_salt: str = ""
-    keys: StoreKeys | None = dataclasses.field(default=None, repr=False)
-    cipher: StoreCipher | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.cipher is not None and self.cipher.keys != self.keys:
-            raise ValueError("cipher: wanted one of the same keys")
         if not isinstance(self.model_fingerprint, str) or not self.model_fingerprint:
             raise ValueError(f"model_fingerprint: wanted a non-empty string, got {self.model_fingerprint!r}")
         if not isinstance(self.tenant_salt, str):
@@ -97,39 +86,9 @@ class StoreIdentity:
 
     @property
     def namespace(self) -> str:
-        """sha256 (hex) of format version, model fingerprint and tenant salt, and of "sealed" with keys, or "encrypted"
-        with a cipher."""
-        how = ["encrypted"] if self.cipher else ["sealed"] if self.keys else []
-        whole = [FORMAT_VERSION, self.model_fingerprint, self.tenant_salt, *how]
+        """sha256 (hex) of format version, model fingerprint and tenant salt."""
+        whole = [FORMAT_VERSION, self.model_fingerprint, self.tenant_salt]
         return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
-
-    @property
-    def digest(self) -> str:
-        """Digest that binds KV to its record, one of `store.signing.DIGESTS`: with keys, one that cannot be forged.
-        Encrypted KV is authenticated by its tag."""
-        return "sha256" if self.keys and not self.cipher else "xxh3"
-
-    def seal(self, kind: str, name: str, data: bytes) -> bytes:
-        """`data` as written under that name: encrypted with a cipher, sealed with keys, else unchanged."""
-        what = (kind, self.namespace, name)
-        if self.cipher:
-            return self.cipher.encrypt(what, data)
-        return self.keys.seal(what, data) if self.keys else data
-
-    def unseal(self, kind: str, name: str, raw: bytes) -> bytes:
-        """Inverse of `seal`.
-
-        Raises:
-          SealError: there are keys, and none of them sealed or encrypted `raw` under that name.
-        """
-        what = (kind, self.namespace, name)
-        if self.cipher:
-            return self.cipher.decrypt(what, raw)
-        return self.keys.unseal(what, raw) if self.keys else raw
-
-    def body_of(self, kind: str, name: str, raw: bytes) -> bytes:
-        """As `unseal`, for bytes whose seal was checked before. With a cipher, it still raises SealError."""
-        return self.unseal(kind, name, raw) if self.cipher else without_seal(raw) if self.keys else raw
 
 
 class ShardSummary(NamedTuple):

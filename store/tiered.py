@@ -102,9 +102,7 @@ class TieredStore(Levels):
         change_feed = None
         with contextlib.ExitStack() as undo:
             if index is not None:
-                change_feed = undo.enter_context(
-                    contextlib.closing(ChangeFeed(open_index(index, identity.namespace, identity)))
-                )
+                change_feed = undo.enter_context(contextlib.closing(ChangeFeed(open_index(index, identity.namespace))))
             if url is not None:
                 how: dict[str, Any] = {"head_groups": head_groups, "storage": storage}
                 disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, change_feed=change_feed, **how)

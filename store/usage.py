@@ -21,8 +21,7 @@ class TierUsage:
         from the fastest on.
       writes: variants stored or promoted. failed_writes: refused by the disk. skipped_writes: over the budget or the
         write queue's limit.
-      corrupt: failed checks of data or records. forged: records, and leases and orders of a shared index, without a
-        seal by one of this store's keys.
+      corrupt: failed checks of data or records.
       evicted, discarded: removed at the caller's request.
       bytes_read: KV bytes delivered by completed loads. bytes_written: bytes stored, on disk with checksums and record.
     """
@@ -36,7 +35,6 @@ class TierUsage:
     failed_writes: int = 0
     skipped_writes: int = 0
     corrupt: int = 0
-    forged: int = 0
     evicted: int = 0
     discarded: int = 0
     bytes_read: int = 0

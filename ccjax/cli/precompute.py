@@ -89,8 +89,8 @@ else:
         EngineConfig,
         {
             *("dtype", "quantization", "tokenizer", "attention", "max_model_len", "system_prompt", "strategy", "frame"),
-            *("store", "host_cache_bytes", "disk_cache_bytes", "disk_kv_dtype", "disk_compression", "store_key_file"),
-            *("encrypt_store", "tenant_salt", "ranking_layers"),
+            *("store", "host_cache_bytes", "disk_cache_bytes", "disk_kv_dtype", "disk_compression"),
+            *("tenant_salt", "ranking_layers"),
         },
     )
 

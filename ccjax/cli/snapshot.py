@@ -174,13 +174,9 @@ def _tokenizer(model: str | None, directory: str | None) -> Any:
 
 def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
     """By dtype: a store never mixes them, so one model counts as two."""
-    from ccjax.cache.identity import identity_of
+    from ccjax.store.spec import StoreIdentity
 
-    fingerprints = {dtype: files.fingerprint(dtype, args.quantization) for dtype in DTYPES}
-    return {
-        dtype: identity_of(fingerprint, args.tenant_salt, args.store_key_file)
-        for dtype, fingerprint in fingerprints.items()
-    }
+    return {dtype: StoreIdentity(files.fingerprint(dtype, args.quantization), args.tenant_salt) for dtype in DTYPES}
 
 
 def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]) -> str:
@@ -257,7 +253,6 @@ def _parser() -> argparse.ArgumentParser:
         add("--quantization", choices=QUANTIZATIONS, help="as with ccjax serve")
         add("--tokenizer", metavar="DIR", help="as with ccjax serve")
         add("--store", required=True, metavar="URL", help="URL of the chunk store, as with ccjax serve")
-        add("--store-key-file", metavar="FILE", help="keys that the store is sealed with, as with ccjax serve")
         add(
             "--tenant-salt", default="", metavar="TEXT", help="tenant whose chunk-caches these are, as with ccjax serve"
         )

@@ -113,11 +113,6 @@ class CacheSettings(SettingsModel):
     exact."""
     disk_compression: Literal["none", "zstd"] = "none"
     """Compression of the store; lossless, pays off for a slow link only."""
-    store_key_file: FilePath | None = None
-    """File of secret keys, one per line: the first seals what is stored, and data not sealed with any of them is not
-    read."""
-    encrypt_store: bool = False
-    """Encrypt what is stored, with keys derived from those of `store_key_file`, instead of sealing it."""
     tenant_salt: str = Field(default="", repr=False)
     """Separates the chunk-caches of tenants that share a store."""
     read_only: bool = False
@@ -206,10 +201,6 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
             raise ValueError(f"fixes_positions: wanted True with device_cache_bytes, got {self.fixes_positions!r}")
         if self.store_index is not None and self.store is None:
             raise ValueError("store_index: wanted a store that it is the index of, got none")
-        if self.store_key_file is not None and self.store is None:
-            raise ValueError("store_key_file: wanted a store whose entries its keys seal, got none")
-        if self.encrypt_store and self.store_key_file is None:
-            raise ValueError("encrypt_store: wanted a store_key_file, of whose keys it makes its own, got none")
         if self.order_after_s is not None and not self.has_index:
             raise ValueError("order_after_s: wanted a store_index, by which orders are placed, got none")
         return self

@@ -17,7 +17,6 @@ from ccjax.cache.documents.document_cache import DocumentCache
 from ccjax.cache.documents.frame import PassageFrame, frame_documents
 from ccjax.cache.documents.pins import DocumentPins
 from ccjax.cache.documents.warming import PassageWarmer
-from ccjax.cache.identity import identity_for
 from ccjax.cache.prefill_capture import PrefillCapture
 from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.queue_preload import Preload, Preloader
@@ -57,6 +56,7 @@ from ccjax.runner.kernels import check_kernels
 from ccjax.runner.memory import MemoryPlan, kv_shards
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from ccjax.runner.warmup import BackgroundCompiler, StepCompiler
+from ccjax.store.spec import StoreIdentity
 from ccjax.store.throttle import ThrottledLink
 from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder, Tokenizer
@@ -104,7 +104,7 @@ class Engine:
         mesh = self._model.mesh
         num_shards = 1 if mesh is None else num_kv_shards(mesh)
         check_budgets(config, num_shards)
-        identity = identity_for(config, model.fingerprint)
+        identity = StoreIdentity(model.fingerprint, config.tenant_salt)
         kv_spec = kv_spec_of(model.config, config.dtype)
         self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh, self._compiled)
         self._store = TieredStore.open(

@@ -44,7 +44,7 @@ class Sizes:
             start=100,
         )
         record = record_from_meta(meta, Prompt((chunk,), True, (), 1))
-        layout = expected_layout(self.kv_spec, num_tokens, 1, self.storage, self.identity.digest)
+        layout = expected_layout(self.kv_spec, num_tokens, 1, self.storage)
         raw = encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id="0" * 32, layout=layout)
         return layout.num_bytes, len(raw)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.cache.documents.pruning import Pruned
-from ccjax.cache.identity import identity_for
 from ccjax.cache.shared.warming import SharedVariant
 from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
@@ -80,7 +79,7 @@ class Worker:
         passages = [passage for document_id in retriever.document_ids for passage in retriever.passages(document_id)]
         documents = tuple(passage.as_document() for passage in passages)
         # Without a store, so that an estimate leaves no trace in it.
-        with Engine(model, config.replace(store=None, store_key_file=None, encrypt_store=False)) as engine:
+        with Engine(model, config.replace(store=None)) as engine:
             system, num_tokens = engine.documents.prompt_overhead()
             frame = engine.documents.frame
             around = Surroundings(system, num_tokens, engine.max_model_len, frame.chunks(""))
@@ -91,7 +90,7 @@ class Worker:
             found = retriever.neighbours(settings.num_neighbours + SPARE_NEIGHBOURS)
             neighbours = {numbers[key]: [numbers[neighbour] for neighbour in others] for key, others in found.items()}
         spec = kv_spec_of(model.config, config.dtype)
-        storage = StorageFormat(config.disk_kv_dtype, config.disk_compression, config.encrypt_store)
+        storage = StorageFormat(config.disk_kv_dtype, config.disk_compression)
         plan = make_plan(
             self._chunks,
             around,
@@ -185,7 +184,7 @@ class Worker:
 
     @property
     def _identity(self) -> StoreIdentity:
-        return identity_for(self._config, self._model.fingerprint)
+        return StoreIdentity(self._model.fingerprint, self._config.tenant_salt)
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._connection.send(("progress", (stage, done, total)))

@@ -1,8 +1,8 @@
 """Disk tier against plain files: write, cold and warm read of 8 MB and 64 MB variants on one file system.
 
 Plain files show the disk's own speed: one `write` and an `fsync`, one `readv` into existing memory. The tier also
-allocates memory, verifies checksums (with --sealed unforgeable ones), and commits a record. Needs Linux (for cold reads
-the kernel is told to drop the file).
+allocates memory, verifies checksums, and commits a record. Needs Linux (for cold reads the kernel
+is told to drop the file).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from ccjax.cli.values import positive_int
 from ccjax.evaluation.pages import show
-from ccjax.store import KVSpec, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TensorStoreTier
+from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TensorStoreTier
 from scripts.benchmarks.common import drop_from_cache, environment, median, stages
 
 QUICK = {"repetitions": 2}
@@ -31,8 +31,6 @@ SHAPES = {"8 MB": (KVSpec(16, 8, 128, "bfloat16"), 128), "64 MB": (KVSpec(32, 8,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--directory", type=Path, help="where to write (default: the directory for temporary files)")
-    parser.add_argument("--sealed", action="store_true", help="entries sealed with a key, as with --store-key-file")
-    parser.add_argument("--encrypted", action="store_true", help="entries encrypted, as with --encrypt-store")
     parser.add_argument("--repetitions", type=positive_int, default=9, help="runs per case; the median counts")
 
 
@@ -45,9 +43,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             say(f"write and read {name}")
             folder = Path(tempfile.mkdtemp(prefix="ccjax-bench-", dir=arguments.directory))
             try:
-                cases = _Cases(
-                    folder, kv_spec, num_tokens, is_sealed=arguments.sealed, is_encrypted=arguments.encrypted
-                )
+                cases = _Cases(folder, kv_spec, num_tokens)
                 for _ in range(repetitions):
                     cases.run_once()
             finally:
@@ -55,22 +51,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             rows.append(cases.figures(name))
     _print(rows)
     shapes = {name: {"kv": list(spec.shape(tokens)), "dtype": spec.dtype} for name, (spec, tokens) in SHAPES.items()}
-    how = {"sealed": arguments.sealed, "encrypted": arguments.encrypted, "repetitions": repetitions}
-    return {"benchmark": "store_io", **environment(), "shapes": shapes, **how, "cases": rows}
+    return {"benchmark": "store_io", **environment(), "shapes": shapes, "repetitions": repetitions, "cases": rows}
 
 
 class _Cases:
     """One size of variant, in the tier and in plain files; `seconds` are the runs by (operation, who)."""
 
-    def __init__(self, folder: Path, kv_spec: KVSpec, num_tokens: int, *, is_sealed: bool, is_encrypted: bool) -> None:
+    def __init__(self, folder: Path, kv_spec: KVSpec, num_tokens: int) -> None:
         self.seconds: dict[tuple[str, str], list[float]] = {}
         self._folder = folder
         self._kv_spec = kv_spec
         self._num_tokens = num_tokens
-        keys = StoreKeys((b"k" * 32,)) if is_sealed or is_encrypted else None
-        cipher = StoreCipher(keys) if is_encrypted and keys is not None else None
-        identity = StoreIdentity("benchmark", keys=keys, cipher=cipher)
-        self._tier = TensorStoreTier((folder / "store").as_uri(), kv_spec, identity)
+        self._tier = TensorStoreTier((folder / "store").as_uri(), kv_spec, StoreIdentity("benchmark"))
         self._kv = np.random.default_rng(0).standard_normal(kv_spec.shape(num_tokens), np.float32)
         self._kv = self._kv.astype(kv_spec.np_dtype)
         self._buffer = np.ones_like(self._kv)  # touched, so that all its pages exist

@@ -106,14 +106,10 @@ class SharedIndex(Protocol):
 
     Attributes:
       leases, orders: the tables of this namespace.
-      num_forged: entries without a valid seal found so far, if the store has keys.
     """
 
     leases: LeaseTable
     orders: OrderBoard
-
-    @property
-    def num_forged(self) -> int: ...
 
     def notify(
         self, added: Mapping[str, bytes | None], removed: Mapping[str, str | None], *, is_complete: bool = True

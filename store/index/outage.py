@@ -1,12 +1,16 @@
-"""Circuit breaker for an index: only the call that detects an outage waits for it, later calls fail at once."""
+"""What happens while an index does not answer: only the call that detects it waits, later calls fail at once, and
+leases are those of the store's root."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from ccjax.store.errors import IndexUnavailableError
+from ccjax.store.index.api import LeaseTable
+from ccjax.store.leases import Lease
 
 ANSWER_S = 0.5
 """Timeout of a connection attempt and of a reply: the delay of the call that detects an outage."""
@@ -71,3 +75,43 @@ class Outage:
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+class PreferredLeases:
+    """A `LeaseTable` that falls back to another one. May raise what `fallback` raises.
+
+    While only some processes reach the index, the two kinds of leases do not exclude each other, as with processes that
+    have no index. Work may then be done twice, which leases always allow.
+
+    Args:
+      preferred: leases of an index, which have epoch 0.
+      fallback: leases of a root, which have positive epochs.
+    """
+
+    def __init__(self, preferred: LeaseTable, fallback: LeaseTable) -> None:
+        self._preferred = preferred
+        self._fallback = fallback
+
+    def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
+        try:
+            return self._preferred.acquire(keys, seconds)
+        except OSError:
+            return self._fallback.acquire(keys, seconds)
+
+    def held(self, keys: Collection[str]) -> frozenset[str]:
+        try:
+            return self._preferred.held(keys)
+        except OSError:
+            return self._fallback.held(keys)
+
+    def release(self, lease: Lease) -> None:
+        if lease.epoch:
+            self._fallback.release(lease)
+            return
+        with contextlib.suppress(OSError):  # otherwise it expires
+            self._preferred.release(lease)
+
+    def sweep(self) -> None:
+        with contextlib.suppress(OSError):
+            self._preferred.sweep()
+        self._fallback.sweep()

@@ -5,6 +5,7 @@ Uses the clock of Redis. Needs the package `redis`, imported when an index is cr
 
 from __future__ import annotations
 
+import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,10 +23,8 @@ from ccjax.store.index.api import (
     changes_read,
     changes_to_send,
 )
-from ccjax.store.index.leases import IndexLeases
-from ccjax.store.index.orders import SealedOrders
 from ccjax.store.index.outage import ANSWER_S, Outage
-from ccjax.store.spec import StoreIdentity
+from ccjax.store.leases import Lease
 
 _WANTED = "store_index: wanted redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]"
 _TLS_OPTIONS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
@@ -97,25 +96,18 @@ class RedisIndex:
     trimming, flushing, and a restart from an older snapshot are detected.
     """
 
-    def __init__(self, server: Server, namespace: str, identity: StoreIdentity | None = None) -> None:
+    def __init__(self, server: Server, namespace: str) -> None:
         self._server = server
         prefix = f"ccjax:{{{namespace}}}"
         self._keys = (f"{prefix}:generation", f"{prefix}:changes")
         self._origin = uuid.uuid4().hex
-        self._leases = IndexLeases(RedisLeaseRows(server, f"{prefix}:lease"), identity)
-        orders = RedisOrders(server, f"{prefix}:orders")
-        self._sealed = None if identity is None or identity.keys is None else SealedOrders(orders, identity)
-        self.leases: LeaseTable = self._leases
-        self.orders: OrderBoard = orders if self._sealed is None else self._sealed
+        self.leases: LeaseTable = RedisLeases(server, f"{prefix}:lease")
+        self.orders: OrderBoard = RedisOrders(server, f"{prefix}:orders")
 
     @classmethod
-    def of_url(cls, url: str, namespace: str, identity: StoreIdentity | None = None) -> RedisIndex:
+    def of_url(cls, url: str, namespace: str) -> RedisIndex:
         """The index of a `redis://` or `rediss://` URL, see `store.index.open_index`. Raises ValueError."""
-        return cls(Server(_settings(url)), namespace, identity)
-
-    @property
-    def num_forged(self) -> int:
-        return self._leases.num_forged + (0 if self._sealed is None else self._sealed.num_forged)
+        return cls(Server(_settings(url)), namespace)
 
     def notify(
         self, added: Mapping[str, bytes | None], removed: Mapping[str, str | None], *, is_complete: bool = True
@@ -141,27 +133,30 @@ class RedisIndex:
         self._server.close()
 
 
-class RedisLeaseRows:
-    """The leases of one namespace, a `store.index.leases.LeaseRows`."""
+class RedisLeases:
+    """A `LeaseTable`. Redis deletes expired leases by its own clock."""
 
     def __init__(self, server: Server, prefix: str) -> None:
         self._server = server
         self._prefix = prefix
 
-    def take(self, rows: Sequence[tuple[str, str]], seconds: float) -> int:
-        places = self._places([key for key, _ in rows])
-        return self._server.run(scripts.ACQUIRE, places, _milliseconds(seconds), *(value for _, value in rows))
+    def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
+        if not keys:
+            return []
+        holder, until_s = uuid.uuid4().hex, time.time() + seconds
+        num_won = self._server.run(scripts.ACQUIRE, self._places(keys), _milliseconds(seconds), holder)
+        return [Lease(key, 0, holder, until_s) for key in keys[:num_won]]
 
-    def values_of(self, keys: Collection[str]) -> dict[str, str]:
+    def held(self, keys: Collection[str]) -> frozenset[str]:
         wanted = tuple(keys)
         found = zip(wanted, self._server.values(self._places(wanted)), strict=True)
-        return {key: value.decode("latin-1") for key, value in found if value is not None}
+        return frozenset(key for key, holder in found if holder is not None)
 
-    def drop(self, key: str, value: str) -> None:
-        self._server.run(scripts.RELEASE, self._places([key]), value.encode("latin-1"))  # untrusted bytes
+    def release(self, lease: Lease) -> None:
+        self._server.run(scripts.RELEASE, self._places([lease.key]), lease.holder)
 
     def sweep(self) -> None:
-        """Does nothing: Redis deletes expired keys itself."""
+        """Does nothing: Redis deletes expired leases itself."""
 
     def _places(self, keys: Collection[str]) -> list[str]:
         return [f"{self._prefix}:{key}" for key in keys]

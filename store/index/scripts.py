@@ -9,9 +9,9 @@ KEEP_MS = 24 * 3600 * 1000
 """Keys of an unused namespace expire after this time."""
 
 ACQUIRE = """
--- KEYS: leases in order; ARGV: milliseconds, then the value of each. How many were free, up to the first that was not.
+-- KEYS: leases in order; ARGV: milliseconds, holder. How many were free, up to the first that was not.
 for number, key in ipairs(KEYS) do
-  if not redis.call('SET', key, ARGV[number + 1], 'NX', 'PX', ARGV[1]) then
+  if not redis.call('SET', key, ARGV[2], 'NX', 'PX', ARGV[1]) then
     return number - 1
   end
 end
@@ -19,7 +19,7 @@ return #KEYS
 """
 
 RELEASE = """
--- KEYS: a lease; ARGV: its value.
+-- KEYS: a lease; ARGV: its holder.
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
 end

@@ -24,9 +24,7 @@ from ccjax.store.index.api import (
     changes_to_send,
 )
 from ccjax.store.index.database import Database
-from ccjax.store.index.leases import IndexLeases
-from ccjax.store.index.orders import SealedOrders
-from ccjax.store.spec import StoreIdentity
+from ccjax.store.leases import Lease
 
 _VERSION = 1
 
@@ -51,24 +49,15 @@ class SqliteIndex:
       clock: time in seconds, shared by all processes.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        namespace: str,
-        clock: Callable[[], float] = time.time,
-        identity: StoreIdentity | None = None,
-    ) -> None:
+    def __init__(self, path: Path, namespace: str, clock: Callable[[], float] = time.time) -> None:
         self._database = Database(path, _SCHEMA, _VERSION)
         self._namespace = namespace
         self._origin = uuid.uuid4().hex
-        self._leases = IndexLeases(SqliteLeaseRows(self._database, namespace, clock), identity, clock)
-        orders = SqliteOrders(self._database, namespace, clock)
-        self._sealed = None if identity is None or identity.keys is None else SealedOrders(orders, identity)
-        self.leases: LeaseTable = self._leases
-        self.orders: OrderBoard = orders if self._sealed is None else self._sealed
+        self.leases: LeaseTable = SqliteLeases(self._database, namespace, clock)
+        self.orders: OrderBoard = SqliteOrders(self._database, namespace, clock)
 
     @classmethod
-    def of_url(cls, url: str, namespace: str, identity: StoreIdentity | None = None) -> SqliteIndex:
+    def of_url(cls, url: str, namespace: str) -> SqliteIndex:
         """The index of `sqlite:///absolute/path.db`. Raises ValueError."""
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path))
@@ -76,11 +65,7 @@ class SqliteIndex:
             raise ValueError(f"store_index: wanted sqlite:///absolute/path.db, got {url!r}")
         if path.is_dir():
             raise ValueError(f"store_index: wanted the path of a file, got the directory {str(path)!r}")
-        return cls(path, namespace, identity=identity)
-
-    @property
-    def num_forged(self) -> int:
-        return self._leases.num_forged + (0 if self._sealed is None else self._sealed.num_forged)
+        return cls(path, namespace)
 
     def notify(
         self, added: Mapping[str, bytes | None], removed: Mapping[str, str | None], *, is_complete: bool = True
@@ -122,43 +107,43 @@ class SqliteIndex:
         self._database.close()
 
 
-class SqliteLeaseRows:
-    """The leases of one namespace, a `store.index.leases.LeaseRows`."""
+class SqliteLeases:
+    """A `LeaseTable`."""
 
     def __init__(self, database: Database, namespace: str, clock: Callable[[], float]) -> None:
         self._database = database
         self._namespace = namespace
         self._clock = clock
 
-    def take(self, rows: Sequence[tuple[str, str]], seconds: float) -> int:
+    def acquire(self, keys: Sequence[str], seconds: float) -> list[Lease]:
+        holder, until_s = uuid.uuid4().hex, self._clock() + seconds
+
         def write(connection: sqlite3.Connection) -> int:
             now_s = self._clock()
-            for number, (key, value) in enumerate(rows):
+            for number, key in enumerate(keys):
                 place = (self._namespace, key)
                 expired = "DELETE FROM leases WHERE (namespace, key) = (?, ?) AND expires_s <= ?"
                 connection.execute(expired, (*place, now_s))
                 taken = "INSERT OR IGNORE INTO leases VALUES (?, ?, ?, ?)"
-                if not connection.execute(taken, (*place, value, now_s + seconds)).rowcount:
+                if not connection.execute(taken, (*place, holder, now_s + seconds)).rowcount:
                     return number
-            return len(rows)
+            return len(keys)
 
-        return self._database.run(write)
+        return [Lease(key, 0, holder, until_s) for key in keys[: self._database.run(write)]] if keys else []
 
-    def values_of(self, keys: Collection[str]) -> dict[str, str]:
-        def read(connection: sqlite3.Connection) -> dict[str, str]:
-            now_s, found = self._clock(), {}
-            statement = "SELECT holder FROM leases WHERE (namespace, key) = (?, ?) AND expires_s > ?"
-            for key in keys:
-                row = connection.execute(statement, (self._namespace, key, now_s)).fetchone()
-                if row is not None:
-                    found[key] = row[0]
-            return found
+    def held(self, keys: Collection[str]) -> frozenset[str]:
+        def read(connection: sqlite3.Connection) -> frozenset[str]:
+            statement = "SELECT 1 FROM leases WHERE (namespace, key) = (?, ?) AND expires_s > ?"
+            now_s = self._clock()
+            found = (key for key in keys if connection.execute(statement, (self._namespace, key, now_s)).fetchone())
+            return frozenset(found)
 
         return self._database.run(read, writes=False)
 
-    def drop(self, key: str, value: str) -> None:
+    def release(self, lease: Lease) -> None:
         statement = "DELETE FROM leases WHERE (namespace, key, holder) = (?, ?, ?)"
-        self._database.run(lambda connection: connection.execute(statement, (self._namespace, key, value)))
+        place = (self._namespace, lease.key, lease.holder)
+        self._database.run(lambda connection: connection.execute(statement, place))
 
     def sweep(self) -> None:
         statement = "DELETE FROM leases WHERE expires_s <= ?"

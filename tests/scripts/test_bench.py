@@ -69,7 +69,7 @@ def test_store_prints_cases_with_and_without_a_catalog():
 
 def test_store_io_compares_the_tier_with_plain_files(tmp_path, monkeypatch):
     monkeypatch.setattr(store_io, "SHAPES", {"small": (KVSpec(2, 2, 8, "bfloat16"), 16)})
-    _, figures = in_process.figures("store_io", "--directory", tmp_path, "--encrypted")
+    _, figures = in_process.figures("store_io", "--directory", tmp_path)
     (case,) = figures["cases"]
     for rates in (case["write"], case["cold_read"], case["warm_read"]):
         assert len(rates["tier_runs_s"]) == len(rates["plain_runs_s"]) == 2

@@ -14,7 +14,7 @@ from tests.scripts import in_process
 GIVEN: dict[str, object] = dict(
     pair.split("=", 1)
     for pair in """
-host=0.0.0.0 port=0 served-model-name=llama api-key-file=/keys admin-key-file=/admin-keys store-key-file=/store-keys
+host=0.0.0.0 port=0 served-model-name=llama api-key-file=/keys admin-key-file=/admin-keys
 max-queue=3 request-timeout-s=1e2 stall-timeout-s=5 max-body-bytes=1MB page=false
 log-format=json otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false warmup-all=true frame=none
 compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true index-dir=/index index-kind=hnsw
@@ -29,7 +29,7 @@ store-index=redis://host:6379/1 reorder-window=8 flow-share=2.0 max-num-seqs=16 
 max-decode-gap-ms=50 max-retries=1 order-after-s=0.25 device-cache-bytes=8GiB gpu-memory-utilization=0.8
 device-memory-bytes=80GB host-cache-bytes=1GiB disk-cache-bytes=1TB disk-kv-dtype=int8 disk-compression=zstd
 preload-bytes=64MiB eviction-policy=lru max-variants=1000 cached-documents=4 pin-share=0.25 loading=sync
-read-only=true shadow-ratio=0.01 shadow-target=0.95 share-computation=true encrypt-store=true
+read-only=true shadow-ratio=0.01 shadow-target=0.95 share-computation=true
 """.split()
 )
 GIVEN |= {

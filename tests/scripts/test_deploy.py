@@ -34,7 +34,7 @@ def test_kubernetes_example_is_valid_and_consistent(tmp_path):
     (container,) = pod["spec"]["containers"]
     assert container["args"] == ["--config=/etc/ccjax/serve.yaml"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-    for path in (args.api_key_file, args.store_key_file, args.model, args.compile_cache_dir):
+    for path in (args.api_key_file, args.model, args.compile_cache_dir):
         assert any(str(path).startswith(f"{mount}/") for mount in mounts), path
     names = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == names

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ccjax.store import KVSpec, ShardCorruptError, ShardRecord, StoreCipher, StoreIdentity, StoreKeys, TieredStore
+from ccjax.store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity, TieredStore
 
 SPEC = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32")
 BF16 = KVSpec(num_layers=3, num_kv_heads=2, head_dim=4, dtype="bfloat16")
@@ -26,15 +26,6 @@ def make_kv(variant_id: str, num_tokens: int = 5, kv_spec: KVSpec = SPEC, writer
 def make_record(variant_id: str, num_tokens: int = 5, kv_spec: KVSpec = SPEC) -> ShardRecord:
     meta = {"token_ranking": list(range(num_tokens)), "cci": 0.625, "text": 'é\n"'}
     return ShardRecord(variant_id, f"chunk-of-{variant_id}", num_tokens, kv_spec.num_bytes(num_tokens), meta)
-
-
-def sealed(*keys: bytes) -> StoreIdentity:
-    return StoreIdentity("model-a", keys=StoreKeys(keys))
-
-
-def encrypted(*keys: bytes, model: str = "model-a") -> StoreIdentity:
-    found = StoreKeys(keys)
-    return StoreIdentity(model, keys=found, cipher=StoreCipher(found))
 
 
 def url_of(where: Path | str) -> str:

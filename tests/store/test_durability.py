@@ -70,7 +70,7 @@ def test_replaced_file_is_durable(tmp_path, disk):
 
 def test_leases_and_catalogs_are_not_synced(tmp_path, disk, monkeypatch):
     monkeypatch.setattr(ccjax.store.commits, "LEAST_CHANGES", 1)
-    leases = Leases(open_root(tmp_path.as_uri()), OURS)
+    leases = Leases(open_root(tmp_path.as_uri()), OURS.namespace)
     leases.acquire(["a"], 10)
     disk.forget()
     leases.acquire(["b"], 10)

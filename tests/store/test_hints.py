@@ -61,7 +61,7 @@ def test_failed_hint_write_is_logged_and_keeps_the_old_hints(tmp_path, monkeypat
 
 def test_failed_hint_read_is_reported_and_any_mapping_can_be_written(tmp_path, monkeypatch):
     root, told = FileRoot(tmp_path.as_uri()), []
-    hints = Hints(root, "hints.json", lambda *values: told.append(values[1:]), OURS)
+    hints = Hints(root, "hints.json", lambda *values: told.append(values[1:]))
     hints.write(MappingProxyType({"x": 1}))
     assert hints.read() == {"x": 1} and told == []
     error = OSError(5, "Input/output error")

@@ -33,7 +33,7 @@ def clock() -> Clock:
 @pytest.fixture
 def pair(place, clock) -> tuple[Leases, Leases]:
     """Two holders in one place, as if in two processes."""
-    return tuple(Leases(open_root(place.url), OURS, clock) for _ in range(2))
+    return tuple(Leases(open_root(place.url), OURS.namespace, clock) for _ in range(2))
 
 
 def names(place) -> list[str]:
@@ -145,7 +145,7 @@ def test_expired_leases_are_deleted_after_an_hour(pair, clock, place):
 
 @pytest.mark.parametrize("is_stolen", [False, True])
 def test_concurrent_acquire_has_exactly_one_winner(place, is_stolen, clock):
-    holders = [Leases(open_root(place.url), OURS, clock) for _ in range(8)]
+    holders = [Leases(open_root(place.url), OURS.namespace, clock) for _ in range(8)]
     for round_number in range(6 if place.kind == "file" else 2):
         key = f"k{round_number}"
         if is_stolen:

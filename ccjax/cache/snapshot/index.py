@@ -17,15 +17,13 @@ from typing import Any
 import ccjax
 from ccjax.errors import SnapshotError
 from ccjax.store.objects import Root, open_root
-from ccjax.store.signing import SealError, body_of
-from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity, check_record, positive_int
+from ccjax.store.spec import KVSpec, ShardRecord, check_record, positive_int
 
 KEY = "snapshot.json"
 PARTS = "parts"
 FORMAT = "ccjax-snapshot"
 FORMAT_VERSION = 1
 
-_KIND = "snapshot"
 _FOLDER = re.compile(r"[0-9a-f]{32}")  # strict, because it becomes part of a path
 
 
@@ -93,12 +91,11 @@ class SnapshotIndex:
 
 
 def decode_index(raw: bytes, url: str) -> SnapshotIndex:
-    """Parses the bytes of `url`'s snapshot.json; `check_seal` checks a seal.
+    """Parses the bytes of `url`'s snapshot.json.
 
     Raises:
       SnapshotError: another format or format version, or damaged.
     """
-    raw = body_of(raw)
     try:
         body = json.loads(raw)
         kind, version = body.pop("format"), body.pop("format_version")
@@ -124,8 +121,8 @@ def decode_index(raw: bytes, url: str) -> SnapshotIndex:
         raise SnapshotError(f"snapshot: the {KEY} in {url} is damaged: {error}") from error
 
 
-def read_index(root: Root, url: str) -> tuple[SnapshotIndex, bytes]:
-    """The index of the snapshot at `root`, and its bytes; `url` is for messages.
+def read_index(root: Root, url: str) -> SnapshotIndex:
+    """The index of the snapshot at `root`; `url` is for messages.
 
     Raises:
       SnapshotError: there is no snapshot, or no usable one.
@@ -134,20 +131,7 @@ def read_index(root: Root, url: str) -> tuple[SnapshotIndex, bytes]:
     raw = root.read(KEY)
     if raw is None:
         raise SnapshotError(f"snapshot: {url} holds no snapshot (no {KEY}: never saved there, or not to the end)")
-    return decode_index(raw, url), raw
-
-
-def sealed(index: SnapshotIndex, identity: StoreIdentity) -> bytes:
-    """The bytes to write for an index, with a seal if `identity` has keys."""
-    return identity.seal(_KIND, "", index.encode())
-
-
-def check_seal(raw: bytes, identity: StoreIdentity, url: str) -> None:
-    """Raises SnapshotError if `identity` has keys and none of them sealed this index."""
-    try:
-        identity.unseal(_KIND, "", raw)
-    except SealError as error:
-        raise SnapshotError(f"snapshot: the {KEY} in {url} has no valid seal: {error}") from None
+    return decode_index(raw, url)
 
 
 def inspect_snapshot(where: str | Path) -> SnapshotIndex:
@@ -161,7 +145,7 @@ def inspect_snapshot(where: str | Path) -> SnapshotIndex:
       ValueError, StoreUnavailableError: a bad URL; the directory or bucket cannot be read.
     """
     url = url_of(where)
-    return read_index(open_root(url, read_only=True), url)[0]
+    return read_index(open_root(url, read_only=True), url)
 
 
 def url_of(where: str | Path) -> str:

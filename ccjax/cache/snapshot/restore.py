@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ccjax.cache.snapshot.cache import ChunkCache
-from ccjax.cache.snapshot.index import PARTS, SnapshotIndex, SnapshotVariant, check_seal, read_index, url_of
+from ccjax.cache.snapshot.index import PARTS, SnapshotIndex, SnapshotVariant, read_index, url_of
 from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.cache.variant_records import meta_from_record
 from ccjax.errors import SnapshotError
@@ -70,9 +70,8 @@ def restore_snapshot(
         raise ValueError(f"max_bytes: wanted an int >= 0, got {max_bytes!r}")
     url = url_of(where)
     root = open_root(url, read_only=True)
-    index, raw = read_index(root, url)
+    index = read_index(root, url)
     _check_identity(index, cache, url)
-    check_seal(raw, cache.identity, url)
     wanted = list(_hottest(index.variants, max_bytes))
     report = RestoreReport(url, num_left_out=len(index.variants) - len(wanted))
     restorer = _Restorer(cache, PackFolder(root, f"{PARTS}/{index.folder}"), report, index.uses)
@@ -151,7 +150,7 @@ class _Restorer:
         self, variant: SnapshotVariant, packs: Mapping[int, np.ndarray], tickets: dict[str, StoreTicket]
     ) -> bool:
         record, report = variant.record, self._report
-        kv = _cut(packs, variant, self._cache.store.kv_spec, self._cache.identity.digest)
+        kv = _cut(packs, variant, self._cache.store.kv_spec)
         took = self._cache.store.complete_store(tickets.pop(record.variant_id), kv, wait=True)
         if kv is None:
             logger.warning("snapshot: variant %s: damaged, left out", record.variant_id)
@@ -176,9 +175,7 @@ def _check_identity(index: SnapshotIndex, cache: ChunkCache, url: str) -> None:
             f"{cache.identity.model_fingerprint}: other weights, tokenizer or configuration"
         )
     if index.namespace != cache.identity.namespace:
-        raise SnapshotError(
-            f"snapshot: {url} is of this model, but was taken under another tenant salt, or one of both has a key file"
-        )
+        raise SnapshotError(f"snapshot: {url} is of this model, but was taken under another tenant salt")
 
 
 def _hottest(variants: Iterable[SnapshotVariant], max_bytes: int | None) -> Iterator[SnapshotVariant]:
@@ -198,11 +195,11 @@ def _is_whole(record: ShardRecord) -> bool:
     return meta is not None and meta.variant_id == make_variant_id(meta.chunk_id, meta.prefix_ids, meta.fidelity)
 
 
-def _cut(packs: Mapping[int, np.ndarray], variant: SnapshotVariant, kv_spec: KVSpec, digest: str) -> np.ndarray | None:
+def _cut(packs: Mapping[int, np.ndarray], variant: SnapshotVariant, kv_spec: KVSpec) -> np.ndarray | None:
     """The variant's KV `[L, 2, T, K, H]`; None unless it has the saved shape, dtype and checksum."""
     pack, shape = packs.get(variant.pack), kv_spec.shape(variant.record.num_tokens)
     if pack is None or pack.ndim != len(shape) or pack.dtype != kv_spec.np_dtype:
         return None
     last_token = variant.first_token + variant.record.num_tokens
     kv = np.ascontiguousarray(pack[:, :, variant.first_token : last_token])
-    return kv if kv.shape == shape and checksum(kv, digest) == variant.checksum else None
+    return kv if kv.shape == shape and checksum(kv) == variant.checksum else None

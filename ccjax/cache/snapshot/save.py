@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ccjax.cache.snapshot.cache import ChunkCache
-from ccjax.cache.snapshot.index import KEY, PARTS, SnapshotIndex, SnapshotVariant, decode_index, sealed, url_of
+from ccjax.cache.snapshot.index import KEY, PARTS, SnapshotIndex, SnapshotVariant, decode_index, url_of
 from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.loading.model import Progress
@@ -67,13 +67,9 @@ def save_snapshot(
       progress: called with ("save", bytes done, bytes in all).
 
     Raises:
-      SnapshotError: the target holds a snapshot, or anything else; or the store is encrypted, which a snapshot is not.
+      SnapshotError: the target holds a snapshot, or anything else.
       ValueError, StoreUnavailableError: a bad URL; the target cannot be written, or the store cannot be read.
     """
-    if cache.identity.cipher is not None:
-        raise SnapshotError(
-            "snapshot: wanted a store that is not encrypted, whose KV would lie in the snapshot as it is"
-        )
     url = url_of(where)
     root = open_root(url)
     replaced = _check_target(root, url, overwrite)
@@ -90,7 +86,7 @@ def save_snapshot(
     try:
         for part in _groups(_groups(listed, PACK_BYTES, lambda record: record.num_bytes), PART_BYTES, _sum_bytes):
             writer.write(folder, part)
-        raw = sealed(writer.index(name, uses), cache.identity)
+        raw = writer.index(name, uses).encode()
         is_unsure = not folder.is_local  # a bucket that stops responding during the commit may have accepted it
         if overwrite:
             root.replace(KEY, raw)
@@ -181,7 +177,7 @@ class _Writer:
         for record, kv in found:
             pack[:, :, first : first + record.num_tokens] = kv
             frequency = self._frequencies[record.variant_id]
-            digest = checksum(np.ascontiguousarray(kv), self._cache.identity.digest)
+            digest = checksum(np.ascontiguousarray(kv))
             self.variants.append(SnapshotVariant(record, frequency, digest, len(self._parts), first))
             self.num_bytes += record.num_bytes
             first += record.num_tokens
