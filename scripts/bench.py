@@ -19,19 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ccjax.errors import ConfigError  # noqa: E402
 from scripts.benchmarks.common import BenchmarkError  # noqa: E402
 
-BENCHMARKS = (
-    "ttft",
-    "store",
-    "store_io",
-    "loading",
-    "decode",
-    "retrieval",
-    "serve",
-    "ragcache",
-    "trace",
-    "cluster",
-    "kernels",
-)
+BENCHMARKS = ("ttft", "decode", "serve", "cluster", "loading", "store", "retrieval", "ragcache", "trace", "kernels")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,22 @@
 """The index of passages at size: time for filling, training, opening, searching, filtering and changing it.
 
-Texts and questions are real (MuSiQue), but too few, so most vectors are random ones around the real ones. Everything
-goes through `PassageIndex`, as in `Retriever` and the server.
+Everything goes through `PassageIndex` with the server's default settings (IVF, as they choose above 50,000 passages).
+Texts and questions are MuSiQue's, and so are the first 3,000 vectors; the others are derived from these, each between
+three real ones plus a random offset. Questions are embedded beforehand. Needs the data folder's `rag_trace/` and `qa/`.
+
+Keys of --json, besides those of `common.environment`:
+  embedder, dim, passages, real_passages, questions, top_k
+  write_s, improve_s, open_s: to write all passages (documents of ten), to train and add them, to open the index again
+  open_resident_bytes: private memory that opening takes (RssAnon); mapped files do not count
+  trained: `kind`, `width` (nprobe or efSearch), `recall_of_own_rows` (recall@10 of queries half-way between two rows)
+  recall_of_questions: share of the true top_k passages of the questions that searches find
+  bytes: on disk: `sqlite` (texts and vectors), `faiss` (the trained index)
+  flat, searched, changed: `p50_ms`, `p99_ms` of a search with the passages' texts: before training, after it, after the
+    changes
+  staged: `mean_known_after_share`: share of a search in eight stages after which its final passages are found
+  filtered[]: `per_mille` (documents that match, of a thousand), `first_ms` (the first search), `p50_ms`, `p99_ms`
+  changed: also `documents` (one in a hundred replaced, one in a hundred deleted), `seconds` for all, `one_document_ms`,
+    `trains_again`
 """
 
 from __future__ import annotations
@@ -21,7 +36,7 @@ from ccjax.evaluation.pages import show
 from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
-from ccjax.retrieval.index import IndexKind, PassageIndex
+from ccjax.retrieval.index import PassageIndex
 from scripts.benchmarks.common import Say, data_folder, environment, resident_bytes, rows_of, stages, timed
 
 QUICK = {"passages": 20_000}
@@ -36,8 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, help="folder with rag_trace/ and qa/ (default $CCJAX_TEST_DATA)")
     add("--passages", type=positive_int, default=1_000_000, help="passages of the index (%(default)s)")
-    add("--kind", choices=("ivf", "hnsw"), default="ivf", help="of the trained index (default ivf)")
-    add("--recall", type=float, default=0.95, help="requested recall (default 0.95)")
     add("--top-k", type=int, default=5, help="passages of a search (default 5)")
     add("--directory", type=Path, help="for the index, on a disk with enough space (default: a temporary one)")
 
@@ -51,7 +64,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         embedder = default_embedder()
         say("embed")
         real, queries = embedder.embed(texts), embedder.embed(questions)
-        bench = _Bench(Path(name), arguments.kind, arguments.recall, arguments.top_k, queries, say)
+        bench = _Bench(Path(name), arguments.top_k, queries, say)
         figures = bench.run(texts, real, num_passages)
     figures |= {"embedder": embedder.name, "passages": num_passages, "real_passages": len(texts)}
     figures |= {"questions": len(questions), "top_k": arguments.top_k, "dim": embedder.dim}
@@ -60,11 +73,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Bench:
-    def __init__(
-        self, directory: Path, kind: IndexKind, recall: float, top_k: int, queries: np.ndarray, say: Say
-    ) -> None:
-        self._kind: IndexKind = kind
-        self._directory, self._recall, self._top_k = directory, recall, top_k
+    def __init__(self, directory: Path, top_k: int, queries: np.ndarray, say: Say) -> None:
+        self._directory, self._top_k = directory, top_k
         self._queries, self._say = queries, say
         self._settings = IndexSettings("benchmark", queries.shape[1], 200, 0, ())
 
@@ -93,7 +103,7 @@ class _Bench:
         return figures
 
     def _open(self) -> PassageIndex:
-        return PassageIndex.open(self._directory, self._settings, kind=self._kind, recall=self._recall)
+        return PassageIndex.open(self._directory, self._settings, kind="ivf")
 
     def _fill(self, index: PassageIndex, texts: Sequence[str], batches: Iterator[np.ndarray]) -> float:
         seconds, number = 0.0, 0

@@ -1,25 +1,13 @@
 """The benchmark program end to end at its smallest: what it prints is what each file's docstring promises."""
 
-import time
-import types
+import itertools
 
 import pytest
 
 from ccjax.cache import load_plan, reads
-from ccjax.models.llama3 import LlamaConfig
 from ccjax.store import KVSpec
-from ccjax.store.throttle import ThrottledLink
-from scripts.benchmarks import decode, loading, peers, retrieval, store_io
-from tests.polling import wait_until
+from scripts.benchmarks import decode, loading, peers, retrieval, store
 from tests.scripts import in_process
-
-SMALL = LlamaConfig(320, 64, 2, 4, 2, 16, 128, 1e4)
-
-
-@pytest.fixture
-def small_model(monkeypatch):
-    """What prefills random weights has little to compute."""
-    monkeypatch.setattr(loading, "random_config", lambda *, is_quick: SMALL)
 
 
 def test_ttft_measures_the_default_in_every_state_of_the_store():
@@ -60,17 +48,13 @@ def test_decode_counts_the_tokens_while_all_requests_are_decoded():
     assert decode.overlapping_rate([[1.0, 2.0, 2.25, 2.5, 3.0], [2.0, 2.5, 3.0, 3.5]]) == 5.0
 
 
-def test_store_prints_cases_with_and_without_a_catalog():
-    _, figures = in_process.figures("store", "--variants", "400")
+def test_store_opens_with_and_without_a_catalog_and_compares_the_disk_tier(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SHAPES", {"small": (KVSpec(2, 2, 8, "bfloat16"), 16)})
+    _, figures = in_process.figures("store", "--variants", 400, "--directory", tmp_path)
     assert [(case["catalog"], case["variants"]) for case in figures["cases"]] == [(False, 420), *[(True, 420)] * 2]
-    costs = ("open", "index", "plan_first", "plan_again", "refresh_0", "refresh_20", "tidy")
-    assert all(case[name]["wall_s"] > 0 for case in figures["cases"] for name in costs)
-
-
-def test_store_io_compares_the_tier_with_plain_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_io, "SHAPES", {"small": (KVSpec(2, 2, 8, "bfloat16"), 16)})
-    _, figures = in_process.figures("store_io", "--directory", tmp_path)
-    (case,) = figures["cases"]
+    times = ("open", "index", "plan_first", "plan_again", "refresh_unchanged", "refresh_changed", "tidy")
+    assert all(case[f"{name}_s"] > 0 for case in figures["cases"] for name in times)
+    (case,) = figures["disk"]
     for rates in (case["write"], case["cold_read"], case["warm_read"]):
         assert len(rates["tier_runs_s"]) == len(rates["plain_runs_s"]) == 2
         assert rates["ratio"] == pytest.approx(rates["tier_gb_per_s"] / rates["plain_gb_per_s"])
@@ -107,31 +91,32 @@ def test_bad_options_print_a_one_line_error(options, words):
     assert all(word in error for word in words), error
 
 
-def test_loading_prints_the_hidden_load_time_of_every_mode(small_model, monkeypatch):
-    """No load is late or too slow for what computing takes here, and time in line lasts until reading has begun."""
+def test_loading_shows_what_each_way_hides(monkeypatch):
+    """No load is late or too slow for what computing takes here."""
     monkeypatch.setattr(load_plan, "loads_to_give_up", lambda loads, hidden_s, habit: frozenset())
     monkeypatch.setattr(reads, "longest_load_wait_s", lambda num_tokens, seconds_per_token: 3600.0)
-    begun, was = [], ThrottledLink._carry
-    monkeypatch.setattr(ThrottledLink, "_carry", lambda link, *read: (was(link, *read), begun.append(link))[0])
-
-    def in_line(seconds):
-        begun.clear()
-        wait_until(lambda: begun)
-
-    clock = types.SimpleNamespace(sleep=in_line, perf_counter=time.perf_counter)
-    monkeypatch.setattr(loading, "time", clock)
-    _, figures = in_process.figures("loading", "--context-tokens", "256")
-    rows = {(row["tier"], row["mode"]): row for row in figures["cases"]}
-    modes = ["sync", "async", "layer", "alg2", "async + layer"]
-    assert list(rows) == [("device", "layer"), ("host", "sync"), ("host", "layer"), *(("disk", mode) for mode in modes)]
-    for mode in modes:
-        row = rows["disk", mode]
-        assert row["hidden_share"] == 1 - (row["prefill_s"] - figures["ideal_s"]) / row["load_s"]
-        # The link is real: without time in line nothing is quicker than loading.
+    _, figures = in_process.figures("loading", "--model", "demo")
+    host, *others = figures["cases"]
+    assert (host["tier"], host["loading"], host["load_s"]) == ("host", "layerwise", None)
+    assert [(row["loading"], row["queue_s"] > 0) for row in others] == list(loading.WAYS)
+    for row in others:
+        assert row["hidden_share"] == 1 - (row["prefill_s"] - host["prefill_s"]) / row["load_s"]
+        # The link is real: without time in the queue nothing is quicker than loading.
         assert row["queue_s"] or all(run_s > row["load_s"] for run_s in row["runs_s"])
         assert row["lost_loads"] == 0
-        assert (row["preloaded_bytes"] > 0) == (row["queue_s"] > 0) == (mode in ("async", "async + layer"))
-    assert rows["disk", "sync"]["allowed_share"] == 0.0 < rows["disk", "layer"]["allowed_share"]
+    assert others[0]["allowed_share"] == 0.0 < others[2]["allowed_share"] < others[4]["allowed_share"]
+
+
+def test_least_exposed_time_is_equation_16_and_that_of_a_simulated_pipeline():
+    # L = 5, Tprefill : Tload = 1 : 2 gives Lp = 3: of 2 s the first 3/5 must be there before.
+    assert loading.least_exposed_s("layerwise", 5, 1.0, 2.0, 0.0) == pytest.approx(1.2)
+    for queue_s, load_s in itertools.product((0.0, 0.5, 1.0, 5.0), (0.5, 1.0, 2.0, 4.0)):
+        num_layers, clock = 16, 0.0
+        for layer in range(num_layers):
+            clock = max(clock, (layer + 1) * load_s / num_layers - queue_s) + 1.0 / num_layers
+        found = loading.least_exposed_s("layerwise", num_layers, 1.0, load_s, queue_s)
+        assert found == pytest.approx(clock - 1.0), (queue_s, load_s)
+        assert loading.least_exposed_s("sync", num_layers, 1.0, load_s, queue_s) == max(0.0, load_s - queue_s)
 
 
 def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):
