@@ -1,4 +1,4 @@
-"""Shared by benchmarks: machine and versions of a run, options, the model with random weights, statistics of times."""
+"""Shared by benchmarks: machine and versions of a run, its stages, data and passages, statistics of times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,12 +20,7 @@ from ccjax.types import Document
 if TYPE_CHECKING:
     import numpy as np
 
-    from ccjax.models.llama3 import LlamaConfig
     from ccjax.text import Tokenizer
-
-NUM_SYSTEM, NUM_QUESTION = 32, 16
-"""Tokens of the system prompt and of the question of a random prompt."""
-
 
 Say = Callable[[str], None]
 """Shows which stage a run is at."""
@@ -101,32 +95,10 @@ def source(run: Mapping[str, Any], *settings: Mapping[str, Any]) -> str:
     return f"{run['machine']} ({run['device']}), jax {run['versions']['jax']}, {run['date']}: {', '.join(shown)}."
 
 
-def random_config(*, is_quick: bool) -> LlamaConfig:
-    """The shapes of the model with random weights: 16 layers of width 1024, or few and small ones with --quick."""
-    from ccjax.models.llama3 import LlamaConfig
-
-    layers, width = (2, 256) if is_quick else (16, 1024)
-    return LlamaConfig(32000, width, layers, 16, 4, width // 16, 2816 * width // 1024, 500000.0)
-
-
-def shapes_of(config: LlamaConfig) -> dict[str, Any]:
-    """These shapes under the keys of the JSON output."""
-    heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    return {"layers": config.num_layers, "d_model": config.d_model, **heads, "d_ff": config.d_ff, "dtype": "float32"}
-
-
-def random_prompt(length: int, num_passages: int, vocab_size: int) -> list[list[int]]:
-    """Segments of random tokens, the same for a length: a system prompt, nearly equal passages, a question."""
-    draw = random.Random(length)
-    left = length - NUM_SYSTEM - NUM_QUESTION
-    sizes = [left // num_passages + (number < left % num_passages) for number in range(num_passages)]
-    return [[draw.randrange(vocab_size) for _ in range(size)] for size in (NUM_SYSTEM, *sizes, NUM_QUESTION)]
-
-
 @contextlib.contextmanager
-def stages(*, is_quiet: bool = False) -> Iterator[Say]:
+def stages() -> Iterator[Say]:
     """A display of the stages of a run."""
-    with bars(is_quiet=is_quiet) as progress:
+    with bars(is_quiet=False) as progress:
         task = progress.add_task("", total=None)
         yield lambda text: progress.update(task, description=text)
 
@@ -144,19 +116,6 @@ def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     result = function()
     return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
-
-
-def drop_from_cache(folder: Path) -> None:
-    """Asks the system to drop the files from its cache; where that is not possible, reads are warm."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

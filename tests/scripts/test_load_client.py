@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -12,22 +11,12 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks import cluster, serve
-from scripts.benchmarks.client import (
-    RequestRecord,
-    chat,
-    closed_loop,
-    figures,
-    open_loop,
-    poisson_times,
-    read_stream,
-    scrape,
-    ttft_s,
-)
+from scripts.benchmarks import client, cluster, serve
+from scripts.benchmarks.client import RequestRecord, closed_loop, figures, open_loop, ttft_s
 from scripts.benchmarks.common import spread
 
 TIMEOUT_S = 60.0
-BODY = chat("What?", [], 3)
+BODY = client.chat("What?", [], 3)
 
 
 def event(value: Any) -> bytes:
@@ -111,10 +100,10 @@ def test_closed_loop_keeps_the_set_number_of_requests_in_progress() -> None:
 
 
 def test_refused_broken_and_unreachable_are_told_apart() -> None:
-    statuses = itertools.chain([429, 500], itertools.repeat(200))
+    statuses = iter([429, 500, 200])
     with answering(lambda handler: whole(handler, next(statuses))) as url:
         records = closed_loop(url, [BODY] * 3, 1, TIMEOUT_S)
-        assert scrape(url) == {"ccjax_a_total": 5.0}
+        assert client.scrape(url) == {"ccjax_a_total": 5.0}
     records += closed_loop("http://127.0.0.1:9", [BODY], 1, TIMEOUT_S)
     assert [record.status for record in records] == ["refused", "failed", "ok", "failed"]
     assert [record.error for record in records[:3]] == ["HTTP 429: busy", "HTTP 500: busy", None]
@@ -124,7 +113,7 @@ def test_refused_broken_and_unreachable_are_told_apart() -> None:
 def read(*parts: bytes, error: str | None = None) -> RequestRecord:
     """The record of a stream, each part of which comes a second after the other."""
     record = RequestRecord(0.5, 0.5, end_s=9.0, error=error)
-    read_stream(record, [(1.0 + second, part) for second, part in enumerate(parts)], 3)
+    client.read_stream(record, [(1.0 + second, part) for second, part in enumerate(parts)], 3)
     return record
 
 
@@ -180,13 +169,11 @@ def test_figures_match_values_computed_by_hand() -> None:
 
 def test_percentiles_are_interpolated() -> None:
     found = spread([0.001 * number for number in range(1, 102)])
-    assert {name: round(value or 0.0, 9) for name, value in found.items()} == {
-        "mean": 51.0, "p50": 51.0, "p90": 91.0, "p99": 100.0
-    }  # fmt: skip
+    assert found == pytest.approx({"mean": 51.0, "p50": 51.0, "p90": 91.0, "p99": 100.0})
 
 
 def test_poisson_arrivals_have_the_rate_asked_for() -> None:
-    slow, fast = poisson_times(4000, 2.0), poisson_times(4000, 4.0)
+    slow, fast = client.poisson_times(4000, 2.0), client.poisson_times(4000, 4.0)
     assert fast == pytest.approx([at / 2 for at in slow]) and sorted(slow) == slow
     assert 4000 / slow[-1] == pytest.approx(2.0, rel=0.05)
 
@@ -202,7 +189,6 @@ def test_history_shares_passages_with_the_measured_requests(tmp_path) -> None:
         (tmp_path / "rag_trace" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, values)))
     questions = serve.load_questions(tmp_path, 2)
     assert questions[3][0] == "What do the passages say about Town 5?"
-    assert [p["id"] for p in questions[3][1]] == ["5", "6"]
     found = [questions.index(question) for question in serve.history(questions, 6, 9)]
     assert found == [0, 1, 3, 4, 5]  # passages 0, 5, 9 and 2; [1, 4] shares none
     assert serve.history(questions, 6, 2) == questions[4:6] and serve.history(questions, 6, 0) == []
