@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ccjax.models.llama3.paged_steps import page_rotation_step, paged_decode_step
+from ccjax.models.llama3.paged_steps import paged_decode_step, rotation_step
 from ccjax.models.llama3.steps import embed_step, logits_step
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pages import RequestPages
@@ -37,7 +37,7 @@ class DecodeBatch:
         for row, request in enumerate(requests):
             table[:, row, : request.num_entries] = request.table
         page, start, length = self._model.put(tuple(table))
-        rotation = page_rotation_step(start, config=self._model.config, mesh=self._model.mesh)
+        rotation = rotation_step(start, config=self._model.config, mesh=self._model.mesh)
         nowhere = self._pool.num_slots
         q_pos, q_slot = self._model.put((padded_to(positions, size, 0), padded_to(slots, size, nowhere)))
         x = embed_step(self._model.top, self._model.put(padded_to(token_ids, size, 0)))
@@ -53,10 +53,9 @@ class DecodeBatch:
                     q_slot,
                     page,
                     length,
-                    start,
                     rotation,
                     config=self._model.config,
-                    implementation=self._model.decode_implementation,
+                    implementation=self._model.implementation,
                     mesh=self._model.mesh,
                 ),
             ).x

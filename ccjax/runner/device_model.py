@@ -14,7 +14,6 @@ from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
 from ccjax.models.llama3.steps import rotate_step
 from ccjax.runner.buckets import slot_bucket
 from ccjax.runner.compiled_sizes import CompiledSizes
-from ccjax.runner.kernels import decode_implementation
 from ccjax.types import PrefillPlan
 
 
@@ -41,7 +40,6 @@ class DeviceModel:
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
         self.implementation = implementation
-        self.decode_implementation = decode_implementation(implementation)
         self.mesh = mesh_of(params)
         self.context_placement = placement(self.mesh, KV_ROWS)
         self.sizes = CompiledSizes() if sizes is None else sizes

@@ -11,14 +11,6 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.runner.pool import PAGE_TOKENS
 
 
-def decode_implementation(attention: str | None) -> str | None:
-    """The implementation of decode attention for one of prefill attention.
-
-    The same one; for tokamax, which has no paged attention, None: the platform's default.
-    """
-    return None if attention is not None and attention.startswith("tokamax") else attention
-
-
 def check_kernels(attention: str | None, config: LlamaConfig, dtype: str) -> None:
     """Checks that prefill and decode of a model can run with an implementation of attention.
 
@@ -29,7 +21,6 @@ def check_kernels(attention: str | None, config: LlamaConfig, dtype: str) -> Non
     shape |= {"head_dim": config.head_dim, "dtype": dtype}
     try:
         ccjax.kernels.attention.check_implementation(attention, **shape)
-        decode = decode_implementation(attention)
-        ccjax.kernels.decode.check_implementation(decode, page_size=PAGE_TOKENS, **shape)
-    except (NotImplementedError, ImportError) as error:
+        ccjax.kernels.decode.check_implementation(attention, page_size=PAGE_TOKENS, **shape)
+    except NotImplementedError as error:
         raise ConfigError(f"attention: {error}") from error

@@ -15,7 +15,6 @@ import numpy as np
 from ccjax.loading.model import Progress
 from ccjax.models.llama3.paged_steps import (
     deviation_step,
-    page_rotation_step,
     paged_decode_step,
     paged_layer_step,
     question_step,
@@ -234,7 +233,7 @@ def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int])
     x = embed_step(model.top, model.put(np.zeros(batch, np.int32)))
     rows, nowhere = model.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
     table = model.put(np.zeros((batch, num_entries), np.int32))
-    rotation = page_rotation_step(table, config=model.config, mesh=model.mesh)
+    rotation = rotation_step(table, config=model.config, mesh=model.mesh)
     _compile_update(
         model,
         pool,
@@ -247,10 +246,9 @@ def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int])
             nowhere,
             table,
             table,
-            table,
             rotation,
             config=model.config,
-            implementation=model.decode_implementation,
+            implementation=model.implementation,
             mesh=model.mesh,
         ),
         paged_decode_step,

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from ccjax.kernels.attention import attention
 from ccjax.kernels.attention.bounds import UNUSED
-from ccjax.kernels.decode import decode_attention, page_rotation
+from ccjax.kernels.decode import decode_attention
 from ccjax.kernels.rope import apply_rope, rotate, rotation_rows
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
@@ -268,18 +268,10 @@ def question_step(
 
 
 @jax.jit(static_argnames=("config", "mesh"))
-def rotation_step(positions: Int[Array, "N"], *, config: LlamaConfig, mesh: Mesh | None) -> Float[Array, "N H"]:
-    """Cosines and sines of positions for `paged_layer_step`, the same for all layers; INT32_MAX counts as 0."""
+def rotation_step(positions: Int[Array, "*N"], *, config: LlamaConfig, mesh: Mesh | None) -> Float[Array, "*N H"]:
+    """Cosines and sines of positions for the steps of all layers; INT32_MAX counts as 0."""
     rows = rotation_rows(jnp.where(positions == UNUSED, 0, positions), rope_frequencies(config))
     return constrain(rows, mesh, EVERYWHERE)
-
-
-@jax.jit(static_argnames=("config", "mesh"))
-def page_rotation_step(
-    page_start: Int[Array, "B M"], *, config: LlamaConfig, mesh: Mesh | None
-) -> Float[Array, "B M H"]:
-    """`page_rotation` for `paged_decode_step`, the same for all layers."""
-    return constrain(page_rotation(page_start, rope_frequencies(config)), mesh, EVERYWHERE)
 
 
 @jax.jit(static_argnames=("config", "implementation", "mesh"), donate_argnames=("k_pages", "v_pages"))
@@ -292,8 +284,7 @@ def paged_decode_step(
     q_slot: Int[Array, "B"],
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
-    page_start: Int[Array, "B M"] | None,
-    rotation: Float[Array, "B M H"] | None,
+    page_rotation: Float[Array, "B M H"],
     *,
     config: LlamaConfig,
     implementation: str | None,
@@ -307,36 +298,30 @@ def paged_decode_step(
       q_slot: slot of the pool (page * T + offset) that its row is written to; past the end for padding rows.
       page_table, page_length: see `ccjax.kernels.decode.decode_attention`; they include the new token. Padding rows
         have lengths of 0, and their output is meaningless.
-      page_start: position of each entry's first token, for keys stored before RoPE. None for a pool of rotated keys,
-        whose pages can only be shared by requests with the same preceding text; the new key is rotated before it is
-        written.
-      rotation: result of `page_rotation_step`; None with rotated keys.
+      page_rotation: `rotation_step` of the position of each entry's first token.
       implementation: see `ccjax.kernels.decode.decode_attention`.
       mesh: as in `paged_layer_step`.
     """
     q, k, v = project_qkv(x, layer, config.rms_norm_eps)
     frequencies = rope_frequencies(config)
     q = apply_rope(q, q_pos, frequencies)
-    if page_start is None:
-        k = apply_rope(k, q_pos, frequencies)
     k_pages, v_pages = write_slots(k_pages, q_slot, k, mesh), write_slots(v_pages, q_slot, v, mesh)
 
     def attend(q: Array, k_pages: Array, v_pages: Array, *where: Any) -> Array:
-        page_table, page_length, page_start, rotation = where
+        page_table, page_length, page_rotation = where
         return decode_attention(
             q,
             k_pages,
             v_pages,
             page_table=page_table,
             page_length=page_length,
+            page_rotation=page_rotation,
+            k_frequencies=frequencies,
             scale=config.head_dim**-0.5,
-            page_start=page_start,
-            k_frequencies=None if page_start is None else frequencies,
-            page_rotation=rotation,
             implementation=implementation,
         ).out
 
-    where = (page_table, page_length, page_start, rotation)
+    where = (page_table, page_length, page_rotation)
     specs = (HEADS, PAGES, PAGES, *(EVERYWHERE for _ in where))
     attended = over_heads(attend, mesh, specs, HEADS)(q, k_pages, v_pages, *where)
     x = constrain(finish_layer(x, attended, layer, config.rms_norm_eps), mesh, EVERYWHERE)

@@ -15,18 +15,12 @@ from ccjax.kernels.attention.bounds import UNUSED
 from ccjax.kernels.attention.mosaic_tpu import mosaic_tpu_attention
 from ccjax.kernels.attention.output import AttentionOutput
 from ccjax.kernels.attention.reference import reference_attention
-from ccjax.kernels.attention.tokamax import OPERATIONS, tokamax_attention
 from ccjax.kernels.attention.triton import triton_attention
 from ccjax.kernels.attention.xla import blocked_attention
 from ccjax.kernels.dispatch import implementation as implementation_of
 from ccjax.kernels.rope import rotation_rows
 
-PLAIN = {
-    "reference": reference_attention,
-    "xla": blocked_attention,
-    "tokamax": tokamax_attention,
-    **{f"tokamax_{kernel}": functools.partial(tokamax_attention, kernel=kernel) for kernel in OPERATIONS},
-}
+PLAIN = {"reference": reference_attention, "xla": blocked_attention}
 KERNELS = {"triton": (triton_attention, TRITON), "mosaic_tpu": (mosaic_tpu_attention, MOSAIC_TPU)}
 
 
@@ -34,8 +28,7 @@ def check_implementation(name: str | None, *, num_heads: int, num_kv_heads: int,
     """Checks that `attention` supports these heads, with segments and keys to rotate; computes nothing.
 
     Raises:
-      NotImplementedError: the implementation does not exist, does not support this platform, chip or these heads, or
-        its library is not installed.
+      NotImplementedError: the implementation does not exist, or does not support this platform, chip or these heads.
     """
     array, rows = jax.ShapeDtypeStruct, 16
     kv = array((rows, num_kv_heads, head_dim), dtype)
@@ -90,9 +83,7 @@ def attention(
         layers; any finite rows for unused slots.
       implementation: None for the platform's own: "xla" on CPU, "triton" on NVIDIA GPUs, "mosaic_tpu" on TPUs. Or by
         name: "reference", "xla", "triton", "mosaic_tpu"; "triton:h100" to compile for a chip that is not present;
-        "triton_interpret", "mosaic_tpu_interpret" to run a kernel's operations slowly, without its chip. With the extra
-        `tokamax`, "tokamax" for that library's best kernel on the platform, or one of its kernels:
-        "tokamax_mosaic_gpu", "tokamax_triton", "tokamax_xla".
+        "triton_interpret", "mosaic_tpu_interpret" to run a kernel's operations slowly, without its chip.
 
     Returns:
       AttentionOutput; rows that see no slot are 0 with lse = -inf.

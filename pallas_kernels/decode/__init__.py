@@ -1,6 +1,5 @@
 """Attention of the newest token of each running request over its pages of the KV pool."""
 
 from ccjax.kernels.decode.api import DecodeOutput, check_implementation, decode_attention
-from ccjax.kernels.decode.pages import page_rotation
 
-__all__ = ["DecodeOutput", "check_implementation", "decode_attention", "page_rotation"]
+__all__ = ["DecodeOutput", "check_implementation", "decode_attention"]

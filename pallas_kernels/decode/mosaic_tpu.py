@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -22,14 +23,13 @@ from jaxtyping import Float, Int
 from ccjax.kernels.attention.bounds import LOG2_E, MASKED
 from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
 from ccjax.kernels.decode.output import DecodeOutput, DecodeParts
-from ccjax.kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
+from ccjax.kernels.decode.pages import num_entries, page_rows, valid_pages
 from ccjax.kernels.rope.mosaic_tpu import sums_of_turns, turned
 
 _LANES, _SUBLANES = 128, 8
 _MOST_ENTRIES = 1 << 17
 """Most entries in the tables of one call: they are in SMEM, which has a megabyte; twice as many do not compile."""
 _A_BT = (((1,), (1,)), ((), ()))
-_HEADS_A_BT = (((2,), (2,)), ((0,), (0,)))
 _HEADS_A_B = (((2,), (1,)), ((0,), (0,)))
 
 
@@ -48,13 +48,13 @@ class _Plan(NamedTuple):
 
 
 class _DecodeTpuInputs(NamedTuple):
-    """Inputs of a request; refs inside the kernel, None for inputs that a call does not have.
+    """Inputs of a request; refs inside the kernel.
 
     Attributes:
       q: [K, G, H], the request's query heads by kv head.
       used: [M / E, S] int32, 1 for slots that hold a token; a row for the E entries of each part.
       k, v: [K, P, T, H], the pools, in HBM.
-      starts: [B, M / E, E, H] float32, `PageRotation.rows` of the E entries of each part, padded to 8, in HBM.
+      starts: [B, M / E, E, H] float32, `page_rotation` of the E entries of each part, padded to 8, in HBM.
       within: [T, H] float32, `page_rows`.
     """
 
@@ -62,8 +62,8 @@ class _DecodeTpuInputs(NamedTuple):
     used: Any
     k: Any
     v: Any
-    starts: Any = None
-    within: Any = None
+    starts: Any
+    within: Any
 
 
 class _DecodeTpuScratch(NamedTuple):
@@ -72,7 +72,7 @@ class _DecodeTpuScratch(NamedTuple):
     arrived: Any
     k: Any
     v: Any
-    starts: Any = None
+    starts: Any
 
 
 def _kernel(
@@ -99,18 +99,14 @@ def _kernel(
             here = pl.ds(number * page_size, page_size)
             for pool, loaded in ((inputs.k, scratch.k), (inputs.v, scratch.v)):
                 pltpu.make_async_copy(pool.at[:, page], loaded.at[buffer, :, here], arrived).start()
-        if inputs.starts is not None:
-            pltpu.make_async_copy(inputs.starts.at[whose, j], scratch.starts.at[buffer], arrived).start()
+        pltpu.make_async_copy(inputs.starts.at[whose, j], scratch.starts.at[buffer], arrived).start()
 
     def wait_for(buffer: Array) -> None:
         """Waits for a part. Semaphores count bytes, so one wait per array covers all of its pages."""
         for loaded in (scratch.k, scratch.v, scratch.starts):
-            if loaded is not None:
-                pltpu.make_async_copy(loaded.at[buffer], loaded.at[buffer], scratch.arrived.at[buffer]).wait()
+            pltpu.make_async_copy(loaded.at[buffer], loaded.at[buffer], scratch.arrived.at[buffer]).wait()
 
     def scores_of(buffer: Array) -> Array:
-        if inputs.starts is None:
-            return product(inputs.q[...], scratch.k[buffer], _HEADS_A_BT)
         cos, sin = sums_of_turns(scratch.starts[buffer, :entries], inputs.within[...])
         # One head at a time: the rotated keys of all heads would not fit into registers.
         scores = [
@@ -167,8 +163,9 @@ def mosaic_tpu_decode(
     *,
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
+    page_rotation: Float[Array, "B M H"],
+    k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
-    rotation: PageRotation | None = None,
     blocks: MosaicDecodeBlocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> DecodeOutput:
@@ -193,13 +190,15 @@ def mosaic_tpu_decode(
     if num_requests > most_requests:
         return _in_parts(
             most_requests,
-            functools.partial(mosaic_tpu_decode, scale=scale, blocks=blocks, interpret=interpret),
+            functools.partial(
+                mosaic_tpu_decode, k_frequencies=k_frequencies, scale=scale, blocks=blocks, interpret=interpret
+            ),
             q,
             k_pages,
             v_pages,
             page_table,
             page_length,
-            rotation,
+            page_rotation,
         )
     group = num_heads // num_kv_heads
     entries = slots // page_size
@@ -208,16 +207,16 @@ def mosaic_tpu_decode(
     # A request without any token takes one fully masked step, so that every request has a part to load.
     steps = jnp.maximum((num_entries(page_length) + entries - 1) // entries, 1)
     plan = _Plan(steps, jnp.cumsum(steps) - steps, valid_pages(page_table, page_length))
+    starts = jnp.pad(page_rotation, (*widths, (0, 0))).reshape(num_requests, -1, entries, head_dim)
+    starts = jnp.pad(starts, ((0, 0), (0, 0), (0, -entries % _SUBLANES), (0, 0)))
     inputs = _DecodeTpuInputs(
         q.reshape(num_requests, num_kv_heads, group, head_dim),
         _used_slots(page_length.reshape(num_requests, -1, entries), page_size),
         k_pages,
         v_pages,
+        starts,
+        page_rows(k_frequencies, page_size),
     )
-    if rotation is not None:
-        starts = jnp.pad(rotation.rows, (*widths, (0, 0))).reshape(num_requests, -1, entries, head_dim)
-        starts = jnp.pad(starts, ((0, 0), (0, 0), (0, -entries % _SUBLANES), (0, 0)))
-        inputs = inputs._replace(starts=starts, within=page_rows(rotation.frequencies, page_size))
 
     def heads(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, num_kv_heads, group, width), lambda request, plan: (request, 0, 0, 0))
@@ -231,9 +230,8 @@ def mosaic_tpu_decode(
         starts=in_hbm,
         within=pl.BlockSpec((page_size, head_dim), lambda request, plan: (0, 0)),
     )
-    specs = _DecodeTpuInputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     pool = pltpu.VMEM((2, num_kv_heads, slots, head_dim), k_pages.dtype)
-    starts = None if inputs.starts is None else pltpu.VMEM((2, *inputs.starts.shape[2:]), jnp.float32)
+    loaded_starts = pltpu.VMEM((2, *starts.shape[2:]), jnp.float32)
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, entries=entries),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -241,7 +239,7 @@ def mosaic_tpu_decode(
             grid=(num_requests,),
             in_specs=[specs],
             out_specs=[DecodeParts(heads(head_dim), heads(_LANES))],
-            scratch_shapes=[_DecodeTpuScratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, starts)],
+            scratch_shapes=[_DecodeTpuScratch(pltpu.SemaphoreType.DMA((2,)), pool, pool, loaded_starts)],
         ),
         out_shape=[
             DecodeParts(
@@ -265,13 +263,12 @@ def _in_parts(
     v_pages: Float[Array, "K P T H"],
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
-    rotation: PageRotation | None,
+    page_rotation: Float[Array, "B M H"],
 ) -> DecodeOutput:
     """Splits the batch into calls of at most `most_requests` requests."""
     parts = []
-    for start in range(0, len(q), most_requests):
-        some = slice(start, start + most_requests)
-        turn = rotation and rotation._replace(start=rotation.start[some], rows=rotation.rows[some])
+    for first in range(0, len(q), most_requests):
+        some = slice(first, first + most_requests)
         parts.append(
             decode(
                 q[some],
@@ -279,7 +276,7 @@ def _in_parts(
                 v_pages,
                 page_table=page_table[some],
                 page_length=page_length[some],
-                rotation=turn,
+                page_rotation=page_rotation[some],
             )
         )
     return DecodeOutput(*(jnp.concatenate(each) for each in zip(*parts, strict=True)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -29,35 +27,6 @@ def used_slots(page_length: Int[Array, "B M"], page_size: int) -> Bool[Array, "B
     return used.reshape(page_length.shape[0], -1)
 
 
-def slot_positions(page_start: Int[Array, "*B M"], page_size: int) -> Int[Array, "*B M_T"]:
-    """Position of every slot, used or not."""
-    within = jnp.arange(page_size, dtype=jnp.int32)
-    positions = page_start[..., None] + jnp.expand_dims(within, range(page_start.ndim))
-    return positions.reshape(*page_start.shape[:-1], -1)
-
-
-class PageRotation(NamedTuple):
-    """The rotation of keys stored before RoPE.
-
-    Attributes:
-      start: [B, M] int32, position of each entry's first slot.
-      frequencies: [H / 2] float32, inverse frequencies.
-      rows: [B, M, H] float32, `page_rotation` of these two. A slot's angle is the sum of its page's angle and of the
-        slot's angle within a page (`page_rows`), so few cosines and sines have to be computed and read.
-    """
-
-    start: Int[Array, "B M"]
-    frequencies: Float[Array, "half"]
-    rows: Float[Array, "B M H"]
-
-
-def page_rotation(
-    page_start: Int[Array, "B M"], frequencies: Float[Array, "half"] | np.ndarray
-) -> Float[Array, "B M H"]:
-    """`rotation_rows` of every entry's first position."""
-    return rotation_rows(page_start.reshape(-1), frequencies).reshape(*page_start.shape, -1)
-
-
-def page_rows(frequencies: Float[Array, "half"], page_size: int) -> Float[Array, "T H"]:
+def page_rows(frequencies: Float[Array, "half"] | np.ndarray, page_size: int) -> Float[Array, "T H"]:
     """`rotation_rows` of the slots within a page."""
     return rotation_rows(jnp.arange(page_size, dtype=jnp.int32), frequencies)

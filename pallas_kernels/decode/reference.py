@@ -1,18 +1,20 @@
 """The definition of paged decode attention in plain jnp, float32, all pages gathered.
 
-score[b, q, s] = scale * q[b, q] . k[s, q // (Q/K)] over the used slots s of the pages of request b
+score[b, q, s] = scale * q[b, q] . k'[s, q // (Q/K)] over the used slots s of the pages of request b, with k' the keys
+  rotated by the angle of their page's first position plus that of their slot within the page
 p = softmax over s;  out = p @ v
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
 from ccjax.kernels.decode.output import DecodeOutput
-from ccjax.kernels.decode.pages import PageRotation, slot_positions, used_slots, valid_pages
-from ccjax.kernels.rope import apply_rope
+from ccjax.kernels.decode.pages import page_rows, used_slots, valid_pages
+from ccjax.kernels.rope import rotate_by
 
 
 def reference_decode(
@@ -22,8 +24,9 @@ def reference_decode(
     *,
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
+    page_rotation: Float[Array, "B M H"],
+    k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
-    rotation: PageRotation | None = None,
 ) -> DecodeOutput:
     """See `ccjax.kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
@@ -33,9 +36,10 @@ def reference_decode(
     def gathered(pages: Array) -> Array:
         return pages[:, table].transpose(1, 2, 3, 0, 4).reshape(num_requests, -1, num_kv_heads, head_dim)
 
-    k = gathered(k_pages)
-    if rotation is not None:
-        k = apply_rope(k, slot_positions(rotation.start, page_size), rotation.frequencies)
+    within = page_rows(k_frequencies, page_size)[None, None]
+    (first_cos, first_sin), (cos, sin) = (jnp.split(rows, 2, -1) for rows in (page_rotation[:, :, None], within))
+    sums = first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin  # [B, M, T, H / 2]
+    k = rotate_by(gathered(k_pages), *(part.reshape(num_requests, -1, 1, head_dim // 2) for part in sums))
     v = jnp.where(used[..., None, None], gathered(v_pages), 0)
     k, v = (jnp.repeat(x.astype(jnp.float32), num_heads // num_kv_heads, axis=2) for x in (k, v))
     scores = jnp.einsum("bqh,bsqh->bqs", q.astype(jnp.float32), k, precision="highest") * scale

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -20,7 +21,7 @@ from jaxtyping import Float, Int
 from ccjax.kernels.attention.bounds import LOG2_E, MASKED, power_of_two
 from ccjax.kernels.decode.blocks import TritonDecodeBlocks
 from ccjax.kernels.decode.output import DecodeOutput, DecodeParts
-from ccjax.kernels.decode.pages import PageRotation, num_entries, page_rows, valid_pages
+from ccjax.kernels.decode.pages import num_entries, page_rows, valid_pages
 
 _LEAST = 16
 """Smallest size of each dimension in a Triton matrix product."""
@@ -29,14 +30,14 @@ _A_B = (((1,), (0,)), ((), ()))
 
 
 class _DecodeTritonInputs(NamedTuple):
-    """Inputs of a program; refs inside the kernel, None for inputs that a call does not have.
+    """Inputs of a program; refs inside the kernel.
 
     Attributes:
       count: [], entries of the request's table up to the last used one.
       table, length: [M], pages of the request and the number of used slots of each.
       q: [G, H], the query heads of the kv head, padded.
       k, v: [P, T, H], the whole pool of the kv head.
-      starts: [M, H] float32, `PageRotation.rows` of the request.
+      starts: [M, H] float32, `page_rotation` of the request.
       within: [T, H] float32, `page_rows`.
     """
 
@@ -46,8 +47,8 @@ class _DecodeTritonInputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    starts: Any = None
-    within: Any = None
+    starts: Any
+    within: Any
 
 
 def _kernel(inputs: _DecodeTritonInputs, outputs: DecodeParts, *, scale: float, entries: int, num_parts: int) -> None:
@@ -59,8 +60,6 @@ def _kernel(inputs: _DecodeTritonInputs, outputs: DecodeParts, *, scale: float, 
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
 
     def scores_of(pages: Array, j: Array) -> Array:
-        if inputs.starts is None:
-            return product(inputs.q[...], inputs.k[pages].reshape(slots, head_dim), _A_BT)
         # Broadcast instead of gathered by slot, which spilled registers.
         cos, sin = (inputs.starts[pl.ds(j * entries, entries), pl.ds(part, half)][:, None] for part in (0, half))
         within_cos, within_sin = (inputs.within[:, pl.ds(part, half)][None] for part in (0, half))
@@ -121,8 +120,9 @@ def triton_decode(
     *,
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
+    page_rotation: Float[Array, "B M H"],
+    k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
-    rotation: PageRotation | None = None,
     blocks: TritonDecodeBlocks,
     interpret: bool = False,
 ) -> DecodeOutput:
@@ -159,10 +159,9 @@ def triton_decode(
         jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0))),
         k_pages,
         v_pages,
+        jnp.pad(page_rotation, (*widths, (0, 0))),
+        page_rows(k_frequencies, page_size),
     )
-    if rotation is not None:
-        starts = jnp.pad(rotation.rows, (*widths, (0, 0)))
-        inputs = inputs._replace(starts=starts, within=page_rows(rotation.frequencies, page_size))
 
     row = pl.BlockSpec((None, max_entries), lambda request, head, part: (request, 0))
     pool = pl.BlockSpec((None, num_pages, page_size, head_dim), lambda request, head, part: (head, 0, 0, 0))
@@ -176,7 +175,6 @@ def triton_decode(
         starts=pl.BlockSpec((None, max_entries, head_dim), lambda request, head, part: (request, 0, 0)),
         within=pl.BlockSpec((page_size, head_dim), lambda request, head, part: (0, 0)),
     )
-    specs = _DecodeTritonInputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
     shape = (num_parts, num_requests, num_kv_heads, rows)
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, entries=entries, num_parts=num_parts),

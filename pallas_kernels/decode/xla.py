@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from ccjax.kernels.attention.bounds import LOG2_E, MASKED
 from ccjax.kernels.decode.output import DecodeOutput
-from ccjax.kernels.decode.pages import PageRotation, num_entries, page_rows, used_slots, valid_pages
+from ccjax.kernels.decode.pages import num_entries, page_rows, used_slots, valid_pages
 
 SLOTS = 256
 """Slots per step."""
@@ -30,8 +31,9 @@ def blocked_decode(
     *,
     page_table: Int[Array, "B M"],
     page_length: Int[Array, "B M"],
+    page_rotation: Float[Array, "B M H"],
+    k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
-    rotation: PageRotation | None = None,
 ) -> DecodeOutput:
     """See `ccjax.kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
@@ -41,9 +43,7 @@ def blocked_decode(
     widths = ((0, 0), (0, -page_table.shape[1] % entries))
     page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
     table, used = valid_pages(page_table, page_length), used_slots(page_length, page_size)
-    starts = within = None
-    if rotation is not None:
-        starts, within = jnp.pad(rotation.rows, (*widths, (0, 0))), page_rows(rotation.frequencies, page_size)
+    starts, within = jnp.pad(page_rotation, (*widths, (0, 0))), page_rows(k_frequencies, page_size)
     counts = num_entries(page_length)
     group, half = num_heads // num_kv_heads, head_dim // 2
     q = q.reshape(num_requests, num_kv_heads, group, head_dim)
@@ -53,7 +53,7 @@ def blocked_decode(
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     score = functools.partial(einsum, "kgh,ksh->kgs")
 
-    def rotations(starts: Array, within: Array) -> tuple[Array, Array]:
+    def rotations(starts: Array) -> tuple[Array, Array]:
         """Cosine and sine of every slot, [1, S, half] each."""
         (first_cos, first_sin), (cos, sin) = ((x[..., :half], x[..., half:]) for x in (starts[:, None], within[None]))
         sums = first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin
@@ -74,14 +74,11 @@ def blocked_decode(
                 return pages[:, here(table, entries)].reshape(num_kv_heads, entries * page_size, head_dim)
 
             visible, k = here(used, entries * page_size), gathered(k_pages)
-            if starts is None or within is None:
-                scores = score(queries, k)
-            else:
-                cos, sin = rotations(here(starts, entries), within)
-                first, second = k[..., :half].astype(jnp.float32), k[..., half:].astype(jnp.float32)
-                # The halves stay separate: XLA would process joined keys element by element, which is 2 times slower.
-                scores = score(queries[..., :half], (first * cos - second * sin).astype(k.dtype))
-                scores += score(queries[..., half:], (first * sin + second * cos).astype(k.dtype))
+            cos, sin = rotations(here(starts, entries))
+            first, second = k[..., :half].astype(jnp.float32), k[..., half:].astype(jnp.float32)
+            # The halves stay separate: XLA would process joined keys element by element, which is 2 times slower.
+            scores = score(queries[..., :half], (first * cos - second * sin).astype(k.dtype))
+            scores += score(queries[..., half:], (first * sin + second * cos).astype(k.dtype))
             v = jnp.where(visible[None, :, None], gathered(v_pages), jnp.zeros((), v_pages.dtype))
             # Base 2, because its exponential is cheaper.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED)

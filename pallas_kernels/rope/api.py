@@ -52,16 +52,16 @@ def _angles(positions: Array, frequencies: Array | np.ndarray) -> Array:
     return positions.astype(jnp.float32)[..., None, None] * frequencies
 
 
-def rotation_rows(positions: Int[Array, "N"], frequencies: Float[Array, "half"] | np.ndarray) -> Float[Array, "N H"]:
+def rotation_rows(positions: Int[Array, "*N"], frequencies: Float[Array, "half"] | np.ndarray) -> Float[Array, "*N H"]:
     """[cos | sin] of every position's angles, float32, for `rotate` and for kernels that rotate keys.
 
     Computed as one array: on a TPU, cosines and sines of half the width would take as many lanes each, and joining them
     would need another copy.
     """
     frequencies = jnp.asarray(frequencies, jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * jnp.concatenate([frequencies, frequencies])[None]
+    angles = positions.astype(jnp.float32).reshape(-1, 1) * jnp.concatenate([frequencies, frequencies])[None]
     is_first = lax.broadcasted_iota(jnp.int32, angles.shape, 1) < frequencies.shape[0]
-    return jnp.where(is_first, jnp.cos(angles), jnp.sin(angles))
+    return jnp.where(is_first, jnp.cos(angles), jnp.sin(angles)).reshape(*positions.shape, -1)
 
 
 def rotate(x: Float[Array, "N A H"], rows: Float[Array, "N H"]) -> Float[Array, "N A H"]:

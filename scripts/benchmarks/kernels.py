@@ -31,7 +31,7 @@ from ccjax.evaluation.pages import show, text
 from ccjax.kernels.attention import attention
 from ccjax.kernels.decode import decode_attention
 from ccjax.kernels.dispatch import BEST
-from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope
+from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, rotation_rows
 from scripts.benchmarks.common import environment, median, stages
 
 QUICK = {"context_tokens": 256, "repetitions": 2}
@@ -119,23 +119,22 @@ def _attention(context: int, platform: str) -> Iterator[list[Way]]:
 
 
 def _decode(context: int, platform: str) -> Iterator[list[Way]]:
-    """One request with the whole context and 32 with a quarter each, keys before RoPE and after it."""
+    """One request with the whole context and 32 with a quarter each."""
 
-    def attend(q: Any, k: Any, v: Any, table: Any, length: Any, *start: Any, name: str) -> jax.Array:
-        rotated: dict[str, Any] = {"page_start": start[0], "k_frequencies": FREQUENCIES} if start else {}
-        tables = {"page_table": table, "page_length": length}
-        return decode_attention(q, k, v, **tables, scale=SCALE, implementation=name, **rotated).out
+    def attend(q: Any, k: Any, v: Any, table: Any, length: Any, rotation: Any, name: str) -> jax.Array:
+        tables = {"page_table": table, "page_length": length, "page_rotation": rotation}
+        return decode_attention(q, k, v, **tables, k_frequencies=FREQUENCIES, scale=SCALE, implementation=name).out
 
     for count, num_tokens in ((1, context), (32, context // 4)):
         shape = (count, num_tokens // PAGE_TOKENS)
         k, v = (_random(seed, NUM_KV_HEADS, shape[0] * shape[1], PAGE_TOKENS, HEAD_DIM) for seed in (4, 5))
         table = jax.random.permutation(jax.random.key(6), shape[0] * shape[1]).astype(jnp.int32).reshape(shape)
+        length = jnp.full(shape, PAGE_TOKENS, jnp.int32)
         start = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32) * PAGE_TOKENS, shape)
-        arrays = (_random(7, count, NUM_HEADS, HEAD_DIM), k, v, table, jnp.full(shape, PAGE_TOKENS, jnp.int32))
-        for what, given in (("rotated, ", (*arrays, start)), ("", arrays)):
-            calls = {name: functools.partial(attend, name=name) for name in (BEST[platform], "xla")}
-            case, num_bytes = f"{what}{count} x {num_tokens:,}", k.nbytes + v.nbytes
-            yield [Way("decode", case, name, call, given, num_bytes) for name, call in calls.items()]
+        arrays = (_random(7, count, NUM_HEADS, HEAD_DIM), k, v, table, length, rotation_rows(start, FREQUENCIES))
+        calls = {name: functools.partial(attend, name=name) for name in (BEST[platform], "xla")}
+        case, num_bytes = f"{count} x {num_tokens:,}", k.nbytes + v.nbytes
+        yield [Way("decode", case, name, call, arrays, num_bytes) for name, call in calls.items()]
 
 
 def _rope(context: int) -> list[Way]:

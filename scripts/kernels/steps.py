@@ -121,8 +121,8 @@ def _paged_layer(case: StepCase, place: Place, implementation: str) -> tuple[tup
 
 def _paged_decode(case: StepCase, place: Place, implementation: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     a, n, m = _Arrays(case, place), case.rows, 2 * case.slots // PAGE_TOKENS  # tables are padded to powers of two
-    tables = (a.ints(n, m), a.ints(n, m), a.ints(n, m))
-    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), a.ints(n), a.ints(n), *tables, a.rotation(n, m))
+    tables = (a.ints(n, m), a.ints(n, m), a.rotation(n, m))
+    arrays = (a.layer(), a.hidden(), a.pages(), a.pages(), a.ints(n), a.ints(n), *tables)
     return arrays, _statics(case, implementation)
 
 

@@ -275,7 +275,6 @@ def decode(
     *,
     batch: int,
     entries: int = 16,
-    rotates: bool = True,
     implementation: str | None = None,
 ) -> np.ndarray:
     """Logits [B, V] after one more token of every request, in a batch with padding rows."""
@@ -287,7 +286,7 @@ def decode(
         pos[row], slot[row] = request.num_tokens, request.extend(1)[0]
         tables[:, row, : len(request.entries)] = np.array(request.entries, np.int32).T
     page_table, page_length, page_start = map(jnp.asarray, tables)
-    rotation = paged_steps.page_rotation_step(page_start, config=model.config, mesh=None) if rotates else None
+    rotation = paged_steps.rotation_step(page_start, config=model.config, mesh=None)
     x = embed_step(model.params, jnp.asarray(np.pad(np.asarray(token_ids, np.int32), (0, batch - len(token_ids)))))
     for number, layer in enumerate(model.params.layers):
         out = paged_steps.paged_decode_step(
@@ -298,7 +297,6 @@ def decode(
             jnp.asarray(slot),
             page_table,
             page_length,
-            page_start if rotates else None,
             rotation,
             config=model.config,
             implementation=implementation,

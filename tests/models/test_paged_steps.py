@@ -259,21 +259,19 @@ def oracle_logits(model, prompt, kv, head, positions):
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
-def test_decode_matches_prefill_with_and_without_rotated_keys(implementation):
-    """Decodes prompts token by token; compares the logits of every step, in both kinds of pool."""
+def test_decode_matches_prefill(implementation):
+    """Decodes prompts token by token; compares the logits of every step."""
     model = make(*random_llama(7, num_hidden_layers=2, head_dim=32, num_attention_heads=4))
     random = np.random.default_rng(0)
     prompts = [draw(random, model, 20) for _ in range(3)]
     wanted = [run_alone(model, prompt).logits for prompt in prompts]
     assert np.abs(np.stack(wanted)).max() > 1
-    for rotates in (True, False):
-        pool = Pool(model.config, 20)
-        requests = [Request(pool) for _ in prompts]
-        for step in range(20):
-            tokens = [prompt[step] for prompt in prompts]
-            settings = dict(batch=4, entries=4, rotates=rotates, implementation=implementation)
-            logits = decode(model, requests, tokens, **settings)
-            np.testing.assert_allclose(logits, [rows[step] for rows in wanted], atol=TOLERANCE)
+    pool = Pool(model.config, 20)
+    requests = [Request(pool) for _ in prompts]
+    for step in range(20):
+        tokens = [prompt[step] for prompt in prompts]
+        logits = decode(model, requests, tokens, batch=4, entries=4, implementation=implementation)
+        np.testing.assert_allclose(logits, [rows[step] for rows in wanted], atol=TOLERANCE)
 
 
 DECODE_MUTANTS = {

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.decode import decode_attention
+from ccjax.kernels.rope import rotation_rows
 from tests.oracles import rotate
 from tests.pallas_kernels.attention_cases import frequencies, oracle
 
@@ -18,7 +19,7 @@ class Case:
     and request 3 nothing.
     """
 
-    def __init__(self, *, heads=4, kv_heads=2, head_dim=32, page_size=16, dtype="float32", theta=None, seed=0):
+    def __init__(self, *, heads=4, kv_heads=2, head_dim=32, page_size=16, dtype="float32", theta=10000.0, seed=0):
         random = np.random.default_rng(seed)
         self.dtype, self.page_size = dtype, page_size
         chunks = {"one": 7 * page_size + 3, "two": 2 * page_size, "short": 5, "own": page_size - 1}
@@ -50,13 +51,13 @@ class Case:
         # Unused entries may be between others.
         self.table[2, 3], self.length[2, 3], self.start[2, 3] = self.table[2, 0], self.length[2, 0], self.start[2, 0]
         self.length[2, 0] = 0
-        self.k_frequencies = None if theta is None else frequencies(head_dim, theta)
+        self.k_frequencies = frequencies(head_dim, theta)
         self.scale = head_dim**-0.5
 
     def arguments(self, **changes):
+        start, turns = changes.pop("page_start", self.start), changes.pop("k_frequencies", self.k_frequencies)
         values = dict(page_table=self.table, page_length=self.length, scale=self.scale)
-        if self.k_frequencies is not None:
-            values |= dict(page_start=self.start, k_frequencies=self.k_frequencies)
+        values |= dict(page_rotation=rotation_rows(jnp.asarray(start), turns), k_frequencies=turns)
         inputs = [jnp.asarray(changes.pop(name, getattr(self, name)), self.dtype) for name in ("q", "k", "v")]
         values |= changes
         return inputs, {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in values.items()}
@@ -73,9 +74,7 @@ class Case:
             for entry in np.flatnonzero(self.length[request]):
                 page, used = self.table[request, entry], self.length[request, entry]
                 keys = self.k[:, page, :used].transpose(1, 0, 2).astype(np.float64)
-                if self.k_frequencies is not None:
-                    keys = rotate(keys, self.start[request, entry] + np.arange(used), self.k_frequencies)
-                k.append(keys)
+                k.append(rotate(keys, self.start[request, entry] + np.arange(used), self.k_frequencies))
                 v.append(self.v[:, page, :used].transpose(1, 0, 2))
             if k:
                 k, v = np.concatenate(k), np.concatenate(v)

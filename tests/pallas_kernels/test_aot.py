@@ -55,8 +55,8 @@ def test_quick_cases_cover_every_kernel_and_include_a_control_for_each(target):
     cases = [case for case in ALL_CASES if case.name in QUICK]
     assert {case.name for case in cases} == QUICK
     assert QUICK_STEPS <= {case.name for case in STEP_CASES}
-    kernels = {(case.kernel, case.is_rotated) for case in cases}
-    assert kernels == {(case.kernel, case.is_rotated) for case in ALL_CASES}
+    kernels = {(case.kernel, getattr(case, "is_rotated", True)) for case in cases}
+    assert kernels == {(case.kernel, getattr(case, "is_rotated", True)) for case in ALL_CASES}
     spoilt = {(chip, case.kernel) for _, chip, case, _, _ in target.controls() if case.name in QUICK}
     assert spoilt == {(chip, case.kernel) for chip in target.CHIPS for case in ALL_CASES}
     assert any(case.name in QUICK_STEPS for _, case, _, _ in step_controls("xla"))

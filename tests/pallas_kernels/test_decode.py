@@ -4,15 +4,13 @@ import functools
 import inspect
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ccjax.kernels.decode import decode_attention, mosaic_tpu, page_rotation
+from ccjax.kernels.decode import decode_attention, mosaic_tpu
 from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
 from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
-from ccjax.kernels.decode.pages import PageRotation
 from tests.pallas_kernels.attention_cases import IMPLEMENTATIONS, KERNELS, TOLERANCE, worst
 from tests.pallas_kernels.decode_cases import MUTANTS, Case
 
@@ -30,8 +28,8 @@ SHAPES = [
 
 @functools.cache
 def solved(dtype):
-    """A case with keys before RoPE, and the expected result; do not modify them."""
-    case = Case(head_dim=64, theta=10000.0, dtype=dtype)
+    """A case and the expected result; do not modify them."""
+    case = Case(head_dim=64, dtype=dtype)
     return case, case.expected()
 
 
@@ -45,7 +43,7 @@ def test_agrees_with_the_oracle(implementation, shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_before_rope_agree_with_the_oracle_and_mutants_do_not(implementation, dtype):
+def test_batch_agrees_with_the_oracle_and_mutants_do_not(implementation, dtype):
     case, expected = solved(dtype)
     assert worst(case.run(implementation), expected) < TOLERANCE[dtype]
     errors = {name: worst(case.run(implementation, **mutant(case)), expected) for name, mutant in MUTANTS.items()}
@@ -57,11 +55,10 @@ def test_keys_before_rope_agree_with_the_oracle_and_mutants_do_not(implementatio
     ("implementation", "head_dim", "dtype"),
     [*((kernel, 64, "bfloat16") for kernel in ("xla", *KERNELS)), (KERNELS[-1], 32, "float32")],
 )
-def test_precomputed_page_rotation_is_equivalent_to_computing_it(implementation, head_dim, dtype):
-    case = Case(head_dim=head_dim, theta=10000.0, dtype=dtype)
-    rows = np.asarray(page_rotation(jnp.asarray(case.start), case.k_frequencies))
-    given, expected = case.run(implementation, page_rotation=rows), case.expected()
-    assert worst(given, expected) < TOLERANCE[dtype]
+def test_wrong_page_rotation_exceeds_the_tolerance(implementation, head_dim, dtype):
+    case = Case(head_dim=head_dim, dtype=dtype)
+    expected, rows = case.expected(), np.asarray(case.arguments()[1]["page_rotation"])
+    assert worst(case.run(implementation), expected) < TOLERANCE[dtype]
     for wrong in (np.roll(rows, 1, 1), np.roll(rows, head_dim // 2, 2), np.ones_like(rows)):
         assert worst(case.run(implementation, page_rotation=wrong), expected) > TOLERANCE[dtype]
 
@@ -80,15 +77,13 @@ def test_large_positions_lose_no_more_precision_than_angle_rounding(implementati
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_request_without_tokens_gets_zero_output(implementation):
-    result = Case(theta=10000.0, head_dim=64).run(implementation)
+    result = Case(head_dim=64).run(implementation)
     assert not np.asarray(result.out[3]).any() and np.isneginf(np.asarray(result.lse[3])).all()
 
 
 def test_the_tpu_kernel_does_not_race_and_reads_no_uninitialised_memory(capfd):
-    case = Case(theta=10000.0)
+    case = Case()
     inputs, arguments = case.arguments()
-    start, frequencies = arguments.pop("page_start"), arguments.pop("k_frequencies")
-    arguments["rotation"] = PageRotation(start, frequencies, page_rotation(start, frequencies))
     detector = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
     run = functools.partial(mosaic_tpu_decode, blocks=MosaicDecodeBlocks(slots=64), interpret=detector)
     run = jax.jit(run, static_argnames=("scale",))
@@ -100,7 +95,7 @@ def test_page_tables_too_large_for_scalar_memory_are_split_by_requests(monkeypat
     calls = []
     monkeypatch.setattr(mosaic_tpu, "_MOST_ENTRIES", 36)
     monkeypatch.setattr(mosaic_tpu.pl, "pallas_call", watched(mosaic_tpu.pl.pallas_call, calls))
-    case = Case(theta=10000.0)
+    case = Case()
     inputs, arguments = case.arguments()
     run = functools.partial(decode_attention, scale=arguments.pop("scale"), implementation="mosaic_tpu_interpret")
     result = jax.jit(run)(*inputs, **arguments)
@@ -120,15 +115,10 @@ def test_bad_arguments_are_named():
     case = Case()
     with pytest.raises(ValueError, match="kv heads"):
         case.run("xla", q=case.q[:, :3])
-    with pytest.raises(ValueError, match="page_start and k_frequencies"):
-        case.run("xla", page_start=case.start)
+    inputs, arguments = case.arguments()
     with pytest.raises(ValueError, match="k_frequencies: wanted shape"):
-        case.run("xla", page_start=case.start, k_frequencies=np.ones(7, np.float32))
-    turning = Case(theta=10000.0)
-    rows = np.zeros((4, 12, 32), np.float32)
-    with pytest.raises(ValueError, match="page_rotation: wanted None without page_start, got .*4, 12, 32"):
-        case.run("xla", page_rotation=rows)
-    inputs, arguments = turning.arguments(page_rotation=rows[..., :16])
+        inspect.unwrap(decode_attention)(*inputs, **arguments | {"k_frequencies": np.ones(7, np.float32)})
+    arguments["page_rotation"] = np.zeros((4, 12, 16), np.float32)
     with pytest.raises(ValueError, match=r"page_rotation: wanted shape \(4, 12, 32\), got \(4, 12, 16\)"):
         inspect.unwrap(decode_attention)(*inputs, **arguments)  # without the type checks of the tests
     with pytest.raises(NotImplementedError, match="head dimension .* got 24"):
