@@ -34,12 +34,11 @@ from ccjax.engine.engine_documents import EngineDocuments
 from ccjax.engine.maintenance import Maintenance
 from ccjax.engine.prefill_orders import PrefillOrders
 from ccjax.engine.shadow import ShadowChecks
-from ccjax.engine.startup import load_configured
 from ccjax.engine.submission import RequestSubmission
 from ccjax.errors import ConfigError, RequestError
 from ccjax.loading.calibration import calibration_of
 from ccjax.loading.devices import split_params
-from ccjax.loading.model import LoadedModel, Progress, prompt_builder
+from ccjax.loading.model import LoadedModel, Progress, load_model, model_config, prompt_builder
 from ccjax.loading.prefill_profile import profile_of
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.sharding import num_kv_shards
@@ -245,7 +244,17 @@ class Engine:
           CheckpointError: model files are missing, damaged or inconsistent.
           StoreIdentityError, StoreUnavailableError: the store has another format version, or cannot be opened.
         """
-        return cls(*load_configured(model, settings, progress))
+        config = EngineConfig(**settings)
+        with_pool(model_config(model, tokenizer=config.tokenizer), config)  # raises if the model does not fit
+        loaded = load_model(
+            model,
+            dtype=config.dtype,
+            quantization=config.quantization,
+            tokenizer=config.tokenizer,
+            tensor_parallel_size=config.tensor_parallel_size,
+            progress=progress,
+        )
+        return cls(loaded, config)
 
     def generate(
         self,
