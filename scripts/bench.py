@@ -1,6 +1,7 @@
 """Measures ccjax: `python scripts/bench.py NAME [--quick] [--json]`. Each benchmark is a module of scripts/benchmarks.
 
-Prints a table; with --json, one object of raw figures as the last line (keys: `bench.py NAME --help`).
+Prints a table; with --json, one object of raw figures as the last line: `benchmark`, `date`, `commit`, `machine`,
+`device`, `python`, `versions` (package -> version), and the keys that `bench.py NAME --help` names.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ then without store and reuse, the paper's baseline. Each system and number of do
 passages warm everything up. The overhead is that of a short prompt, one at a time: a single server, and one replica
 behind the front. Needs `qa/` in the data folder, and ccjax[cluster].
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   model (null: the server's default), replicas, requests, passes, load, serve_args
   cases[]: `system` (default, no generator, no store); `documents` (retrieved for a question); `pass` (from 1); `rate`
     (arrivals a second); `throughput` (answers a second, first arrival to last answer); `latency_ms` (arrival to end of

@@ -4,7 +4,7 @@ Counted while all requests are being decoded. llama.cpp runs in the same process
 and with the same weights in float32. The ways run one after the other, since an idle server of llama.cpp takes time
 from others: use a machine that is otherwise idle.
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   model, dtype, prompt_tokens, answer_tokens, repetitions
   cases[]: `way` (default | llama.cpp, float32 | llama.cpp, the model's file), `requests` (at once), `tokens_per_s` (of
     all answers; median), `runs`

@@ -4,7 +4,7 @@ Llama-3-8B's heads, in bfloat16 (float32 on a CPU), random numbers. Many calls a
 Python is included; the ways of a case alternate. A barrier makes the inputs of each turn depend on the last result, so
 that XLA neither moves work out of the loop nor merges turns. A way fails that differs from the first of its case.
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   shapes
   limits: `tflops` of a square product; `gbps`, read plus written, of a pass over an array
   cases[]: `kernel` (attention | decode | rope), `case`, `implementation`; `ms` (median of `runs_ms`); `tflops` on

@@ -5,7 +5,7 @@ slowed so that loading takes 0.5, 1, 2 or 4 times as long as the prefill over KV
 queue for 0.54 of that time (fig. 29) where reading begins while it does. The first row is the default: KV in host
 memory, layer by layer.
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   model, dtype, context_tokens, passages, repetitions; kv_bytes (loaded by a request)
   cases[]: `tier` (host, disk); `loading`: sync (load all, then compute), layerwise (a layer runs once its own KV is
     loaded), alg2 (the first layer waits for the KV of Lp layers); `queue_s` (0: reading begins with the prefill);

@@ -4,7 +4,7 @@ Everything goes through `PassageIndex` with the server's default settings (IVF, 
 Texts and questions are MuSiQue's, and so are the first 3,000 vectors; the others are derived from these, each between
 three real ones plus a random offset. Questions are embedded beforehand. Needs the data folder's `rag_trace/` and `qa/`.
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   embedder, dim, passages, real_passages, questions, top_k
   write_s, improve_s, open_s: to write all passages (documents of ten), to train and add them, to open the index again
   open_resident_bytes: private memory that opening takes (RssAnon); mapped files do not count

@@ -4,9 +4,9 @@ Every strategy has its own process and store, one after the other, and answers t
 the OpenAI API; times are measured at the socket. Requests are questions with the passages of MuSiQue's retrieval trace
 (`--data` or $CCJAX_TEST_DATA), or, without it, of the shipped corpus, drawn by Zipf's law. Before the runs, earlier
 requests that share passages with theirs are sent one by one. Loads: `--concurrency` requests in progress; then Poisson
-arrivals at each of `--rates`, however fast the server is. Every size is compiled at the start, as idle time does later.
+arrivals at each of `--rates`, however fast the server is. A server first compiles in idle time, `--idle-s` at most.
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   trace (musique, drawn), model (null: the server's default), passages, requests, max_tokens, serve_args; slo_s (bound
     on TTFT), rates
   cases[]: `strategy` (default first); `load` (closed, open); `concurrency`, `rate` (requests a second); and of each run
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import random
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ from scripts.benchmarks.client import (
 )
 from scripts.benchmarks.common import BenchmarkError, data_folder, environment, median, rows_of, stages
 
-QUICK = {"requests": 4, "history": 4, "passages": 2, "max_tokens": 4, "rates": [2.0], "strategies": ["default", "full"]}
+QUICK = {"requests": 4, "history": 4, "passages": 2, "max_tokens": 4, "rates": [2.0], "idle_s": 0.0}
+QUICK |= {"strategies": ["default", "full"]}
 RATE_MULTIPLES = (0.7, 1.0, 1.4)
 SLO_MULTIPLE = 5.0
 NUM_WARM = 8
@@ -68,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rates", type=float, nargs="+", help="a second (default: 0.7, 1, 1.4 times the first one's closed loop)")
     add("--concurrency", type=positive_int, default=8, help="requests in progress in closed loop (%(default)s)")
     add("--slo-s", type=float, help="bound on TTFT (default: 5 times the first strategy's without load)")
+    add("--idle-s", type=float, default=300.0, help="most time to compile in before the runs (%(default)s)")
     add("--timeout-s", type=float, default=600.0, help="seconds of silence until an answer is abandoned (%(default)s)")
 
 
@@ -97,13 +100,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             say(f"{strategy}: start the server")
             flags = [] if options.model is None else ["--model", options.model]
             flags += [] if strategy == "default" else ["--strategy", strategy]
-            flags += ["--no-warmup" if options.quick else "--warmup-all", *shlex.split(options.serve_args)]
+            flags += [*(["--no-warmup"] if options.quick else []), *shlex.split(options.serve_args)]
             with serving(flags) as url:
                 say(f"{strategy}: earlier requests")
                 check_answered(closed_loop(url, [chat(*question, 1) for question in past], 1, timeout_s))
                 records = closed_loop(url, warm, 1, timeout_s)
                 check_answered(records)
                 options.slo_s = options.slo_s or SLO_MULTIPLE * median(map(ttft_s, records))
+                say(f"{strategy}: what idle time compiles")
+                until = time.monotonic() + options.idle_s
+                while scrape(url).get("ccjax_sizes_to_compile") and time.monotonic() < until:
+                    time.sleep(1.0)
                 for number, window in enumerate(windows):
                     rate = options.rates[number - 1] if number else None
                     say(f"{strategy}: {rate:.3g} a second" if rate else f"{strategy}: {options.concurrency} at a time")

@@ -8,7 +8,7 @@ The disk tier: variants of 8 MB and 64 MB against plain files of the same bytes 
 `fsync`, one read into existing memory. The tier also allocates memory, verifies checksums and commits a record. For
 cold reads the kernel is told to drop the files (Linux only).
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   record_bytes, tokens, planned_chunks: of a variant, and of a planned prompt
   cases[]: `catalog` (whether the store had one), `variants` (at the end), `changes`; seconds: `open_s` the store,
     `index_s` build the engine's index over it, look up and plan a prompt of 20 random chunks `plan_first_s` and

@@ -5,7 +5,7 @@ Options are those of `ccjax serve`; engines are read-only, so that no prompt cha
 up like a server's (not with --quick). The first run of a case is not counted. On a CPU the cases alternate, so that a
 busy machine slows all of them; on an accelerator, whose memory one engine takes, they run one after the other.
 
-Keys of --json, besides those of `common.environment`:
+Keys of --json, besides those of every benchmark (`bench.py --help`):
   model, dtype, layers, d_model, passages, repetitions
   cases[]: `state` of the store: empty (full prefill), alone (each passage was computed directly behind the
     instructions), prepared (also behind the frame, as servers do), seen (an earlier prompt had the passages in another
