@@ -1,10 +1,13 @@
-"""Splits a request into segments: token ids of system prompt, passages and question, cut to the context length."""
+"""Splits a request into segments: token ids of instructions, passages, other text and the question, cut to the context
+length."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
+from typing import Any, get_args
 
 import numpy as np
 
@@ -12,41 +15,71 @@ from ccjax.errors import ContextLengthError, RequestError
 from ccjax.policy.settings import PromptChunk
 from ccjax.requests import Request
 from ccjax.text import PromptBuilder
-from ccjax.types import Chunk, ChunkId, Document
+from ccjax.types import Chunk, ChunkId, Document, Segment, SegmentRole, leading_instructions
 
 _SHORT_ANSWER = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Segments of one prompt; `chunks` holds the system prompt (unless it is empty), then the passages."""
+    """The segments of one prompt, in order: at least one, only the last of which may be a question."""
 
-    chunks: tuple[Chunk, ...]
-    has_system: bool
-    question: tuple[int, ...]
+    segments: tuple[Segment, ...]
     max_new_tokens: int
+
+    @classmethod
+    def of_chunks(cls, segments: Sequence[Segment]) -> Prompt:
+        """A prompt to compute the KV of these segments. One token stands for the question, which every prefill ends
+        with."""
+        last = segments[-1].chunk.token_ids[-1:]
+        return cls((*segments, Segment("question", Chunk(chunk_id(last), last))), 1)
+
+    @functools.cached_property
+    def cached(self) -> tuple[Segment, ...]:
+        """The segments that are stored and reused: all but a question."""
+        return tuple(segment for segment in self.segments if segment.role != "question")
+
+    @functools.cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of `cached`."""
+        return tuple(segment.chunk for segment in self.cached)
+
+    @property
+    def passages(self) -> tuple[Chunk, ...]:
+        """The chunks that are passages."""
+        return tuple(segment.chunk for segment in self.segments if segment.role == "passage")
+
+    @property
+    def instructions(self) -> tuple[Segment, ...]:
+        """The instructions that the prompt begins with."""
+        return self.segments[: leading_instructions(segment.role for segment in self.segments)]
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """Token ids of the last segment, which is always computed."""
+        return self.segments[-1].chunk.token_ids
 
     @property
     def num_tokens(self) -> int:
         """Length of the whole prompt in tokens."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks) + len(self.question)
+        return sum(len(segment.chunk.token_ids) for segment in self.segments)
 
     @property
     def token_ids(self) -> np.ndarray:
         """The whole prompt [n], int32."""
-        ids = [token for chunk in self.chunks for token in chunk.token_ids]
-        return np.asarray([*ids, *self.question], np.int32)
+        return np.asarray([token for segment in self.segments for token in segment.chunk.token_ids], np.int32)
+
+    def extended(self, token_ids: Sequence[int]) -> Prompt:
+        """The prompt with these tokens at the end of its last segment, and an answer of one token."""
+        *before, last = self.segments
+        ids = (*last.chunk.token_ids, *token_ids)
+        return Prompt((*before, Segment(last.role, Chunk(chunk_id(ids), ids))), 1)
 
     @property
     def planned_chunks(self) -> list[PromptChunk]:
-        """The chunks as input of the policy."""
+        """The segments as input of the policy."""
         return [
-            PromptChunk(
-                chunk_id=chunk.chunk_id,
-                num_tokens=len(chunk.token_ids),
-                role="system" if self.has_system and number == 0 else "document",
-            )
-            for number, chunk in enumerate(self.chunks)
+            PromptChunk(segment.chunk.chunk_id, len(segment.chunk.token_ids), segment.role) for segment in self.segments
         ]
 
 
@@ -80,31 +113,28 @@ def assemble(
       ContextLengthError: prompt and answer exceed `max_model_len`.
     """
     if request.segments is not None:
-        system, passages, question = _from_segments(request.segments, vocab_size)
-        documents: Sequence[Document | None] = [None] * len(passages)
+        segments = _from_segments(request.segments, vocab_size, tenant_tag(request.cache_salt))
     else:
-        system, passages, question = _from_text(request, builder)
-        documents = request.documents
-    tenant = tenant_tag(request.cache_salt)
-    chunks = [as_chunk(ids, document, tenant) for ids, document in zip(passages, documents, strict=True)]
-    head = [as_chunk(system, None, tenant)] if system else []
-    fixed = len(system) + len(question)
+        segments = _from_text(request, builder, tenant_tag(request.cache_salt))
     wanted = request.sampling.max_new_tokens
     reserve = wanted if wanted is not None else int(answer)
+    total = sum(len(segment.chunk.token_ids) for segment in segments)
     if request.truncate:
         room = wanted if wanted is not None else min(_SHORT_ANSWER, max_model_len // 4)
-        while chunks and fixed + sum(len(chunk.token_ids) for chunk in chunks) + room > max_model_len:
-            chunks.pop()
-    total = fixed + sum(len(chunk.token_ids) for chunk in chunks)
+        for number in reversed(range(len(segments))):
+            if total + room > max_model_len and segments[number].role == "passage":
+                total -= len(segments.pop(number).chunk.token_ids)
     if total + reserve > max_model_len:
-        longest = max((len(chunk.token_ids) for chunk in chunks), default=0)
-        passages = f"; {len(chunks)} documents, the longest of {longest} tokens: send less or set truncate"
+        lengths = [len(segment.chunk.token_ids) for segment in segments if segment.role == "passage"]
+        passages = (
+            f"; {len(lengths)} documents, the longest of {max(lengths, default=0)} tokens: send less or set truncate"
+        )
         raise ContextLengthError(
             "prompt",
             f"wanted at most {max_model_len} tokens (max_model_len) with the answer, got {total} prompt tokens and "
-            f"{reserve} for the answer{passages if chunks else ''}",
+            f"{reserve} for the answer{passages if lengths else ''}",
         )
-    return Prompt((*head, *chunks), bool(system), question, wanted if wanted is not None else max_model_len - total)
+    return Prompt(tuple(segments), wanted if wanted is not None else max_model_len - total)
 
 
 def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str = "") -> Chunk:
@@ -122,10 +152,7 @@ def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str 
     )
 
 
-_Parts = tuple[tuple[int, ...], Sequence[tuple[int, ...]], tuple[int, ...]]
-
-
-def _from_text(request: Request, builder: PromptBuilder | None) -> _Parts:
+def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> list[Segment]:
     if builder is None:
         raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
     try:
@@ -141,22 +168,51 @@ def _from_text(request: Request, builder: PromptBuilder | None) -> _Parts:
     except ValueError as error:
         argument, _, message = str(error).partition(": ")
         raise RequestError(argument, message) from error
-    return parts.system, parts.documents, parts.question
+    instructions = [Segment("instructions", as_chunk(parts.system, None, tenant))] if parts.system else []
+    passages = [
+        Segment("passage", as_chunk(ids, document, tenant))
+        for ids, document in zip(parts.documents, request.documents, strict=True)
+    ]
+    return [*instructions, *passages, Segment("question", as_chunk(parts.question, None, tenant))]
 
 
-def _from_segments(segments: Sequence[Sequence[int]], vocab_size: int) -> _Parts:
-    if len(segments) < 2:
-        raise RequestError("segments", f"wanted at least a system and a question segment, got {len(segments)}")
-    for number, segment in enumerate(segments):
-        if not isinstance(segment, Sequence | np.ndarray) or isinstance(segment, str | bytes):
-            raise RequestError(f"segments[{number}]", f"wanted a list of token ids, got {segment!r}")
-        if number > 0 and len(segment) == 0:
-            raise RequestError(f"segments[{number}]", "wanted at least one token")
-        bad = next((t for t in segment if isinstance(t, bool) or not isinstance(t, int | np.integer)), None)
-        if bad is not None:
-            raise RequestError(f"segments[{number}]", f"wanted integers, got {bad!r}")
-        outside = next((token for token in segment if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            raise RequestError(f"segments[{number}]", f"wanted token ids from 0 to {vocab_size - 1}, got {outside}")
-    system, *passages, question = (tuple(int(token) for token in segment) for segment in segments)
-    return system, passages, question
+def _from_segments(given: Sequence[Any], vocab_size: int, tenant: str) -> list[Segment]:
+    """Segments of token ids, or of pairs of a role and token ids. Without roles the first are the instructions, which
+    may be empty, the last the question, all others passages."""
+    if len(given) < 2 and not (given and _has_role(given[0])):
+        raise RequestError("segments", f"wanted at least a system and a question segment, got {len(given)}")
+    segments: list[Segment] = []
+    for number, segment in enumerate(given):
+        name = f"segments[{number}]"
+        is_last = number == len(given) - 1
+        role: SegmentRole = "question" if is_last else "passage" if number else "instructions"
+        if _has_role(segment):
+            role, segment = segment
+            if role not in get_args(SegmentRole):
+                raise RequestError(name, f"wanted one of {get_args(SegmentRole)} as role, got {role!r}")
+            if is_last and role not in ("question", "text"):
+                raise RequestError(name, f"wanted a question or text at the end, got role {role!r}")
+            if role == "question" and not is_last:
+                raise RequestError(name, f"wanted a question only at the end, got one before {len(given) - 1 - number}")
+        elif number == 0 and not is_last and isinstance(segment, Sequence | np.ndarray) and len(segment) == 0:
+            continue
+        segments.append(Segment(role, as_chunk(_token_ids(segment, name, vocab_size), None, tenant)))
+    return segments
+
+
+def _has_role(segment: Any) -> bool:
+    return isinstance(segment, Sequence) and len(segment) == 2 and isinstance(segment[0], str)
+
+
+def _token_ids(segment: Any, name: str, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(segment, Sequence | np.ndarray) or isinstance(segment, str | bytes):
+        raise RequestError(name, f"wanted a list of token ids, got {segment!r}")
+    if len(segment) == 0:
+        raise RequestError(name, "wanted at least one token")
+    bad = next((t for t in segment if isinstance(t, bool) or not isinstance(t, int | np.integer)), None)
+    if bad is not None:
+        raise RequestError(name, f"wanted integers, got {bad!r}")
+    outside = next((token for token in segment if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise RequestError(name, f"wanted token ids from 0 to {vocab_size - 1}, got {outside}")
+    return tuple(int(token) for token in segment)

@@ -90,7 +90,9 @@ class Request:
     Attributes:
       messages: chat turns `{"role", "content"}`; passages are inserted at the start of the first user turn.
       prompt: plain text without chat template; passages are inserted before it.
-      segments: token ids of callers that tokenize themselves: system, passages..., question.
+      segments: for callers that tokenize themselves: lists of token ids (the system prompt, which may be empty,
+        passages, the question), or pairs of a role (`SegmentRole`) and such a list, in any order, with a question or
+        text at the end.
       documents: passages in prompt order, each a unit of caching; mappings are converted. None with `segments`.
       truncate: drop passages from the end until the prompt fits, instead of rejecting the request.
       priority: lower numbers are served first, as in vLLM; requests of higher numbers wait and may be preempted.
@@ -106,7 +108,7 @@ class Request:
 
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | None = None
-    segments: Sequence[Sequence[int]] | None = None
+    segments: Sequence[Sequence[int] | tuple[SegmentRole, Sequence[int]]] | None = None
     documents: Sequence[Document] = ()
     sampling: SamplingParams = SamplingParams()
     reuse: ReuseMode = "bounded"
@@ -209,7 +211,7 @@ class RequestTrace:
     """The course of a request; times are those of `time.perf_counter`.
 
     Attributes:
-      segments: in prompt order, the question last.
+      segments: in prompt order.
       num_layers: number of layers of the model.
       arrived_s, started_s: when the request was submitted, and when it left the queue.
       token_s: when each token of all answers was sampled; the first one ends the prefill.

@@ -6,7 +6,8 @@ Stdlib only. Axes and symbols follow docs/architecture.md: L layers, T tokens of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NewType
 
 ChunkId = NewType("ChunkId", str)
@@ -18,7 +19,10 @@ VariantId = NewType("VariantId", str)
 ReuseMode = Literal["off", "exact", "bounded", "fast"]
 REUSE_MODES: tuple[ReuseMode, ...] = ("off", "exact", "bounded", "fast")
 Fidelity = Literal["exact", "approx"]
-SegmentRole = Literal["system", "document", "question"]
+SegmentRole = Literal["instructions", "passage", "text", "question"]
+"""What a part of a prompt is: instructions (the system prompt), a passage, other text (an earlier turn, text between
+passages), or the question at the end. Passages are reused in any context, instructions and text only behind the very
+same prefix; a question is not cached."""
 SegmentAction = Literal["compute", "reuse"]
 
 
@@ -51,13 +55,30 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt: a chunk and its role.
+
+    Attributes:
+      borders: ascending offsets of the tokens at which another message, or another part of a message's content, begins;
+        tokenization does not depend on them.
+    """
+
+    role: SegmentRole
+    chunk: Chunk
+    borders: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class VariantMeta:
     """Metadata of a stored variant: the KV of a chunk as computed after `prefix_ids`.
 
     Attributes:
-      prefix_ids: ordered ids of the chunks before it (the system prompt is the first of them).
+      prefix_ids: ordered ids of the chunks before it.
+      roles: the roles of the chunks before it, then its own. Instructions at the beginning of a prompt contain the
+        attention sink, which receives mass from every token regardless of content, and they are the same in every
+        prompt; so they do not count as prefix chunks in CacheCraft eq. 6, 7 and 9.
       inter_by_prefix: CacheCraft eq. 3, mean over layers: softmax mass that this chunk's queries put on each prefix
-        chunk; aligned with `prefix_ids`. 0 for the system prompt: see `has_system`.
+        chunk; aligned with `prefix_ids`. 0 for instructions at the beginning: see `roles`.
       a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
       cci: CacheCraft eq. 11, in [0.5, 1].
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.
@@ -68,9 +89,6 @@ class VariantMeta:
       start: position of the first token in the prompt that the variant was computed in; None in older stores.
       platform: JAX's name of the platform that computed it, such as "cpu"; None for this process's own, and in older
         stores.
-      has_system: the first of `prefix_ids` is the system prompt. It contains the attention sink, which receives mass
-        from every token regardless of content, and it is the same in every prompt; so it does not count as a prefix
-        chunk in CacheCraft eq. 6, 7 and 9.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum over uses of one over the share that was recomputed.
       fidelity: `exact` if every KV row equals that of a full prefill, else `approx`.
     """
@@ -91,21 +109,31 @@ class VariantMeta:
     token_received: tuple[float, ...] = ()
     start: int | None = None
     platform: str | None = None
-    has_system: bool = False
+    roles: tuple[SegmentRole, ...] = ()
 
     @property
-    def passages_before(self) -> int:
-        """Number of passages before the chunk."""
-        return len(self.prefix_ids) - int(self.has_system)
+    def num_instructions(self) -> int:
+        """Number of instructions that the prefix begins with."""
+        return leading_instructions(self.roles[: len(self.prefix_ids)])
+
+    @property
+    def chunks_before(self) -> int:
+        """Number of chunks before it, without the instructions at the beginning."""
+        return len(self.prefix_ids) - self.num_instructions
+
+
+def leading_instructions(roles: Iterable[SegmentRole]) -> int:
+    """Number of instructions that a prompt or prefix with these roles begins with."""
+    return sum(1 for _ in itertools.takewhile(lambda role: role == "instructions", roles))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of prompt tokens and what the prefill does with it.
+class PlannedSegment:
+    """A segment of a prompt and what the prefill does with it.
 
     Attributes:
       start: offset of the first token in the prompt.
-      chunk_id: None for the question, which is never cached.
+      role, chunk_id: the segment's. `chunk_id` is None for a question, which is never cached.
       variant_id: the variant to merge, only if `action == "reuse"`.
       recompute_offsets: ascending in-chunk offsets to recompute, only if `action == "reuse"`.
       cfo: CacheCraft eq. 12, the share of tokens that the policy chose to recompute; None if nothing is reused.
@@ -133,7 +161,7 @@ class PrefillPlan:
     cut and the choice by deviation drop some between layers.
 
     Attributes:
-      segments: in prompt order, covering the prompt without gaps; the last one is the question.
+      segments: in prompt order, covering the prompt without gaps; the last one is always computed.
       focus_window: CacheCraft alg. 1 `w`: layers for which the focused set must stay unchanged before tokens of
         unfocused chunks are dropped; None disables the focus cut.
       focus_rule: which gap rule alg. 1 uses (see ccjax.policy.focus).
@@ -146,7 +174,7 @@ class PrefillPlan:
       pin: variants that must stay in their tier until the prefill is done.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[PlannedSegment, ...]
     focus_window: int | None = None
     focus_rule: str = "entropy"
     hkvd_counts_by_layer: tuple[int, ...] = ()
@@ -164,12 +192,12 @@ class PrefillPlan:
         """False if the result depends on which tokens are computed together."""
         return self.focus_window is None and not self.hkvd_counts_by_layer
 
-    def recomputed_tokens(self, segment: Segment) -> float:
+    def recomputed_tokens(self, segment: PlannedSegment) -> float:
         """Tokens of a reused segment to recompute, in equivalents of all layers; ignores the focus cut."""
         counts = self.hkvd_counts_by_layer
         return len(segment.recompute_offsets) * (sum(counts) / (len(counts) * counts[0]) if counts else 1.0)
 
-    def computed_tokens(self, segment: Segment) -> float:
+    def computed_tokens(self, segment: PlannedSegment) -> float:
         """Tokens of a segment to compute or recompute, in equivalents of all layers; ignores the focus cut."""
         return segment.num_tokens if segment.action == "compute" else self.recomputed_tokens(segment)
 
@@ -178,9 +206,9 @@ class PrefillPlan:
 class LayerStats:
     """Per-layer statistics that the focus cut (CacheCraft alg. 1) reads during a prefill.
 
-    `question_mass_by_chunk` is the softmax mass of the question's tokens on every document, summed over question tokens
-    and averaged over heads, in prompt order. The system prompt is left out: its first token is an attention sink, which
-    receives mass from every query regardless of the question, so it would always be the only focused chunk.
+    `question_mass_by_chunk` is the softmax mass of the question's tokens on every passage, summed over question tokens
+    and averaged over heads, in prompt order. The instructions are left out: their first token is an attention sink,
+    which receives mass from every query regardless of the question, so it would always be the only focused chunk.
     """
 
     layer: int
@@ -189,8 +217,8 @@ class LayerStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentReuse:
-    """Reuse of one document (or the system prompt) in a request; the three token counts add up to `num_tokens`.
-    `framed`: its KV was prepared after the frame."""
+    """Reuse of one chunk of a prompt (a passage, the instructions, text); the three token counts add up to
+    `num_tokens`. `framed`: its KV was prepared after the frame."""
 
     role: SegmentRole
     chunk_id: ChunkId | None
@@ -220,7 +248,7 @@ class ReuseReport:
         twice if it ran first to choose tokens.
       exact: True if the answer equals that of a full prefill.
       focus_cut_layer: first layer that ran without the unfocused chunks, or None.
-      per_document: in prompt order, the system prompt first.
+      per_document: every chunk of the prompt, in its order; all but the question.
       loaded_bytes: KV bytes merged into the context, from any tier.
       preloaded_bytes: bytes of disk variants that were in memory before the prefill began.
       load_wait_s: seconds that the device waited for KV.

@@ -12,7 +12,7 @@ import numpy as np
 
 from ccjax.policy.capture import should_capture, variant_meta
 from ccjax.runner.plan_rows import SINK_TOKENS, PrefillOutcome
-from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId, VariantMeta
+from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantId, VariantMeta
 
 ReadLayers = Callable[[VariantId, int, int], np.ndarray]
 """(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
@@ -38,7 +38,7 @@ def capture_variants(
     """
     masses = _mean_masses(plan, result)
     ranking = masses[0] if ranking_layers is None else _mean_masses(plan, result, ranking_layers)[0]
-    before: list[Segment] = []
+    before: list[PlannedSegment] = []
     for index, segment in enumerate(plan.segments):
         if segment.chunk_id is None:
             continue
@@ -89,8 +89,8 @@ def _mean_masses(
 
 def _measured_meta(
     index: int,
-    segment: Segment,
-    before: Sequence[Segment],
+    segment: PlannedSegment,
+    before: Sequence[PlannedSegment],
     prefix_ids: tuple[ChunkId, ...],
     masses: tuple[np.ndarray, np.ndarray],
     ranking: np.ndarray,
@@ -99,7 +99,7 @@ def _measured_meta(
     assert segment.chunk_id is not None
     rows = slice(segment.start, segment.start + segment.num_tokens)
     mass, own = masses[0][rows], masses[1][rows]
-    documents = [number for number, earlier in enumerate(before) if earlier.role == "document"]
+    context = [number for number, earlier in enumerate(before) if earlier.role != "instructions"]
     return variant_meta(
         chunk_id=segment.chunk_id,
         prefix_ids=prefix_ids,
@@ -108,15 +108,15 @@ def _measured_meta(
         # Rounding may make this slightly negative for a token that attends only to itself.
         intra=max(0.0, float((mass[:, index] - own).sum())),
         # As in eq. 6 to 9: instructions would only blur which tokens depend on the passages before them.
-        token_scores=tuple(float(value) for value in ranking[rows][:, documents].sum(1)),
+        token_scores=tuple(float(value) for value in ranking[rows][:, context].sum(1)),
         num_bytes=num_bytes,
         fidelity=segment.fidelity,
         start=segment.start,
-        has_system=bool(before) and before[0].role == "system",
+        roles=(*(earlier.role for earlier in before), segment.role),
     )
 
 
-def _kv(result: PrefillOutcome, segment: Segment, read_layers: ReadLayers | None) -> np.ndarray:
+def _kv(result: PrefillOutcome, segment: PlannedSegment, read_layers: ReadLayers | None) -> np.ndarray:
     """KV [L, 2, T, K, H] of a segment: the reused variant, if any, overwritten with every computed row."""
     last = result.layers[-1]
     kv = np.empty((last.layer + 1, 2, segment.num_tokens, *last.k.shape[1:]), last.k.dtype)

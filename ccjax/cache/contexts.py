@@ -19,7 +19,7 @@ from ccjax.runner.pool import DevicePool
 from ccjax.store.errors import StoreError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE
-from ccjax.types import PrefillPlan, Segment, VariantId
+from ccjax.types import PlannedSegment, PrefillPlan, VariantId
 
 _MOST_MERGED = 2
 """Contexts kept ready: one for the next layer, one more to absorb jitter."""
@@ -78,7 +78,7 @@ class LayerLoader:
         """
         self.waited_s = 0.0
         self._ticket = ticket
-        reused: list[tuple[VariantId, Segment]] = [
+        reused: list[tuple[VariantId, PlannedSegment]] = [
             (segment.variant_id, segment)
             for index, segment in enumerate(plan.segments)
             if segment.variant_id is not None and index not in skip
@@ -103,7 +103,7 @@ class LayerLoader:
         self._num_started = 0
         self._thread = threading.Thread(target=self._work, name="ccjax-load", daemon=True)
 
-    def _paged(self, reused: list[tuple[VariantId, Segment]]) -> jax.Array | None:
+    def _paged(self, reused: list[tuple[VariantId, PlannedSegment]]) -> jax.Array | None:
         """The pool's slot for every slot of the context; None if no variant is on the device."""
         if not reused:
             return None

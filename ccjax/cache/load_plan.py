@@ -11,7 +11,7 @@ from ccjax.policy.loading import LoadHabit, PlannedLoad, load_to_explore, loads_
 from ccjax.policy.preload import preload_depth
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE, DISK
-from ccjax.types import PrefillPlan, Segment, VariantId
+from ccjax.types import PlannedSegment, PrefillPlan, VariantId
 
 
 class LoadPlanner:
@@ -104,5 +104,5 @@ class LoadPlanner:
     def _prefill_s(self, plan: PrefillPlan) -> float | None:
         return self._rates.compute_s(round(sum(map(plan.computed_tokens, plan.segments))))
 
-    def _num_bytes(self, segment: Segment) -> int:
+    def _num_bytes(self, segment: PlannedSegment) -> int:
         return self._store.kv_spec.num_bytes(segment.num_tokens)

@@ -15,7 +15,7 @@ from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.policy.strategies import get_strategy
-from ccjax.policy.variants import MIN_PASSAGES_BEFORE, choose_other_context
+from ccjax.policy.variants import MIN_CHUNKS_BEFORE, choose_other_context
 from ccjax.prompts import Prompt
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.heavy_hitters import received_mass, with_received
@@ -133,8 +133,8 @@ class PrefillCapture:
         for meta, kv in found:
             if only_last and len(meta.prefix_ids) < len(prompt.chunks) - 1:
                 continue
-            place = len(meta.prefix_ids) - prompt.has_system  # among the documents, from 0
-            if self._cached_documents is not None and place >= self._cached_documents:
+            num_before = meta.roles[:-1].count("passage")
+            if self._cached_documents is not None and num_before >= self._cached_documents:
                 continue
             is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
             if only_replacing and not is_replacing:
@@ -153,17 +153,18 @@ class PrefillCapture:
 
     def _note_unprepared(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Notes the passages that were computed, and those that were reused behind others though fewer than
-        `MIN_PASSAGES_BEFORE` passages had stood before them or the deviations of their tokens are unknown."""
-        first = int(prompt.has_system)
-        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.chunks[first:]})
-        for segment, chunk in zip(plan.segments[first:], prompt.chunks[first:], strict=False):
-            variants = known.get(chunk.chunk_id, ())
+        `MIN_CHUNKS_BEFORE` chunks had stood before them or the deviations of their tokens are unknown."""
+        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.passages})
+        for segment, own in zip(plan.segments, prompt.segments, strict=True):
+            if own.role != "passage":
+                continue
+            variants = known.get(own.chunk.chunk_id, ())
             used = [variant for variant in variants if variant.variant_id == segment.variant_id]
             is_known = any(variant.token_deviations for variant in variants)
             was_reused = segment.fidelity == "approx" and bool(used)
-            was_reused = was_reused and (used[0].passages_before < MIN_PASSAGES_BEFORE or not is_known)
+            was_reused = was_reused and (used[0].chunks_before < MIN_CHUNKS_BEFORE or not is_known)
             if was_reused or segment.variant_id is None:
-                alone = Prompt((*prompt.chunks[:first], chunk), prompt.has_system, chunk.token_ids[-1:], 1)
+                alone = Prompt.of_chunks((*prompt.instructions, own))
                 self.unprepared.note(alone, was_reused=was_reused)
 
     def _describe(self, plan: PrefillPlan) -> None:

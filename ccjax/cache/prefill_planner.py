@@ -86,8 +86,7 @@ class PrefillPlanner:
         settings: PlannerSettings | None = None,
     ) -> PrefillPlan:
         """Plans a prompt with `ccjax.policy`."""
-        chunks, num_question = prompt.planned_chunks, len(prompt.question)
-        return plan_prefill(chunks, num_question, candidates, mode=mode, settings=settings or self.settings)
+        return plan_prefill(prompt.planned_chunks, candidates, mode=mode, settings=settings or self.settings)
 
     def shared(self) -> SharedPrefill | None:
         """State for sharing a prefill's computation with other processes; None if none shares the store."""

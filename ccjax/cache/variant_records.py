@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from ccjax.cache.documents.registry import Origin
 from ccjax.policy.capture import make_variant_id
-from ccjax.policy.reuse import chunk_context_impact
 from ccjax.prompts import Prompt
 from ccjax.store.spec import ShardRecord, ShardSummary
-from ccjax.types import ChunkId, VariantId, VariantMeta
+from ccjax.types import ChunkId, SegmentRole, VariantId, VariantMeta
 
-_STORED_FIELDS = ("prefix_ids", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
+_STORED_FIELDS = ("prefix_ids", "roles", "inter_by_prefix", "a_mean", "b_mean", "cci", "token_ranking", "fidelity")
 _STORED_FIELDS += ("token_deviations", "token_received", "start", "platform")
 """Immutable metadata; `frequency_reuse`, which changes with every use, is kept outside the records."""
-
-MASSES = 2
-"""Version of the masses in a record (CacheCraft eq. 6 to 9); in records without this number the instructions count as a
-prefix chunk."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,8 +39,6 @@ def record_from_meta(meta: VariantMeta, prompt: Prompt) -> ShardRecord:
     """The record of a variant computed in `prompt`, with the data needed to recompute it."""
     lasting: dict[str, Any] = {name: getattr(meta, name) for name in _STORED_FIELDS}
     lasting["token_ids"] = next(chunk.token_ids for chunk in prompt.chunks if chunk.chunk_id == meta.chunk_id)
-    lasting["has_system"] = prompt.has_system
-    lasting["masses"] = MASSES
     lasting["platform"] = meta.platform or own_platform()
     return ShardRecord(
         variant_id=meta.variant_id,
@@ -62,12 +55,10 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         meta = record.meta
         prefix_ids = tuple(ChunkId(chunk) for chunk in meta["prefix_ids"])
         inter = tuple(float(value) for value in meta["inter_by_prefix"])
-        is_behind_system = has_system(record) and bool(prefix_ids)
+        roles = tuple(meta["roles"])
+        if len(roles) != len(prefix_ids) + 1 or not set(roles) <= set(get_args(SegmentRole)):
+            return None
         a_mean, cci = float(meta["a_mean"]), float(meta["cci"])
-        if is_behind_system and meta.get("masses") != MASSES:
-            # Behind passages, eq. 9 cannot be inverted without the instructions' length; a high CCI only costs tokens.
-            inter = (0.0, *inter[1:])
-            a_mean, cci = (a_mean, cci) if len(prefix_ids) > 1 else (0.0, chunk_context_impact(0.0, 0.0))
         ranking = tuple(int(offset) for offset in meta["token_ranking"])
         fidelity = meta["fidelity"]
         # Not in records of older stores.
@@ -100,7 +91,7 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
             fidelity=fidelity,
             start=start,
             platform=platform,
-            has_system=is_behind_system,
+            roles=roles,
             **by_token,
         )
     except (KeyError, TypeError, ValueError):
@@ -130,11 +121,6 @@ def origin_of_record(record: ShardRecord) -> Origin:
     """The origin of a variant's KV according to its record."""
     chunks = [record.chunk_id, *_texts(record, "prefix_ids"), *_texts(record, "seen")]
     return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")))
-
-
-def has_system(record: ShardRecord) -> bool:
-    """Whether the prompt that the variant was computed in had a system prompt."""
-    return record.meta.get("has_system") is True
 
 
 def token_ids(record: ShardRecord) -> list[int]:

@@ -21,7 +21,6 @@ from ccjax.cache.documents.registry import DocumentRegistry, Origin
 from ccjax.cache.placement import Costs, Pinned, Placement
 from ccjax.cache.variant_records import (
     KnownVariant,
-    has_system,
     is_frequency,
     meta_from_record,
     origin_of_record,
@@ -38,7 +37,7 @@ from ccjax.store.spec import ShardRecord, ShardSummary
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK
-from ccjax.types import ChunkId, Fidelity, VariantId, VariantMeta
+from ccjax.types import ChunkId, Fidelity, Segment, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,6 @@ class VariantIndex:
         self._by_id: dict[VariantId, VariantMeta | KnownVariant] = {}
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta | KnownVariant]] = {}
         self._by_chunk_lock = threading.Lock()
-        self._with_system: set[VariantId] = set()
         self._origins: dict[VariantId, Origin] = {}
         self._maybe_approximate: dict[VariantId, None] = {}
         self.changes = Changes()
@@ -149,7 +147,7 @@ class VariantIndex:
         """
         self._learn_tokens((*meta.prefix_ids, meta.chunk_id))
         chunks = tuple(self.tokens.chunk(key) for key in (*meta.prefix_ids, meta.chunk_id))
-        return Prompt(chunks, meta.variant_id in self._with_system, chunks[-1].token_ids[-1:], max_new_tokens=1)
+        return Prompt.of_chunks([Segment(role, chunk) for role, chunk in zip(meta.roles, chunks, strict=True)])
 
     def origin_of(self, variant_id: VariantId) -> Origin:
         """Which chunks influenced a variant's KV; reads its record. Empty if the variant is not held."""
@@ -227,7 +225,7 @@ class VariantIndex:
         ):
             return False
         self.changes.note(meta.chunk_id)
-        self._put(meta, has_system=prompt.has_system, origin=origin)
+        self._put(meta, origin=origin)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
         return True
@@ -385,7 +383,7 @@ class VariantIndex:
         if self.is_erased(record):
             self._discard_erased(meta.variant_id)
             return None
-        self._put(meta, has_system=has_system(record), origin=origin_of_record(record))
+        self._put(meta, origin=origin_of_record(record))
         self.tokens.learn(meta.chunk_id, token_ids(record))
         return meta
 
@@ -400,12 +398,10 @@ class VariantIndex:
         """Reads the token ids of these chunks from the records of held variants, where they have them."""
         self.of_chunks([key for key in chunk_ids if key not in self.tokens.known()])
 
-    def _put(self, meta: VariantMeta, *, has_system: bool, origin: Origin) -> None:
+    def _put(self, meta: VariantMeta, *, origin: Origin) -> None:
         if not isinstance(self._by_id.get(meta.variant_id), VariantMeta):
             self.tokens.hold(meta)
             self._origins[meta.variant_id] = origin
-            if has_system:
-                self._with_system.add(meta.variant_id)
         self._maybe_approximate.pop(meta.variant_id, None)
         self._update(meta)
 

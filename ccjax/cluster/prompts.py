@@ -104,5 +104,5 @@ class PromptReader:
             documents, reuse="bounded", timeout_s=None, request_id="routing", cache_salt=salt_of(salt, tenant)
         )
         prompt = assemble(request, builder, max_model_len=_NO_LIMIT, vocab_size=_NO_LIMIT)
-        chunks = tuple((chunk.chunk_id, len(chunk.token_ids)) for chunk in prompt.chunks[prompt.has_system :])
+        chunks = tuple((chunk.chunk_id, len(chunk.token_ids)) for chunk in prompt.passages)
         return PromptSummary(chunks, prompt.num_tokens - sum(length for _, length in chunks))

@@ -130,8 +130,7 @@ class EngineDocuments:
             except ContextLengthError as error:
                 message = str(error).removeprefix(f"{error.argument}: ").partition(";")[0]
                 raise ContextLengthError(f"documents[{number}]", message) from error
-            # A prefill must end with a question, so one token stands for it.
-            prompt = dataclasses.replace(prompt, question=prompt.chunks[-1].token_ids[-1:], max_new_tokens=1)
+            prompt = Prompt.of_chunks(prompt.cached)
             framed = self.frame.around(prompt) if behind is None else None
             fits = framed is not None and framed.num_tokens <= self._max_model_len
             prompts.append((prompt, framed) if framed is not None and fits else (prompt,))
@@ -163,7 +162,7 @@ class EngineDocuments:
         """Returns the chunk of the system prompt that warmed documents are behind (None without one), and the number of
         tokens that a prompt has besides its documents, which count towards `max_model_len`."""
         prompt = self._warm_prompt([Document("?")], system_prompt)
-        system = prompt.chunks[0] if prompt.has_system else None
+        system = next((segment.chunk for segment in prompt.instructions), None)
         return system, prompt.num_tokens - len(prompt.chunks[-1].token_ids)
 
     def warm_shared(

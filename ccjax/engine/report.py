@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from ccjax.cache.planned_prefill import Prefilled
 from ccjax.policy.contract import ReuseContract
-from ccjax.types import DocumentReuse, ReuseMode, ReuseReport, Segment, VariantId
+from ccjax.types import DocumentReuse, PlannedSegment, ReuseMode, ReuseReport, VariantId
 
 
 def build_report(
@@ -27,7 +27,7 @@ def build_report(
     splits = [_split(segment, result.recomputed_tokens_of.get(index)) for index, segment in enumerate(plan.segments)]
     for segment, chunk, split in zip(plan.segments, prompt.chunks, splits, strict=False):
         focused = None
-        if segment.role == "document":
+        if segment.role == "passage":
             focused = None if result.focused is None else number in result.focused
             number += 1
         reused, recomputed, computed = split
@@ -77,7 +77,7 @@ def build_report(
     )
 
 
-def _split(segment: Segment, chosen: int | None) -> tuple[int, int, int]:
+def _split(segment: PlannedSegment, chosen: int | None) -> tuple[int, int, int]:
     """(reused, recomputed, computed) tokens of a segment. `chosen`: tokens chosen by deviation for recomputing, None
     if deviation did not choose."""
     if segment.action == "compute":

@@ -137,7 +137,7 @@ class ShadowChecks:
 
     def _full_logits(self, prompt: Prompt, response: Response, is_cancelled: IsCancelled | None) -> np.ndarray:
         """Logits [tokens of the answer + 1, V] after the prompt and after each token of the answer."""
-        whole = dataclasses.replace(prompt, question=(*prompt.question, *response.token_ids), max_new_tokens=1)
+        whole = prompt.extended(response.token_ids)
         num_logits = len(response.token_ids) + 1
         logits = self._background.run(whole, "off", num_logits=num_logits, is_cancelled=is_cancelled).prompt_logits
         assert logits is not None

@@ -9,7 +9,7 @@ import numpy as np
 from ccjax.cache.planned_prefill import Prefilled
 from ccjax.cache.prefill_planner import FindVariants
 from ccjax.requests import RequestTrace, SegmentTrace, Span
-from ccjax.types import PrefillPlan, ReuseReport, Segment, VariantId
+from ccjax.types import PlannedSegment, PrefillPlan, ReuseReport, VariantId
 
 
 class Tracer:
@@ -99,19 +99,20 @@ def _segments(
                 title=told.title,
             )
         )
-    question = plan.segments[-1]
-    traces.append(
-        SegmentTrace(
-            role="question",
-            action="compute",
-            start=question.start,
-            token_ids=prompt.question,
-            reused_tokens=0,
-            recomputed_tokens=0,
-            computed_tokens=question.num_tokens,
-            exact=question.fidelity == "exact",
+    last = plan.segments[-1]
+    if last.chunk_id is None:
+        traces.append(
+            SegmentTrace(
+                role=last.role,
+                action="compute",
+                start=last.start,
+                token_ids=prompt.question,
+                reused_tokens=0,
+                recomputed_tokens=0,
+                computed_tokens=last.num_tokens,
+                exact=last.fidelity == "exact",
+            )
         )
-    )
     return traces
 
 
@@ -123,7 +124,7 @@ def _least_layers(plan: PrefillPlan) -> int:
     return next(drops, len(counts) - 1) + 1
 
 
-def _recomputed(segment: Segment, not_recomputed: Sequence[np.ndarray]) -> tuple[int, ...]:
+def _recomputed(segment: PlannedSegment, not_recomputed: Sequence[np.ndarray]) -> tuple[int, ...]:
     """In-chunk offsets of the recomputed tokens. `not_recomputed`: prompt offsets of the tokens that deviation did not
     choose."""
     if not not_recomputed:

@@ -250,8 +250,8 @@ def _answer(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int)
 
 def _answered(question: QAQuestion, answer: Combined, full: Response, scores: Forced | None) -> Answered:
     response = answer.last
-    parts = [report for call in answer.calls for report in call.reuse.per_document if report.role == "document"]
-    num_tokens = sum(part.num_tokens for part in full.reuse.per_document if part.role == "document")
+    parts = [report for call in answer.calls for report in call.reuse.per_document if report.role == "passage"]
+    num_tokens = sum(part.num_tokens for part in full.reuse.per_document if part.role == "passage")
     return Answered(
         question=question,
         text=response.text.strip(),
@@ -276,5 +276,5 @@ def computed_tokens(reuse: ReuseReport) -> float:
     all layers."""
     parts = reuse.per_document
     question = reuse.prompt_tokens - sum(part.num_tokens for part in parts)
-    system = sum(part.num_tokens - part.reused_tokens for part in parts if part.role != "document")
+    system = sum(part.num_tokens - part.reused_tokens for part in parts if part.role != "passage")
     return max(0.0, reuse.computed_share * reuse.prompt_tokens - question - system)  # rounding

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ccjax.policy._checks import check_count, check_masses
 from ccjax.policy.reuse import chunk_context_impact, normalised_masses
-from ccjax.types import ChunkId, Fidelity, PrefillPlan, Segment, VariantId, VariantMeta
+from ccjax.types import (
+    ChunkId,
+    Fidelity,
+    PlannedSegment,
+    PrefillPlan,
+    SegmentRole,
+    VariantId,
+    VariantMeta,
+    leading_instructions,
+)
 
 
 def make_variant_id(chunk_id: ChunkId, prefix_ids: Sequence[ChunkId], fidelity: Fidelity) -> VariantId:
@@ -34,7 +43,7 @@ def variant_meta(
     num_bytes: int,
     fidelity: Fidelity = "exact",
     start: int | None = None,
-    has_system: bool = False,
+    roles: Sequence[SegmentRole] = (),
 ) -> VariantMeta:
     """Metadata of a chunk captured behind `prefix_ids`, with `f_r` 0.
 
@@ -55,7 +64,8 @@ def variant_meta(
       token_scores: for each token of the chunk, its mass on all prior chunks.
       num_bytes: size of the stored KV.
       start: position of the chunk's first token.
-      has_system: the first prefix chunk is the instructions, whose mass is ignored (`VariantMeta.has_system`).
+      roles: of the prefix chunks and the chunk (`VariantMeta.roles`); the mass on instructions that the prefix begins
+        with is ignored.
 
     Raises:
       ValueError: lists that should be aligned are not, there is no token, or a number is out of range.
@@ -69,17 +79,19 @@ def variant_meta(
     check_count("len(token_scores)", num_tokens)
     check_masses("token_scores", token_scores)
     check_count("num_bytes", num_bytes, least=0)
-    if has_system:
-        if not prefix_ids:
-            raise ValueError("has_system: wanted a prefix that begins with the instructions, got an empty one")
-        inter_by_prefix = (0.0, *inter_by_prefix[1:])
+    if roles and len(roles) != len(prefix_ids) + 1:
+        raise ValueError(
+            f"roles: wanted one for each of {len(prefix_ids)} prefix chunks and the chunk, got {len(roles)}"
+        )
+    num_instructions = leading_instructions(roles[: len(prefix_ids)])
+    inter_by_prefix = (*[0.0] * num_instructions, *inter_by_prefix[num_instructions:])
     a_mean, b_mean = normalised_masses(inter_by_prefix, intra, prefix_lengths, num_tokens)
     ranking = sorted(range(num_tokens), key=lambda offset: (-token_scores[offset] if prefix_ids else 0.0, offset))
     return VariantMeta(
         variant_id=make_variant_id(chunk_id, prefix_ids, fidelity),
         chunk_id=chunk_id,
         prefix_ids=tuple(prefix_ids),
-        inter_by_prefix=tuple(inter_by_prefix),
+        inter_by_prefix=inter_by_prefix,
         a_mean=a_mean,
         b_mean=b_mean,
         cci=chunk_context_impact(a_mean, b_mean),
@@ -88,23 +100,25 @@ def variant_meta(
         num_bytes=num_bytes,
         fidelity=fidelity,
         start=start,
-        has_system=has_system,
+        roles=tuple(roles),
     )
 
 
-def should_capture(segment: Segment, existing_variants: Iterable[VariantMeta], prefix_ids: Sequence[ChunkId]) -> bool:
+def should_capture(
+    segment: PlannedSegment, existing_variants: Iterable[VariantMeta], prefix_ids: Sequence[ChunkId]
+) -> bool:
     """Whether the segment's KV is worth storing after the prefill as a variant of fidelity `segment.fidelity`.
 
     A computed chunk is, unless a variant with the same prefix and at least that fidelity exists. An approximately
     reused chunk is if some of it was recomputed, the variant it came from is exact (approximate variants are never
     derived from approximate ones, so errors cannot compound) and no variant with the same prefix exists. Nothing else
-    is.
+    is. What is no passage is reused behind its own prefix alone, so an approximate variant of it is of no use.
 
     Args:
       existing_variants: the stored variants; those of other chunks are skipped.
-      prefix_ids: chunk ids before the chunk in the prompt, system prompt first.
+      prefix_ids: chunk ids before the chunk in the prompt.
     """
-    if segment.chunk_id is None:
+    if segment.chunk_id is None or (segment.role != "passage" and segment.fidelity != "exact"):
         return False
     own = [meta for meta in existing_variants if meta.chunk_id == segment.chunk_id]
     same_prefix = {meta.fidelity for meta in own if meta.prefix_ids == tuple(prefix_ids)}

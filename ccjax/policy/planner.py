@@ -13,12 +13,11 @@ from ccjax.policy.hkvd import counts_by_layer
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies import get_strategy
 from ccjax.policy.strategy import Decision
-from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, ReuseMode, Segment, VariantMeta
+from ccjax.types import REUSE_MODES, ChunkId, PlannedSegment, PrefillPlan, ReuseMode, VariantMeta
 
 
 def plan_prefill(
     chunks: Sequence[PromptChunk],
-    question_tokens: int,
     candidates: Mapping[ChunkId, Sequence[VariantMeta]],
     *,
     mode: ReuseMode,
@@ -32,29 +31,29 @@ def plan_prefill(
     with at most `settings.fast_ratio` of such a chunk recomputed. A chunk whose tokens would all be recomputed is
     computed instead, so that it is captured as a whole; unless they are only candidates (`Decision.kept_ratio`).
 
-    Segments: one for each chunk, then the question. `fidelity` is exact for an exact reuse; for a computed chunk iff no
-    earlier segment is approximate; approx for all else. `cfo` is eq. 12's value for the chosen variant, 0 for an exact
-    reuse, even if `recompute_ratio` or `fast_ratio` set another share. `focus_window` is set only if some segment has
-    tokens to recompute, since nothing else can be dropped, and if they are not already chosen by their deviation during
-    the prefill. `chosen_by_question` is set only if the question, which then runs twice, has no more tokens than it
-    chooses.
+    The last chunk is computed in any case, since its last token gives the answer's first. `fidelity` is exact for an
+    exact reuse; for a computed chunk iff no earlier segment is approximate; approx for all else. `cfo` is eq. 12's
+    value for the chosen variant, 0 for an exact reuse, even if `recompute_ratio` or `fast_ratio` set another share.
+    `focus_window` is set only if some segment has tokens to recompute, since nothing else can be dropped, and if they
+    are not already chosen by their deviation during the prefill. `chosen_by_question` is set only if the last chunk,
+    which then runs twice, has no more tokens than it chooses.
 
     Args:
-      chunks: in prompt order, the system prompt first; each may occur more than once. May be empty.
-      question_tokens: at least 1.
+      chunks: the segments of the prompt, in order; each may occur more than once. Only the last may be a question.
       candidates: the usable variants of each chunk; chunks without an entry have none.
 
     Raises:
-      ValueError: a count below 1, a system prompt that is not first, an unknown mode, or a candidate that belongs to
-        another chunk or has another length.
+      ValueError: no chunk, one without tokens, a question before the last, an unknown mode, or a candidate that belongs
+        to another chunk or has another length.
     """
-    _check_prompt(chunks, question_tokens, candidates, mode)
+    _check_prompt(chunks, candidates, mode)
+    *chunks, last = chunks
     if mode == "off":
         decisions: Sequence[Decision] = [Decision()] * len(chunks)
     else:
         decisions = get_strategy(settings.strategy).decide(chunks, candidates, mode, settings)
 
-    segments: list[Segment] = []
+    segments: list[PlannedSegment] = []
     start, is_exact = 0, True
     for chunk, decision in zip(chunks, decisions, strict=True):
         segment = _segment(chunk, decision, start, mode, is_exact, fixes_positions=settings.fixes_positions)
@@ -62,11 +61,12 @@ def plan_prefill(
         start += chunk.num_tokens
         is_exact = is_exact and segment.fidelity == "exact"
     segments.append(
-        Segment(
-            role="question",
+        PlannedSegment(
+            role=last.role,
             action="compute",
             start=start,
-            num_tokens=question_tokens,
+            num_tokens=last.num_tokens,
+            chunk_id=None if last.role == "question" else last.chunk_id,
             fidelity="exact" if is_exact else "approx",
         )
     )
@@ -85,18 +85,18 @@ def plan_prefill(
         focus_window=settings.focus_window if num_candidates and not hkvd_counts else None,
         focus_rule=settings.focus_rule,
         hkvd_counts_by_layer=hkvd_counts,
-        chosen_by_question=asked if question_tokens <= num_asked else (),
+        chosen_by_question=asked if last.num_tokens <= num_asked else (),
         pin=tuple(pin),
     )
 
 
 def _segment(
     chunk: PromptChunk, decision: Decision, start: int, mode: ReuseMode, is_prefix_exact: bool, *, fixes_positions: bool
-) -> Segment:
+) -> PlannedSegment:
     choice = decision.choice
     is_computed = decision.kept_ratio is None and len(decision.recompute_offsets) == chunk.num_tokens
     if choice is None or is_computed:
-        return Segment(
+        return PlannedSegment(
             role=chunk.role,
             action="compute",
             start=start,
@@ -104,9 +104,10 @@ def _segment(
             chunk_id=chunk.chunk_id,
             fidelity="exact" if is_prefix_exact else "approx",
         )
-    if mode == "exact" and not choice.exact:
-        raise ValueError(f"strategy: mode 'exact' allows exact reuse only, got variant {choice.meta.variant_id!r}")
-    return Segment(
+    if not choice.exact and (mode == "exact" or chunk.role != "passage"):
+        where = "mode 'exact'" if mode == "exact" else f"role {chunk.role!r}"
+        raise ValueError(f"strategy: {where} allows exact reuse only, got variant {choice.meta.variant_id!r}")
+    return PlannedSegment(
         role=chunk.role,
         action="reuse",
         start=start,
@@ -121,18 +122,18 @@ def _segment(
 
 
 def _check_prompt(
-    chunks: Sequence[PromptChunk],
-    question_tokens: int,
-    candidates: Mapping[ChunkId, Sequence[VariantMeta]],
-    mode: ReuseMode,
+    chunks: Sequence[PromptChunk], candidates: Mapping[ChunkId, Sequence[VariantMeta]], mode: ReuseMode
 ) -> None:
     if mode not in REUSE_MODES:
         raise ValueError(f"mode: wanted one of {', '.join(REUSE_MODES)}, got {mode!r}")
-    check_count("question_tokens", question_tokens)
+    if not chunks:
+        raise ValueError("chunks: wanted at least one, got none")
     for index, chunk in enumerate(chunks):
         check_count(f"chunks[{index}].num_tokens", chunk.num_tokens)
-        if chunk.role != "document" and (chunk.role != "system" or index != 0):
-            raise ValueError(f"chunks[{index}].role: wanted documents behind at most one system, got {chunk.role!r}")
+        if chunk.role == "question" and index < len(chunks) - 1:
+            raise ValueError(
+                f"chunks[{index}].role: wanted a question only at the end, got one before {len(chunks) - 1}"
+            )
         for meta in candidates.get(chunk.chunk_id, ()):
             if meta.chunk_id != chunk.chunk_id or meta.num_tokens != chunk.num_tokens:
                 raise ValueError(

@@ -11,11 +11,11 @@ from ccjax.types import ChunkId, SegmentRole
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """One chunk of the prompt before the question; the system prompt, if any, is the first."""
+    """One segment of a prompt, as the policy sees it."""
 
     chunk_id: ChunkId
     num_tokens: int
-    role: SegmentRole = "document"
+    role: SegmentRole = "passage"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

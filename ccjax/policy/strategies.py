@@ -24,7 +24,7 @@ from ccjax.policy.strategy import (
     recompute_count,
 )
 from ccjax.policy.variants import VariantChoice, choose_variant
-from ccjax.types import ChunkId, ReuseMode, VariantMeta
+from ccjax.types import ChunkId, ReuseMode, VariantMeta, leading_instructions
 
 _Path = tuple[tuple[int, VariantMeta], ...]
 
@@ -51,36 +51,38 @@ def _set(
     """The chunks of the longest path unchanged, all others computed.
 
     The paper reorders chunks and then "finds the longest exact prefix match". Reading: the prompt keeps its order, and
-    a path is a chain of exact variants, each behind exactly those before it, that begins with the system prompt if the
-    prompt has one. Longest by tokens; among equals the first in lexicographic order of the chunks' positions.
+    a path is a chain of exact variants, each behind exactly those before it, that begins with the instructions that the
+    prompt begins with. Longest by tokens; among equals the first in lexicographic order of the chunks' positions.
     """
     if mode == "exact":
         return _prefix(chunks, candidates, mode, settings)
-    has_system = bool(chunks) and chunks[0].role == "system"
-    found = dict(_longest(chunks, candidates, (), has_system=has_system))
+    num_instructions = leading_instructions(chunk.role for chunk in chunks)
+    found = dict(_longest(chunks, candidates, (), num_instructions))
     ids = tuple(chunk.chunk_id for chunk in chunks)
-    system_id = ids[0] if has_system else None
 
     def decision(index: int) -> Decision:
         if index not in found:
             return Decision()
-        return Decision(choose_variant([found[index]], ids[:index], alpha=settings.alpha, system_id=system_id))
+        before = min(index, num_instructions)
+        choice = choose_variant([found[index]], ids[:index], alpha=settings.alpha, num_instructions=before)
+        is_usable = choice is not None and (choice.exact or chunks[index].role == "passage")
+        return Decision(choice if is_usable else None)
 
     return [decision(index) for index in range(len(chunks))]
 
 
-def _longest(chunks: Sequence[PromptChunk], candidates: Candidates, path: _Path, *, has_system: bool) -> _Path:
+def _longest(chunks: Sequence[PromptChunk], candidates: Candidates, path: _Path, num_instructions: int) -> _Path:
     """The longest path that begins with `path`."""
     used = {index for index, _ in path}
     before = tuple(chunks[index].chunk_id for index, _ in path)
     best = path
     for index, chunk in enumerate(chunks):
-        if index in used or (has_system and not path and index):
+        if index in used or (len(path) < num_instructions and index != len(path)):
             continue
         variant = _behind(candidates.get(chunk.chunk_id, ()), before)
         if variant is None:
             continue
-        longer = _longest(chunks, candidates, (*path, (index, variant)), has_system=has_system)
+        longer = _longest(chunks, candidates, (*path, (index, variant)), num_instructions)
         best = max(best, longer, key=_num_tokens)
     return best
 

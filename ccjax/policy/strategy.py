@@ -11,7 +11,7 @@ from typing import Literal
 from ccjax.policy.reuse import cache_fix_overhead, max_recompute_tokens, num_recompute_tokens
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.variants import VariantChoice, choose_variant
-from ccjax.types import ChunkId, ReuseMode, VariantMeta
+from ccjax.types import ChunkId, ReuseMode, VariantMeta, leading_instructions
 
 Candidates = Mapping[ChunkId, Sequence[VariantMeta]]
 
@@ -90,16 +90,17 @@ def best_choices(
     *,
     in_context_first: bool = False,
 ) -> list[VariantChoice | None]:
-    """The best variant of each chunk behind those before it (`choose_variant`); in mode `exact`, exact reuse alone."""
+    """The best variant of each chunk behind those before it (`choose_variant`); exact reuse alone in mode `exact`, and
+    of what is no passage."""
     ids = tuple(chunk.chunk_id for chunk in chunks)
-    system_id = ids[0] if chunks and chunks[0].role == "system" else None
+    num_instructions = leading_instructions(chunk.role for chunk in chunks)
     return [
         choose_variant(
             candidates.get(own, ()),
             ids[:index],
             alpha=settings.alpha,
-            exact_only=mode == "exact",
-            system_id=system_id,
+            exact_only=mode == "exact" or chunks[index].role != "passage",
+            num_instructions=min(index, num_instructions),
             in_context_first=in_context_first,
         )
         for index, own in enumerate(ids)

@@ -12,8 +12,9 @@ from ccjax.policy._checks import check_count, check_ratio
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
 from ccjax.types import ChunkId, VariantId, VariantMeta
 
-MIN_PASSAGES_BEFORE = 2
-"""Number of passages before a chunk from which its KV counts as computed in the middle of a prompt."""
+MIN_CHUNKS_BEFORE = 2
+"""Number of chunks before a chunk, besides instructions, from which its KV counts as computed in the middle of a
+prompt."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def choose_variant(
     *,
     alpha: float,
     exact_only: bool = False,
-    system_id: ChunkId | None = None,
+    num_instructions: int = 0,
     in_context_first: bool = False,
 ) -> VariantChoice | None:
     """The variant with the least CFO behind `new_prefix_ids` (CacheCraft sec. 3.3), or None if none qualifies.
@@ -53,11 +54,11 @@ def choose_variant(
 
     Args:
       variants: of one chunk, in any order.
-      new_prefix_ids: chunk ids before the chunk in the new prompt, system prompt first.
+      new_prefix_ids: chunk ids before the chunk in the new prompt.
       exact_only: consider exact reuse alone.
-      system_id: the instructions of the new prompt, None for none. They are no prefix chunk in eq. 6 and 7; a variant
-        behind other instructions shares no context with the new prompt, so its beta' is 0.
-      in_context_first: prefer variants computed behind at least `MIN_PASSAGES_BEFORE` passages, then those behind
+      num_instructions: number of instructions at the beginning of the new prefix. They are no prefix chunks in eq. 6
+        and 7; a variant behind other instructions shares no context with the new prompt, so its beta' is 0.
+      in_context_first: prefer variants computed behind at least `MIN_CHUNKS_BEFORE` other chunks, then those behind
         fewer. Eq. 12 ranks the other way round, since the CCI of a chunk computed alone is the least; but in
         measurements the tokens of such a chunk behave like the beginning of a text, and its KV changes answers two to
         four times as much as KV computed behind unrelated passages. One passage is not enough for that.
@@ -71,28 +72,28 @@ def choose_variant(
         return None
 
     def rank(meta: VariantMeta) -> tuple[int, float, bool, float, VariantId]:
-        overlap = _overlap(meta, prefix, system_id)
+        overlap = _overlap(meta, prefix, num_instructions)
         unscaled = cfo = cache_fix_overhead(meta.cci, overlap, 1.0)
         if alpha != 1.0:
             cfo = cache_fix_overhead(meta.cci, overlap, alpha)
         is_preferred = not in_context_first or meta.prefix_ids == prefix
-        lacking = 0 if is_preferred else max(0, MIN_PASSAGES_BEFORE - meta.passages_before)
+        lacking = 0 if is_preferred else max(0, MIN_CHUNKS_BEFORE - meta.chunks_before)
         return lacking, cfo, meta.fidelity != "exact", unscaled, meta.variant_id
 
     best = min(((rank(meta), meta) for meta in variants), key=lambda pair: pair[0], default=None)
     if best is None:
         return None
     (_, cfo, *_), meta = best
-    return VariantChoice(meta, cfo, False, 1.0 - _overlap(meta, prefix, system_id))
+    return VariantChoice(meta, cfo, False, 1.0 - _overlap(meta, prefix, num_instructions))
 
 
-def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], system_id: ChunkId | None) -> float:
-    """CacheCraft eq. 8 over the passages of both prefixes."""
+def _overlap(meta: VariantMeta, prefix: tuple[ChunkId, ...], num_instructions: int) -> float:
+    """CacheCraft eq. 8 over both prefixes without their instructions."""
     if meta.prefix_ids == prefix:
         return 1.0
-    if meta.prefix_ids[: int(meta.has_system)] != (() if system_id is None else (system_id,)):
+    first = meta.num_instructions
+    if meta.prefix_ids[:first] != prefix[:num_instructions]:
         return 0.0
-    first = int(meta.has_system)
     old, masses, new = meta.prefix_ids[first:], meta.inter_by_prefix[first:], prefix[first:]
     return adjusted_overlap(old, masses, new) if old else 0.0
 

@@ -13,7 +13,7 @@ from ccjax.store.formats import StorageFormat, expected_layout
 from ccjax.store.objects import open_root
 from ccjax.store.records import encode_record
 from ccjax.store.spec import KVSpec, StoreIdentity
-from ccjax.types import Chunk, ChunkId, VariantMeta
+from ccjax.types import Chunk, ChunkId, Segment, VariantMeta
 
 _FLOAT, _DEVIATION = 0.012345678901234567, 0.0123  # as many digits as such numbers usually have
 
@@ -42,8 +42,9 @@ class Sizes:
             num_bytes=self.kv_spec.num_bytes(num_tokens),
             token_deviations=(_DEVIATION,) * num_tokens if has_deviations else (),
             start=100,
+            roles=("instructions",) * bool(prefix_ids) + ("passage",) * max(1, len(prefix_ids)),
         )
-        record = record_from_meta(meta, Prompt((chunk,), True, (), 1))
+        record = record_from_meta(meta, Prompt.of_chunks([Segment("passage", chunk)]))
         layout = expected_layout(self.kv_spec, num_tokens, 1, self.storage)
         raw = encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id="0" * 32, layout=layout)
         return layout.num_bytes, len(raw)

@@ -102,7 +102,7 @@ def recomputed_share(plan: PrefillPlan, outcome: PrefillOutcome, index: int, num
 
 
 def _documents(plan: PrefillPlan) -> list[int]:
-    return [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
+    return [index for index, segment in enumerate(plan.segments) if segment.role == "passage"]
 
 
 def question_stats(plan: PrefillPlan, rows: LayerRows) -> LayerStats:

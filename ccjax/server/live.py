@@ -54,7 +54,7 @@ class LiveCounts:
             self._record_documents(job, response, now)
 
     def _record_documents(self, job: Job, response: Response, now: float) -> None:
-        told = [reuse for reuse in response.reuse.per_document if reuse.role == "document"]
+        told = [reuse for reuse in response.reuse.per_document if reuse.role == "passage"]
         seen = set()
         # Documents that clients bring are private, and have no `source_id`.
         for document, reuse in zip(job.request.documents, told, strict=False):

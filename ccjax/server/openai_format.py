@@ -94,7 +94,7 @@ class Formatter:
 
     def _extra(self, response: Response) -> dict[str, Any]:
         # Truncation drops passages from the end, so the report shows how many of them are in the prompt.
-        used = sum(document.role == "document" for document in response.reuse.per_document)
+        used = sum(document.role == "passage" for document in response.reuse.per_document)
         passages = [
             {"id": passage.id, "title": passage.title, "version": passage.version, "score": passage.score}
             for passage in self._documents[:used]

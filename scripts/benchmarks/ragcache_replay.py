@@ -114,7 +114,7 @@ def distinct_bytes(model: LoadedModel, questions: Sequence[WorkloadQuestion]) ->
 def count_hits(report: ReuseReport) -> tuple[int, int]:
     """Passages of a prompt that were reused, and all of them (RAGCache sec. 7.4: "the ratio of hit documents to
     retrieved ones"). A partly recomputed passage is a hit; the system prompt is no passage."""
-    documents = [document for document in report.per_document if document.role == "document"]
+    documents = [document for document in report.per_document if document.role == "passage"]
     return sum(document.computed_tokens == 0 for document in documents), len(documents)
 
 

@@ -69,7 +69,11 @@ def records(num_variants: int, seed: int) -> Iterator[ShardRecord]:
             "token_ranking": rng.sample(range(NUM_TOKENS), NUM_TOKENS),
             "token_ids": rng.choices(range(128_000), k=NUM_TOKENS),
         }
-        meta |= {"fidelity": "exact", "has_system": True, **{k: rng.random() for k in ("a_mean", "b_mean", "cci")}}
+        meta |= {
+            "fidelity": "exact",
+            "roles": ["instructions", *["passage"] * PREFIX_CHUNKS],
+            **{k: rng.random() for k in ("a_mean", "b_mean", "cci")},
+        }
         variant_id = _digest(f"variant {seed} {number}")
         yield ShardRecord(variant_id, chunks[number % len(chunks)], NUM_TOKENS, LLAMA3_8B.num_bytes(NUM_TOKENS), meta)
 
@@ -124,8 +128,8 @@ def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _plan(index: VariantIndex, chunks: list[ChunkId]) -> None:
-    prompt = [PromptChunk(chunk, NUM_TOKENS) for chunk in chunks]
-    plan_prefill(prompt, 16, index.of_chunks(set(chunks)), mode="bounded", settings=PlannerSettings())
+    prompt = [*(PromptChunk(chunk, NUM_TOKENS) for chunk in chunks), PromptChunk(ChunkId("?"), 16, "question")]
+    plan_prefill(prompt, index.of_chunks(set(chunks)), mode="bounded", settings=PlannerSettings())
 
 
 def _digest(text: str) -> str:

@@ -44,7 +44,7 @@ def make_record(number: int, num_tokens: int = 5, kv_spec: KVSpec = SPEC, **chan
         "token_ranking": list(reversed(range(num_tokens))),
         "fidelity": "exact",
         "token_ids": token_ids,
-        "has_system": number % 2 == 0,
+        "roles": ["instructions" if number % 2 == 0 else "passage", "passage"],
         **changes,
     }
     variant_id = make_variant_id(chunk, prefix, meta["fidelity"])  # type: ignore[arg-type]

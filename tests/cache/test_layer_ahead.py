@@ -17,7 +17,7 @@ from ccjax.runner.cancellation import PrefillCancelledError
 from ccjax.store.arrays import ShardReader
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.throttle import ThrottledLink
-from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantId
 from tests.engine.helpers import After, Memory, TinyModel, draw_segments, loader, permuted, run_plan, run_reusing
 
 NUM_LAYERS = 6
@@ -45,8 +45,8 @@ def plan(depth: int = NUM_LAYERS) -> PrefillPlan:
         kind = {"action": "compute"}
         if offsets is not None:
             kind = {"action": "reuse", "variant_id": VariantId(name), "recompute_offsets": offsets}
-        role = "question" if name == "q" else "document"
-        segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(name), **kind))
+        role = "question" if name == "q" else "passage"
+        segments.append(PlannedSegment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(name), **kind))
         start += length
     return PrefillPlan(tuple(segments), preload_depth=depth)
 

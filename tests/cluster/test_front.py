@@ -211,7 +211,7 @@ def test_passages_found_by_the_front_reach_the_replica(servers, cluster, monkeyp
 def test_router_and_engine_see_the_same_chunks(cluster):
     body = chat(documents=PASSAGES)
     report = cluster.post(CHAT, body).json()["reuse"]["per_document"]
-    chunks = [(entry["chunk_id"], entry["num_tokens"]) for entry in report if entry["role"] == "document"]
+    chunks = [(entry["chunk_id"], entry["num_tokens"]) for entry in report if entry["role"] == "passage"]
     (prompt,) = cluster.replicas.prompts
     assert list(prompt.chunks) == chunks and len(chunks) == 2
     total = cluster.post(CHAT, body).json()["usage"]["prompt_tokens"]

@@ -101,7 +101,7 @@ def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: 
     before = requests_by_replica(cluster)
     for number in range(5):
         report = cluster.chat(f"What is number {number}?", documents=passages, reuse="exact").json()["reuse"]
-        assert [row["tier"] for row in report["per_document"] if row["role"] == "document"] == ["host"] * 3
+        assert [row["tier"] for row in report["per_document"] if row["role"] == "passage"] == ["host"] * 3
     grown = [requests_by_replica(cluster)[name] - before[name] for name in before]
     assert sorted(grown) == [0, 5]
     before = requests_by_replica(cluster)

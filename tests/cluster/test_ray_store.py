@@ -59,7 +59,7 @@ def cluster(running: Serving) -> Serving:
 def tiers(cluster: Serving, name: str) -> set[str | None]:
     """The tiers of these documents' passages."""
     report = cluster.chat("What is it?", documents=documents(name), reuse="exact").json()["reuse"]
-    return {document["tier"] for document in report["per_document"] if document["role"] == "document"}
+    return {document["tier"] for document in report["per_document"] if document["role"] == "passage"}
 
 
 def stored(cluster: Serving) -> float:

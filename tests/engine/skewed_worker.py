@@ -58,7 +58,7 @@ class Worker:
         self._engine.cache.flush()
         report = response.reuse
         counts = {name: getattr(report, f"{name}_tokens") for name in ("computed", "reused", "recomputed")}
-        passages = [one.reused_tokens for one in report.per_document if one.role == "document"]
+        passages = [one.reused_tokens for one in report.per_document if one.role == "passage"]
         return counts | {"tokens": list(response.token_ids), "waited_s": report.load_wait_s, "passages": passages}
 
     def pin(self, name: str, ttl_s: float) -> dict[str, Any]:

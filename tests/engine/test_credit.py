@@ -23,7 +23,7 @@ def test_f_r_grows_with_the_recomputed_share_not_with_the_cfo(strategy, share):
     with MODEL.engine(strategy=strategy, recompute_ratio=0.15) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         report = engine.generate_from_tokens(permuted(SEGMENTS, [1, 0]), max_new_tokens=1).reuse
-        reused = [one for one in report.per_document if one.role == "document"]
+        reused = [one for one in report.per_document if one.role == "passage"]
         assert min(one.cfo for one in reused) > 0.4, "eq. 12 would have much more recomputed"
         shares = {}
         for one in reused:

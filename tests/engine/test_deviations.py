@@ -71,7 +71,7 @@ def test_deviations_select_recomputed_tokens_and_survive_a_restart(tmp_path):
         found = {key: meta.token_deviations for key, meta in metas(engine).items()}
     assert found == {key: meta.token_deviations for key, meta in known.items()} and any(found.values())
     assert report.recomputed_tokens == 8 + 6 + 4
-    counts = {one.num_tokens: one.recomputed_tokens for one in report.per_document if one.role == "document"}
+    counts = {one.num_tokens: one.recomputed_tokens for one in report.per_document if one.role == "passage"}
     assert sorted(counts) == [20, 30, 40] and counts != {40: 8, 30: 6, 20: 4}, "the budget is the prompt's"
 
 
@@ -118,7 +118,7 @@ def test_warming_computes_documents_alone_and_behind_the_frame_and_compares(demo
         for meta in framed:
             check_deviations(engine, meta)
             assert meta.cci > 0.5 and meta.inter_by_prefix[0] == 0.0 < min(meta.inter_by_prefix[1:])
-            own = (one for one in metas if one.chunk_id == meta.chunk_id and not one.passages_before)
+            own = (one for one in metas if one.chunk_id == meta.chunk_id and not one.chunks_before)
             assert not next(own).token_deviations, "once is enough"
         assert not engine._store._pins
         assert [one.status for one in engine.documents.warm(documents(3))] == ["present"] * 3

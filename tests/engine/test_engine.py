@@ -28,7 +28,7 @@ def test_report_token_counts_add_up_and_cover_every_segment():
     assert report.prompt_tokens == total
     assert report.computed_tokens + report.recomputed_tokens + report.reused_tokens == total
     assert report.computed_tokens == len(segments[-1]) and report.recomputed_tokens > 0
-    assert [document.role for document in report.per_document] == ["system", "document", "document", "document"]
+    assert [document.role for document in report.per_document] == ["instructions", "passage", "passage", "passage"]
     for document in report.per_document:
         parts = (document.reused_tokens, document.recomputed_tokens, document.computed_tokens)
         assert sum(parts) == document.num_tokens and document.tier == "host"

@@ -11,7 +11,7 @@ import pytest
 from ccjax.engine import Request, SamplingParams
 from ccjax.models.llama3.params import build_params
 from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize_on_host
-from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantId
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_reusing
 from tests.engine.test_batch_loop import Client, ask
 from tests.oracles import llama_forward
@@ -178,8 +178,10 @@ def _plan(lengths, actions):
         kind = {"action": "compute"}
         if offsets is not None:
             kind = {"action": "reuse", "variant_id": VariantId(f"v{number}"), "recompute_offsets": tuple(offsets)}
-        role = "question" if number == len(lengths) - 1 else "document"
-        segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind))
+        role = "question" if number == len(lengths) - 1 else "passage"
+        segments.append(
+            PlannedSegment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind)
+        )
         start += length
     return PrefillPlan(tuple(segments))
 

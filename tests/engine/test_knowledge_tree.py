@@ -55,9 +55,9 @@ def test_only_the_first_documents_of_a_prompt_are_cached(most, reused):
         segments = permuted(SEGMENTS, [0, 1, 2])
         answer(engine, segments, "exact", tokens=1)
         report = answer(engine, segments, "exact", tokens=1)[2]
-    documents = [one for one in report.per_document if one.role == "document"]
+    documents = [one for one in report.per_document if one.role == "passage"]
     assert tuple(place for place, one in enumerate(documents) if one.reused_tokens) == reused
-    assert next(one for one in report.per_document if one.role == "system").reused_tokens
+    assert next(one for one in report.per_document if one.role == "instructions").reused_tokens
 
 
 def test_after_a_restart_leaves_are_evicted_first_even_with_unread_records(tmp_path):

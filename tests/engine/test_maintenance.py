@@ -232,7 +232,7 @@ def test_variants_without_or_with_wrong_token_ids_load_but_are_not_repaired(url,
 
     def changed(meta, prompt):
         record = record_from_meta(meta, prompt)
-        lasting = {name: value for name, value in record.meta.items() if name not in ("token_ids", "has_system")}
+        lasting = {name: value for name, value in record.meta.items() if name != "token_ids"}
         if not is_older:
             lasting = record.meta | {"token_ids": [token + 1 for token in record.meta["token_ids"]]}
         return dataclasses.replace(record, meta=lasting)

@@ -133,7 +133,7 @@ def test_attention_sink_in_the_first_passage_is_not_counted(model):
         first, second, *_ = (chunk.token_ids for chunk in engine.documents.passage_chunks(PASSAGES))
         engine.generate_from_tokens([(), first, second, [1, 2]], max_new_tokens=1)
         (meta,) = (one for one in metas(engine) if one.prefix_ids)
-        assert not meta.has_system
+        assert not meta.num_instructions
         # Nearly all of the mass on other tokens is on the first few of them.
         assert sum(meta.inter_by_prefix) < 0.35 * meta.num_tokens
         assert meta.cci < 0.8

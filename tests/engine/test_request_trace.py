@@ -14,7 +14,7 @@ from ccjax.policy.contract import reuse_contract
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.plan_rows import PrefillOutcome
-from ccjax.types import Chunk, ChunkId, PrefillPlan, Segment, VariantId
+from ccjax.types import Chunk, ChunkId, PlannedSegment, PrefillPlan, VariantId
 
 NUM_LAYERS = 6
 
@@ -25,10 +25,12 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
     plan = PrefillPlan(
         (
             *(
-                Segment("document", "reuse", 8 * at, 8, key, VariantId(f"v{key}"), offsets, cfo=0.3, fidelity="approx")
+                PlannedSegment(
+                    "passage", "reuse", 8 * at, 8, key, VariantId(f"v{key}"), offsets, cfo=0.3, fidelity="approx"
+                )
                 for at, (key, offsets) in enumerate(zip(ids, ((0, 3, 7), (1, 2)), strict=True))
             ),
-            Segment("question", "compute", 16, 4, fidelity="approx"),
+            PlannedSegment("question", "compute", 16, 4, fidelity="approx"),
         ),
         hkvd_counts_by_layer=counts,
     )

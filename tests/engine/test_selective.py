@@ -5,7 +5,7 @@ import pytest
 
 from ccjax.cache.capture import capture_variants
 from ccjax.policy.focus import FocusState, observe
-from ccjax.types import ChunkId, LayerStats, PrefillPlan, Segment, VariantId, VariantMeta
+from ccjax.types import ChunkId, LayerStats, PlannedSegment, PrefillPlan, VariantId, VariantMeta
 from tests.engine.helpers import TOLERANCE, TinyModel, run_plan, run_reusing, selective_oracle
 from tests.oracles import llama_forward
 
@@ -39,9 +39,9 @@ class World:
                 count = 0 if name == "s" else round(share * length)
                 offsets = tuple(sorted(int(x) for x in self.random.choice(length, count, replace=False)))
                 kind |= {"action": "reuse", "variant_id": VariantId(name), "recompute_offsets": offsets}
-            role = {"s": "system", "q": "question"}.get(name, "document")
+            role = {"s": "instructions", "q": "question"}.get(name, "passage")
             chunk = None if name == "q" else ChunkId(name)
-            segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=chunk, **kind))
+            segments.append(PlannedSegment(role=role, start=start, num_tokens=length, chunk_id=chunk, **kind))
             start += length
         return PrefillPlan(tuple(segments), **settings)
 
@@ -94,7 +94,7 @@ def test_focus_cut_matches_the_oracle(window, rule):
     result = run_reusing(MODEL.device_model(), world.prompt, plan, world.read_layers, collect=True)
 
     # The oracle's own attention, layer by layer, determines the cut; then the oracle runs with it.
-    documents = [index for index, segment in enumerate(plan.segments) if segment.role == "document"]
+    documents = [index for index, segment in enumerate(plan.segments) if segment.role == "passage"]
     rows, state, cut = [computed_offsets(plan)] * 5, FocusState(), None
     _, attentions = selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows)
     for layer in range(3):  # masses are read one layer late, so those of the last two layers come too late
@@ -129,9 +129,11 @@ def test_captured_kv_and_metadata_match_the_oracle(ranking_layers):
     prompt = np.concatenate([world.tokens[name] for name in names]).astype(np.int32)
     segments, start = [], 0
     for name in names:
-        role = {"s": "system", "q": "question"}.get(name, "document")
+        role = {"s": "instructions", "q": "question"}.get(name, "passage")
         chunk = None if name == "q" else ChunkId(name)
-        segments.append(Segment(role=role, action="compute", start=start, num_tokens=LENGTHS[name], chunk_id=chunk))
+        segments.append(
+            PlannedSegment(role=role, action="compute", start=start, num_tokens=LENGTHS[name], chunk_id=chunk)
+        )
         start += LENGTHS[name]
     plan = PrefillPlan(tuple(segments))
     captured = dict(

@@ -15,7 +15,7 @@ from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig, init_params
 from ccjax.models.llama3.forward import forward
 from ccjax.runner.device_model import DeviceModel
-from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantId
 from tests.engine.few_shapes import few_shapes
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted, run_plan, run_reusing
 from tests.oracles import llama_forward
@@ -32,8 +32,10 @@ def plan(*actions):
         kind = {"action": "compute"}
         if offsets is not None:
             kind = {"action": "reuse", "variant_id": VariantId(f"v{number}"), "recompute_offsets": tuple(offsets)}
-        role = "question" if number == len(LENGTHS) - 1 else "document"
-        segments.append(Segment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind))
+        role = "question" if number == len(LENGTHS) - 1 else "passage"
+        segments.append(
+            PlannedSegment(role=role, start=start, num_tokens=length, chunk_id=ChunkId(f"c{number}"), **kind)
+        )
         start += length
     return PrefillPlan(tuple(segments))
 
@@ -48,7 +50,7 @@ def test_full_prefill_reuse_and_recompute_agree_with_the_oracle(implementation):
     full = run_plan(model, prompt, plan(None, None, None), collect=True)
     np.testing.assert_allclose(full.last_logits, wanted, atol=TOLERANCE)
     for layer, oracle in zip(full.layers, oracles, strict=True):
-        # Segment bounds are 0, 41, 61, 70: a token's mass is on its own segment and earlier ones; the mass on the first
+        # Segments begin at 0, 41, 61, 70: a token's mass is on its own segment and earlier ones; the mass on the first
         # four tokens, the attention sink, does not count.
         mass, own = np.asarray(layer.mass)[: len(prompt)], np.asarray(layer.self_mass)[: len(prompt)]
         np.testing.assert_allclose(mass.sum(-1), oracle.attention.mean(0)[:, 4:].sum(-1), atol=1e-5)

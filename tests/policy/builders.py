@@ -47,11 +47,19 @@ def variant(
         token_deviations=tuple(deviations),
         token_received=tuple(received),
         start=start,
-        has_system=prefix.startswith("S"),
+        roles=tuple(
+            "instructions" if earlier == "S" and not index else "passage" for index, earlier in enumerate(prefix)
+        )
+        + ("passage",),
     )
 
 
 def prompt(names: str, num_tokens: int = 10, *, system: bool = False) -> list[PromptChunk]:
-    """One chunk for each letter; with `system`, the first one is the system prompt."""
-    roles: list[SegmentRole] = ["system" if system and index == 0 else "document" for index in range(len(names))]
+    """One passage for each letter; with `system`, the first one is the instructions."""
+    roles: list[SegmentRole] = ["instructions" if system and index == 0 else "passage" for index in range(len(names))]
     return [PromptChunk(ChunkId(name), num_tokens, role) for name, role in zip(names, roles, strict=True)]
+
+
+def question(num_tokens: int = 3) -> PromptChunk:
+    """The question at the end of a prompt."""
+    return PromptChunk(ChunkId("?"), num_tokens, "question")

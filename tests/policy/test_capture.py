@@ -11,9 +11,9 @@ import pytest
 from ccjax.policy.capture import make_variant_id, should_capture, variant_meta, variants_to_compute
 from ccjax.policy.planner import plan_prefill
 from ccjax.policy.settings import PlannerSettings
-from ccjax.types import ChunkId, Segment, VariantId
+from ccjax.types import ChunkId, PlannedSegment, VariantId
 from tests.policy import oracles_policy as oracle
-from tests.policy.builders import ids, prompt, variant
+from tests.policy.builders import ids, prompt, question, variant
 
 GOOD = {
     "chunk_id": ChunkId("X"),
@@ -94,7 +94,7 @@ class TestVariantId:
         assert len(set(made)) == len(made)
 
 
-COMPUTED = Segment(role="document", action="compute", start=0, num_tokens=10, chunk_id=ChunkId("X"))
+COMPUTED = PlannedSegment(role="passage", action="compute", start=0, num_tokens=10, chunk_id=ChunkId("X"))
 FIXED = dataclasses.replace(
     COMPUTED,
     action="reuse",
@@ -140,13 +140,15 @@ class TestShouldCapture:
     def test_exact_reuse_and_the_question_are_never_captured(self):
         exact = dataclasses.replace(COMPUTED, action="reuse", variant_id=VariantId("X|AB|exact"), cfo=0.0)
         assert not should_capture(exact, [variant("X", "AB")], ids("AB"))
-        assert not should_capture(Segment(role="question", action="compute", start=0, num_tokens=3), [], ids("AB"))
+        assert not should_capture(
+            PlannedSegment(role="question", action="compute", start=0, num_tokens=3), [], ids("AB")
+        )
 
 
 class TestVariantsToCompute:
     def planned(self, known):
         chunks = prompt("ABC", 10)
-        return plan_prefill(chunks, 3, known, mode="bounded", settings=PlannerSettings())
+        return plan_prefill([*chunks, question()], known, mode="bounded", settings=PlannerSettings())
 
     def test_all_chunks_of_a_new_prompt_are_listed_in_order_with_their_prefix(self):
         found = variants_to_compute(self.planned({}), {})

@@ -17,8 +17,8 @@ from ccjax.policy import planner, strategies
 from ccjax.policy.planner import plan_prefill
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategy import Decision, Strategy, best_choices
-from ccjax.types import REUSE_MODES, ChunkId, PrefillPlan, Segment, VariantMeta
-from tests.policy.builders import prompt, variant
+from ccjax.types import REUSE_MODES, ChunkId, PlannedSegment, PrefillPlan, VariantMeta
+from tests.policy.builders import prompt, question, variant
 
 FIXING = ["cachecraft", "legolink", "random"]
 LENGTHS = {"S": 3, "A": 1, "B": 2, "C": 7, "D": 20}
@@ -31,10 +31,10 @@ def plan(
     grouped: dict[ChunkId, list[VariantMeta]] = {}
     for meta in candidates or ():
         grouped.setdefault(meta.chunk_id, []).append(meta)
-    return plan_prefill(chunks, question_tokens, grouped, mode=mode, settings=PlannerSettings(**settings))
+    return plan_prefill([*chunks, question(question_tokens)], grouped, mode=mode, settings=PlannerSettings(**settings))
 
 
-def summary(segments: tuple[Segment, ...]) -> list[tuple[str, str, int]]:
+def summary(segments: tuple[PlannedSegment, ...]) -> list[tuple[str, str, int]]:
     return [(s.action, s.fidelity, len(s.recompute_offsets)) for s in segments]
 
 
@@ -42,7 +42,7 @@ def summary(segments: tuple[Segment, ...]) -> list[tuple[str, str, int]]:
 def chunk_lists(draw) -> list[PromptChunk]:
     names = draw(st.lists(st.sampled_from("ABCD"), max_size=5))
     chunks = [PromptChunk(ChunkId(name), LENGTHS[name]) for name in names]
-    system = [PromptChunk(ChunkId("S"), LENGTHS["S"], "system")]
+    system = [PromptChunk(ChunkId("S"), LENGTHS["S"], "instructions")]
     return system + chunks if draw(st.booleans()) else chunks
 
 
@@ -83,7 +83,7 @@ def cases(draw):
 def run(case) -> PrefillPlan:
     chunks, question_tokens, variants, mode, settings = case
     grouped = {chunk.chunk_id: [m for m in variants if m.chunk_id == chunk.chunk_id] for chunk in chunks}
-    return plan_prefill(chunks, question_tokens, grouped, mode=mode, settings=settings)
+    return plan_prefill([*chunks, question(question_tokens)], grouped, mode=mode, settings=settings)
 
 
 class TestIdentities:
@@ -93,7 +93,7 @@ class TestIdentities:
         got = plan("SAB", mode=mode, strategy=strategy, system=True)
         assert summary(got.segments) == [("compute", "exact", 0)] * 4
         assert got.pin == () and got.focus_window is None and got.hkvd_counts_by_layer == ()
-        assert [s.role for s in got.segments] == ["system", "document", "document", "question"]
+        assert [s.role for s in got.segments] == ["instructions", "passage", "passage", "question"]
         assert all(s.cfo is None and s.variant_id is None for s in got.segments)
 
     @pytest.mark.parametrize("mode", ["exact", "bounded", "fast"])
@@ -288,10 +288,12 @@ class TestErrors:
                 r"chunks\[1\].num_tokens: .*got 0",
             ),
             ({"names": [PromptChunk(ChunkId("A"), -5)]}, r"chunks\[0\].num_tokens: .*got -5"),
-            ({"question_tokens": 0}, "question_tokens: .*got 0"),
-            ({"question_tokens": -1}, "question_tokens: .*got -1"),
-            ({"names": [PromptChunk(ChunkId("A"), 5, "question")]}, r"chunks\[0\].role: .*got 'question'"),
-            ({"names": prompt("A") + prompt("S", system=True)}, r"chunks\[1\].role: .*got 'system'"),
+            ({"question_tokens": 0}, r"chunks\[1\].num_tokens: .*got 0"),
+            ({"question_tokens": -1}, r"chunks\[1\].num_tokens: .*got -1"),
+            (
+                {"names": [PromptChunk(ChunkId("A"), 5, "question")]},
+                r"chunks\[0\].role: wanted a question only at the end",
+            ),
             ({"mode": "approx"}, "mode: wanted one of off, exact, bounded, fast, got 'approx'"),
             ({"candidates": [variant("A", num_tokens=9)]}, r"candidates\['A'\]: .*10 tokens.*with 9"),
         ],
@@ -302,7 +304,9 @@ class TestErrors:
 
     def test_variant_listed_under_another_chunk_is_rejected(self):
         with pytest.raises(ValueError, match="candidates"):
-            plan_prefill(prompt("A"), 1, {ChunkId("A"): [variant("B")]}, mode="exact", settings=PlannerSettings())
+            plan_prefill(
+                [*prompt("A"), question()], {ChunkId("A"): [variant("B")]}, mode="exact", settings=PlannerSettings()
+            )
 
     def test_invalid_token_ranking_is_rejected(self):
         with pytest.raises(ValueError, match="token_ranking"):

@@ -7,16 +7,16 @@ import dataclasses
 import pytest
 
 from ccjax.policy.question import revise
-from ccjax.types import ChunkId, PrefillPlan, Segment, VariantId
+from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantId
 
 PLAN = PrefillPlan(
     (
-        Segment("system", "reuse", 0, 2, ChunkId("s"), VariantId("s")),
-        Segment("document", "reuse", 2, 4, ChunkId("a"), VariantId("a"), (0, 1), fidelity="approx"),
-        Segment("document", "compute", 6, 2, ChunkId("b"), fidelity="approx"),
-        Segment("document", "reuse", 8, 3, ChunkId("c"), VariantId("c"), (2,), fidelity="approx"),
-        Segment("document", "reuse", 11, 3, ChunkId("d"), VariantId("d"), (1,), fidelity="approx"),
-        Segment("question", "compute", 14, 2, fidelity="approx"),
+        PlannedSegment("instructions", "reuse", 0, 2, ChunkId("s"), VariantId("s")),
+        PlannedSegment("passage", "reuse", 2, 4, ChunkId("a"), VariantId("a"), (0, 1), fidelity="approx"),
+        PlannedSegment("passage", "compute", 6, 2, ChunkId("b"), fidelity="approx"),
+        PlannedSegment("passage", "reuse", 8, 3, ChunkId("c"), VariantId("c"), (2,), fidelity="approx"),
+        PlannedSegment("passage", "reuse", 11, 3, ChunkId("d"), VariantId("d"), (1,), fidelity="approx"),
+        PlannedSegment("question", "compute", 14, 2, fidelity="approx"),
     ),
     chosen_by_question=(1, 3),
 )

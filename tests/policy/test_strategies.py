@@ -12,7 +12,7 @@ from ccjax.policy.planner import plan_prefill
 from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.strategies import STRATEGIES, get_strategy
 from ccjax.types import VariantMeta
-from tests.policy.builders import ids, prompt, variant
+from tests.policy.builders import ids, prompt, question, variant
 
 # S exact; A exact after S; B after A and another, CFO 0.5 * 1/2 = 0.25 of 10 tokens: 3; C exact after S A B; D none
 PROMPT = prompt("SABCD", system=True)
@@ -25,7 +25,9 @@ CANDIDATES = {
 
 
 def decided(strategy: str, mode: Any = "bounded", **settings) -> list[tuple[str | None, tuple[int, ...]]]:
-    plan = plan_prefill(PROMPT, 3, CANDIDATES, mode=mode, settings=PlannerSettings(strategy=strategy, **settings))
+    plan = plan_prefill(
+        [*PROMPT, question()], CANDIDATES, mode=mode, settings=PlannerSettings(strategy=strategy, **settings)
+    )
     return [(segment.variant_id, segment.recompute_offsets) for segment in plan.segments[:-1]]
 
 
@@ -98,7 +100,7 @@ class TestAuto:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: b, ids("D")[0]: d}
         chunks = prompt("SABD", system=True)
         planned = PlannerSettings(strategy=strategy, **{"recompute_cap": 1.0, **settings})
-        plan = plan_prefill(chunks, 3, candidates, mode=mode, settings=planned)
+        plan = plan_prefill([*chunks, question()], candidates, mode=mode, settings=planned)
         return [segment.recompute_offsets for segment in plan.segments[2:-1]]
 
     LOW, HIGH = (0.3, 0.1, 0, 0, 0, 0, 0, 0, 0, 0.2), (0, 0, 0.9, 0.8, 0.25, 0, 0, 0, 0, 0.7)
@@ -176,7 +178,7 @@ class TestAuto:
             candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: [b], ids("D")[0]: [d]}
             chunks = prompt("SABD", system=True)
             planned = PlannerSettings(**settings)
-            plan = plan_prefill(chunks, question_tokens, candidates, mode=mode, settings=planned)
+            plan = plan_prefill([*chunks, question(question_tokens)], candidates, mode=mode, settings=planned)
             return list(plan.chosen_by_question), [len(segment.recompute_offsets) for segment in plan.segments[2:-1]]
 
         assert chosen(never_b, never_d) == ([2, 3], [2, 2]), "0.15 of each"
@@ -196,7 +198,9 @@ class TestAuto:
         def chosen(*variants: VariantMeta, strategy: str = "auto", names: str = "SAB") -> str | None:
             candidates = {ids("B")[0]: variants}
             settings = PlannerSettings(strategy=strategy)
-            plan = plan_prefill(prompt(names, system=True), 3, candidates, mode="bounded", settings=settings)
+            plan = plan_prefill(
+                [*prompt(names, system=True), question()], candidates, mode="bounded", settings=settings
+            )
             return plan.segments[-2].variant_id
 
         assert chosen(alone, framed, live) == live.variant_id
@@ -230,7 +234,7 @@ class TestH2O:
     def decided(self, *variants: VariantMeta, **settings) -> tuple[str | None, tuple[int, ...]]:
         candidates = {ids("S")[0]: [variant("S")], ids("B")[0]: list(variants)}
         planned = PlannerSettings(strategy="h2o", **settings)
-        plan = plan_prefill(prompt("SAB", system=True), 3, candidates, mode="bounded", settings=planned)
+        plan = plan_prefill([*prompt("SAB", system=True), question()], candidates, mode="bounded", settings=planned)
         return plan.segments[2].variant_id, plan.segments[2].recompute_offsets
 
     DREW = (0.1, 3, 0.2, 5, 0.3, 0.3, 4, 0, 0, 0)
@@ -253,7 +257,7 @@ class TestSet:
         candidates = {name: [meta for meta in variants if meta.chunk_id == name] for name in ids(names)}
         chunks = prompt(names, system=system)
         settings = PlannerSettings(strategy="set")
-        plan = plan_prefill(chunks, 3, candidates, mode="bounded", settings=settings)
+        plan = plan_prefill([*chunks, question()], candidates, mode="bounded", settings=settings)
         assert not any(segment.recompute_offsets for segment in plan.segments)
         return [
             (segment.variant_id and segment.variant_id.split("|")[1], segment.fidelity) for segment in plan.segments
@@ -304,7 +308,7 @@ class TestRandom:
     def offsets(self, meta: VariantMeta, ratio: float) -> tuple[int, ...]:
         settings = PlannerSettings(strategy="random", recompute_ratio=ratio)
         chunks = prompt(f"S{meta.chunk_id}", meta.num_tokens, system=True)
-        plan = plan_prefill(chunks, 3, {meta.chunk_id: [meta]}, mode="bounded", settings=settings)
+        plan = plan_prefill([*chunks, question()], {meta.chunk_id: [meta]}, mode="bounded", settings=settings)
         return plan.segments[1].recompute_offsets
 
     def test_random_tokens_differ_between_variants_of_one_chunk(self):
@@ -342,8 +346,7 @@ def test_reuse_strategy_ignores_a_forced_share():
 
 def test_prefix_strategy_stops_at_the_first_missing_chunk():
     plan = plan_prefill(
-        prompt("AB"),
-        3,
+        [*prompt("AB"), question()],
         {ids("B")[0]: [variant("B", "A")]},
         mode="exact",
         settings=PlannerSettings(strategy="prefix"),

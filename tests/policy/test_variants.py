@@ -143,11 +143,11 @@ class TestSystemPrompt:
     """The system prompt is not a prefix chunk, whatever mass it receives."""
 
     def test_variant_with_only_system_prefix_has_no_overlap_after_passages(self):
-        choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("SAB"), alpha=1.0, system_id=ids("S")[0])
+        choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("SAB"), alpha=1.0, num_instructions=1)
         assert choice is not None and choice.cfo == 0.6 and not choice.exact
 
     def test_variant_with_only_system_prefix_is_exact_after_the_system_prompt(self):
-        choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("S"), alpha=1.0, system_id=ids("S")[0])
+        choice = choose_variant([variant("X", "S", (2.0,), cci=0.6)], ids("S"), alpha=1.0, num_instructions=1)
         assert choice is not None and choice.cfo == 0.0 and choice.exact
 
     @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ class TestSystemPrompt:
     )
     def test_system_prompt_counts_neither_in_overlap_nor_in_order(self, old, masses, new, cfo):
         stored = variant("X", old, masses, cci=0.6)
-        choice = choose_variant([stored], ids(new), alpha=1.0, system_id=ids(new)[0])
+        choice = choose_variant([stored], ids(new), alpha=1.0, num_instructions=1)
         assert choice is not None and abs(choice.cfo - cfo) < 1e-12
 
 

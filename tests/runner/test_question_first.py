@@ -19,7 +19,7 @@ from ccjax.runner.pages import RequestPages, shared_segments
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 from ccjax.runner.question_first import QuestionFirst, QuestionPass
 from ccjax.runner.split_prompt import SplitPrompt
-from ccjax.types import PrefillPlan, Segment, VariantId
+from ccjax.types import PlannedSegment, PrefillPlan, VariantId
 from tests.engine.helpers import TOLERANCE, Memory, loader, selective_oracle
 from tests.engine.test_selective import MODEL, World, computed_offsets
 
@@ -147,7 +147,7 @@ def test_neither_the_answer_so_far_nor_a_scored_one_has_a_say(prefill):
 def test_attention_of_a_long_question_matches_the_oracle():
     """150 tokens, more than one block of weights, and nothing else."""
     tokens = np.random.default_rng(1).integers(0, 97, 150).astype(np.int32)
-    plan = PrefillPlan((Segment("question", "compute", 0, 150),))
+    plan = PrefillPlan((PlannedSegment("question", "compute", 0, 150),))
     model, pool = DeviceModel(MODEL.loaded.params, MODEL.config), DevicePool(SPEC, SPEC.num_bytes(16 * PAGE_TOKENS))
     got = measured(model, pool, PrefillJob(tokens, plan, RequestPages(pool, plan, {})))
     nothing = [(np.zeros((150, *shape)), np.zeros((150, *shape))) for shape in [(2, 8)] * NUM_LAYERS]

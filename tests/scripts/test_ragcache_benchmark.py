@@ -51,8 +51,8 @@ def tiny_data(folder: Path, num_passages: int) -> list[str]:
 def reused(*documents: tuple[int, int, int]) -> ReuseReport:
     """The report of a prompt behind a reused system prompt; of each passage (reused, recomputed, computed) tokens."""
     rows = [
-        DocumentReuse("system", None, 10, 10, 0, 0),
-        *(DocumentReuse("document", None, 9, *counts) for counts in documents),
+        DocumentReuse("instructions", None, 10, 10, 0, 0),
+        *(DocumentReuse("passage", None, 9, *counts) for counts in documents),
     ]
     question = DocumentReuse("question", None, 5, 0, 0, 5)
     return ReuseReport("bounded", "prefix", 42, 0, 0, 0, 0.5, True, per_document=(*rows, question))

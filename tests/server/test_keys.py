@@ -233,7 +233,7 @@ def warmed(server, **fields) -> dict:
 def reused_of_passages(response) -> int:
     assert response.status_code == 200, response.text
     told = response.json()["reuse"]["per_document"]
-    return sum(document["reused_tokens"] for document in told if document["role"] == "document")
+    return sum(document["reused_tokens"] for document in told if document["role"] == "passage")
 
 
 @pytest.mark.parametrize(

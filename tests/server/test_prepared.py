@@ -33,7 +33,7 @@ def ask(server: Server, passages: list[dict[str, Any]] | None) -> list[dict[str,
     body = {"messages": messages, "max_tokens": 1} | ({} if passages is None else {"documents": passages})
     answer = patience.post(f"{server.url}/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    return [document for document in answer.json()["reuse"]["per_document"] if document["role"] == "document"]
+    return [document for document in answer.json()["reuse"]["per_document"] if document["role"] == "passage"]
 
 
 def share(parts: list[dict[str, Any]], kind: str) -> float:

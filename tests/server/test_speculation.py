@@ -119,7 +119,7 @@ def test_passages_reordered_by_the_search_are_computed_once(staged: Server, monk
     before = counted(staged)
     searching(staged, monkeypatch, stages)
     _, report = ask(staged, question)
-    documents = [document for document in report["per_document"] if document["role"] == "document"]
+    documents = [document for document in report["per_document"] if document["role"] == "passage"]
     assert len(documents) == 2 and all(document["computed_tokens"] == 0 for document in documents)
     assert rise(staged, before) == (0, 1)
 

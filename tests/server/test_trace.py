@@ -88,7 +88,7 @@ def test_trace_covers_every_token_and_matches_the_reuse_report(start_server: Sta
         assert first["reuse"]["reused_tokens"] == 0 and not first["trace"]["loads"]
         assert min(second["reuse"][name] for name in COUNTS) > 0, "an order that was never seen recomputes something"
         assert [span["layer"] for span in second["trace"]["loads"]] == [0, 1]
-        documents = [segment for segment in second["trace"]["segments"] if segment["role"] == "document"]
+        documents = [segment for segment in second["trace"]["segments"] if segment["role"] == "passage"]
         for segment, number in zip(documents, [2, 0, 1], strict=True):
             assert PASSAGES[number]["text"] in "".join(segment["tokens"])
             assert segment["tier"] == "host" and 0.5 <= segment["cci"] <= 1.0

@@ -187,10 +187,10 @@ def test_metrics_counters_follow_requests(server: Server) -> None:
     assert moved("ccjax_request_errors_total", "invalid_request") == 1
     assert moved("ccjax_request_errors_total", "context_length_exceeded") == 1
     for kind in ("reused", "recomputed", "computed"):
-        by_role = {role: moved(f"ccjax_{kind}_tokens_total", role) for role in ("system", "document", "question")}
+        by_role = {role: moved(f"ccjax_{kind}_tokens_total", role) for role in ("instructions", "passage", "question")}
         assert sum(by_role.values()) == report[f"{kind}_tokens"]
-        documents = [entry for entry in report["per_document"] if entry["role"] == "document"]
-        assert by_role["document"] == sum(entry[f"{kind}_tokens"] for entry in documents)
+        documents = [entry for entry in report["per_document"] if entry["role"] == "passage"]
+        assert by_role["passage"] == sum(entry[f"{kind}_tokens"] for entry in documents)
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
         assert moved(f"ccjax_{name}_count") == 1 and moved(f"ccjax_{name}_sum") > 0
     host = server.engine.cache.usage()["host"]

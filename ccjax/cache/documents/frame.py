@@ -16,7 +16,7 @@ from ccjax.errors import ConfigError
 from ccjax.policy.capture import make_variant_id
 from ccjax.prompts import Prompt, as_chunk, tenant_of
 from ccjax.text import PromptBuilder
-from ccjax.types import Chunk, Document, VariantId
+from ccjax.types import Chunk, Document, Segment, VariantId
 
 DEFAULT = "default"
 NONE = "none"
@@ -61,27 +61,26 @@ class PassageFrame:
 
     def around(self, prompt: Prompt) -> Prompt | None:
         """A prompt of one passage with the frame before it; None without a frame, or if the passage is part of it."""
-        *system, passage = prompt.chunks
-        before = self.chunks(tenant_of(passage.chunk_id))
+        *instructions, passage = prompt.cached
+        before = self.chunks(tenant_of(passage.chunk.chunk_id))
         # KV of a passage behind itself is of no use.
-        if not before or passage.chunk_id in {chunk.chunk_id for chunk in before}:
+        if not before or passage.chunk.chunk_id in {chunk.chunk_id for chunk in before}:
             return None
-        return Prompt((*system, *before, passage), prompt.has_system, prompt.question, prompt.max_new_tokens)
+        return Prompt.of_chunks((*instructions, *(Segment("passage", chunk) for chunk in before), passage))
 
     def stands_in(self, prompt: Prompt) -> bool:
         """True if exactly the frame stands between the instructions and the last passage of a prompt."""
-        between = tuple(chunk.chunk_id for chunk in prompt.chunks[int(prompt.has_system) : -1])
+        between = tuple(chunk.chunk_id for chunk in prompt.chunks[len(prompt.instructions) : -1])
         return bool(between) and between == tuple(chunk.chunk_id for chunk in self.chunks(tenant_of(between[0])))
 
     def variant_ids(self, prompt: Prompt) -> frozenset[VariantId]:
         """The ids of the variants of the prompt's passages behind the frame."""
         found = set()
-        first = int(prompt.has_system)
-        system = [chunk.chunk_id for chunk in prompt.chunks[:first]]
-        for chunk in prompt.chunks[first:]:
+        instructions = [segment.chunk.chunk_id for segment in prompt.instructions]
+        for chunk in prompt.passages:
             before = self.chunks(tenant_of(chunk.chunk_id))
             if before:
                 found.add(
-                    make_variant_id(chunk.chunk_id, (*system, *(passage.chunk_id for passage in before)), "exact")
+                    make_variant_id(chunk.chunk_id, (*instructions, *(passage.chunk_id for passage in before)), "exact")
                 )
         return frozenset(found)

@@ -16,7 +16,7 @@ from ccjax.cache.variants import VariantIndex
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.runner.plan_rows import computed_offsets
-from ccjax.types import Chunk, Document, ReuseMode, VariantId
+from ccjax.types import Document, ReuseMode, VariantId
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,8 @@ class PassageWarmer:
           PrefillCancelledError: as `warm_one`.
         """
         prompt = warming.next_prompt
-        is_alone = len(prompt.chunks) == 1 + prompt.has_system
+        alone = Prompt.of_chunks((*prompt.instructions, prompt.cached[-1]))
+        is_alone = prompt.cached == alone.cached
         only_last = not is_alone and not self.frame.stands_in(prompt)
         num_computed = 0
 
@@ -179,7 +180,7 @@ class PassageWarmer:
                 return
             other = None
             if warming.compares and not is_alone:
-                alone_id = self.held_id(dataclasses.replace(prompt, chunks=_without_others(prompt)))
+                alone_id = self.held_id(alone)
                 other = None if alone_id is None else self._capture.stored_kv(alone_id)
             self._capture.store_new(prefilled, warming.kept, other, only_last=only_last, wait=wait)
 
@@ -242,8 +243,3 @@ class PassageWarmer:
     def _erasures_of(self, prompt: Prompt) -> frozenset[str]:
         chunk_ids = frozenset(chunk.chunk_id for chunk in prompt.chunks)
         return self._registry.after(prompt.chunks[-1].chunk_id, chunk_ids)
-
-
-def _without_others(prompt: Prompt) -> tuple[Chunk, ...]:
-    """The system prompt, if any, and the last document."""
-    return (*prompt.chunks[: int(prompt.has_system)], prompt.chunks[-1])

@@ -20,38 +20,34 @@ from ccjax.errors import RequestError
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt, chunk_id, tenant_of
-from ccjax.types import Chunk, Document, ReuseMode, VariantId
+from ccjax.types import Chunk, Document, ReuseMode, Segment, VariantId
 
-_VERSION = 2
+_VERSION = 3
 _TENANT = re.compile(r"([0-9a-f]{32})?")
 _FROM_DOCUMENT = ("document_id", "version", "title", "source_id")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillOrder:
-    """Chunks to compute one behind the other and to store.
+    """Segments to compute one behind the other and to store, in prompt order."""
 
-    Attributes:
-      chunks: in prompt order, the system prompt first if there is one.
-    """
-
-    chunks: tuple[Chunk, ...]
-    has_system: bool
+    segments: tuple[Segment, ...]
 
     @property
     def key(self) -> VariantId:
         """The id of the last chunk's variant; equal for all requests that need it."""
-        *before, last = (chunk.chunk_id for chunk in self.chunks)
+        *before, last = (segment.chunk.chunk_id for segment in self.segments)
         return make_variant_id(last, before, "exact")
 
     def encode(self) -> bytes:
         """JSON that `decode` reads."""
-        chunks = [
-            {"token_ids": list(chunk.token_ids)} | {name: getattr(chunk, name) for name in _FROM_DOCUMENT}
-            for chunk in self.chunks
+        segments = [
+            {"role": segment.role, "token_ids": list(segment.chunk.token_ids)}
+            | {name: getattr(segment.chunk, name) for name in _FROM_DOCUMENT}
+            for segment in self.segments
         ]
-        tenant = tenant_of(self.chunks[0].chunk_id) if self.chunks else ""
-        value = {"version": _VERSION, "has_system": self.has_system, "tenant": tenant, "chunks": chunks}
+        tenant = tenant_of(self.segments[0].chunk.chunk_id) if self.segments else ""
+        value = {"version": _VERSION, "tenant": tenant, "segments": segments}
         return json.dumps(value).encode()
 
     @staticmethod
@@ -67,8 +63,7 @@ class PrefillOrder:
                 raise ValueError(f"order: wanted version {_VERSION}, got {value['version']!r}")
             if not isinstance(value["tenant"], str) or not _TENANT.fullmatch(value["tenant"]):
                 raise ValueError(f"order: wanted a tenant's tag or none, got {value['tenant']!r:.80}")
-            chunks = tuple(_chunk(chunk, value["tenant"]) for chunk in value["chunks"])
-            return PrefillOrder(chunks, value["has_system"] is True)
+            return PrefillOrder(tuple(_segment(segment, value["tenant"]) for segment in value["segments"]))
         except (KeyError, TypeError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"order: malformed: {error!r}") from error
 
@@ -78,18 +73,17 @@ class PrefillOrder:
         Raises:
           RequestError: the order does not fit this model.
         """
-        passages = self.chunks[self.has_system :]
-        if not passages or not all(chunk.token_ids for chunk in self.chunks):
+        chunks = [segment.chunk for segment in self.segments]
+        ends = [end for end, segment in enumerate(self.segments, 1) if segment.role == "passage"]
+        if not ends or not all(chunk.token_ids for chunk in chunks):
             raise RequestError("order", "wanted at least one passage, and no empty chunk")
-        num_tokens = sum(len(chunk.token_ids) for chunk in self.chunks)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         if num_tokens >= max_model_len:
             raise RequestError("order", f"wanted less than {max_model_len} tokens (max_model_len), got {num_tokens}")
-        if not all(0 <= token < vocab_size for chunk in self.chunks for token in chunk.token_ids):
+        if not all(0 <= token < vocab_size for chunk in chunks for token in chunk.token_ids):
             raise RequestError("order", f"wanted token ids from 0 to {vocab_size - 1}")
-        ends = range(int(self.has_system) + 1, len(self.chunks) + 1)
-        # One token in place of a question, which every prefill ends with.
-        prompts = [Prompt(self.chunks[:end], self.has_system, self.chunks[end - 1].token_ids[-1:], 1) for end in ends]
-        return Warming([_document(chunk) for chunk in passages], [(prompt,) for prompt in prompts])
+        prompts = [(Prompt.of_chunks(self.segments[:end]),) for end in ends]
+        return Warming([_document(chunks[end - 1]) for end in ends], prompts)
 
 
 def order_for(
@@ -105,20 +99,25 @@ def order_for(
     if mode == "off":
         return None
     plan = planner.plan(prompt, mode, planner.usable(prompt, known=variants.peek), settings)
-    first = int(prompt.has_system)
-    missing = [index for index in range(first, len(prompt.chunks)) if plan.segments[index].action == "compute"]
-    return PrefillOrder(prompt.chunks[: missing[-1] + 1], prompt.has_system) if missing else None
+    missing = [
+        index
+        for index, segment in enumerate(plan.segments)
+        if segment.role == "passage" and segment.action == "compute"
+    ]
+    return PrefillOrder(prompt.segments[: missing[-1] + 1]) if missing else None
 
 
 def _document(chunk: Chunk) -> Document:
     return Document("", chunk.document_id, chunk.title, chunk.version, source_id=chunk.source_id)
 
 
-def _chunk(value: dict[str, Any], tenant: str) -> Chunk:
+def _segment(value: dict[str, Any], tenant: str) -> Segment:
     token_ids: Sequence[Any] = value["token_ids"]
+    if value["role"] not in ("instructions", "passage", "text"):
+        raise ValueError(f"order: wanted a role of a cached segment, got {value['role']!r:.80}")
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
         raise ValueError("order: wanted token ids that are integers")
     texts = {name: value[name] for name in _FROM_DOCUMENT}
     if not all(text is None or isinstance(text, str) for text in texts.values()):
         raise ValueError("order: wanted texts")
-    return Chunk(chunk_id(token_ids, tenant), tuple(token_ids), **texts)
+    return Segment(value["role"], Chunk(chunk_id(token_ids, tenant), tuple(token_ids), **texts))

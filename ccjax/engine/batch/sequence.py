@@ -385,7 +385,7 @@ class TokenSequence:
 
     def _unplanned(self) -> SequenceWork:
         prompt = self._prompt
-        lengths = [len(chunk.token_ids) for chunk in prompt.chunks] + [len(prompt.question)]
+        lengths = [len(segment.chunk.token_ids) for segment in prompt.segments]
         return SequenceWork(
             self.sequence_id,
             prefill_tokens=prompt.num_tokens,

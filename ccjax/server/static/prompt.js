@@ -24,7 +24,7 @@ export function showPrompt(trace, reuse) {
   byId("strip").replaceChildren(...segments.map(strip));
   let number = 0;
   byId("segments").replaceChildren(
-    ...segments.map((segment) => card(segment, segment.role === "document" ? ++number : 0, trace.num_layers)),
+    ...segments.map((segment) => card(segment, segment.role === "passage" ? ++number : 0, trace.num_layers)),
   );
 }
 
@@ -89,7 +89,7 @@ function card(segment, number, numLayers) {
 const badge = (text, kind = "") => el("span", { class: `badge ${kind}` }, text);
 
 function cfoBar(segment) {
-  if (segment.action !== "reuse" || segment.role !== "document" || !segment.cfo) return "";
+  if (segment.action !== "reuse" || segment.role !== "passage" || !segment.cfo) return "";
   const fill = el("i");
   fill.style.width = `${Math.min(100, 100 * segment.cfo)}%`;
   const label = `CFO ${segment.cfo.toFixed(2)}: share of the passage that its new context would have recomputed`;
