@@ -15,7 +15,7 @@ from ccjax.errors import ContextLengthError, RequestError
 from ccjax.policy.settings import PromptChunk
 from ccjax.requests import Request
 from ccjax.text import PromptBuilder
-from ccjax.types import Chunk, ChunkId, Document, Segment, SegmentRole, leading_instructions
+from ccjax.types import REUSED_ANYWHERE, Chunk, ChunkId, Document, Segment, SegmentRole, leading_instructions
 
 _SHORT_ANSWER = 128
 
@@ -46,8 +46,8 @@ class Prompt:
 
     @property
     def passages(self) -> tuple[Chunk, ...]:
-        """The chunks that are passages."""
-        return tuple(segment.chunk for segment in self.segments if segment.role == "passage")
+        """The chunks that are reused in any context."""
+        return tuple(segment.chunk for segment in self.segments if segment.role in REUSED_ANYWHERE)
 
     @property
     def instructions(self) -> tuple[Segment, ...]:

@@ -23,7 +23,7 @@ from ccjax.runner.plan_rows import recomputed_share
 from ccjax.store.errors import StoreError
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE, HOST
-from ccjax.types import ChunkId, PrefillPlan, VariantId, VariantMeta
+from ccjax.types import REUSED_ANYWHERE, ChunkId, PrefillPlan, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class PrefillCapture:
         for meta, kv in found:
             if only_last and len(meta.prefix_ids) < len(prompt.chunks) - 1:
                 continue
-            num_before = meta.roles[:-1].count("passage")
+            num_before = sum(role in REUSED_ANYWHERE for role in meta.roles[:-1])
             if self._cached_documents is not None and num_before >= self._cached_documents:
                 continue
             is_replacing = self._variants.replaces_approximate(meta) or self._store.is_lossy(meta.variant_id)
@@ -156,7 +156,7 @@ class PrefillCapture:
         `MIN_CHUNKS_BEFORE` chunks had stood before them or the deviations of their tokens are unknown."""
         known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.passages})
         for segment, own in zip(plan.segments, prompt.segments, strict=True):
-            if own.role != "passage":
+            if own.role not in REUSED_ANYWHERE:
                 continue
             variants = known.get(own.chunk.chunk_id, ())
             used = [variant for variant in variants if variant.variant_id == segment.variant_id]

@@ -259,7 +259,6 @@ class VariantIndex:
         meta = self._by_id.pop(variant_id, None)
         if meta is not None:
             self.changes.note(meta.chunk_id)
-            self._with_system.discard(variant_id)
             self._origins.pop(variant_id, None)
             self._maybe_approximate.pop(variant_id, None)
             if isinstance(meta, VariantMeta):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from ccjax.cache.planned_prefill import Prefilled
 from ccjax.policy.contract import ReuseContract
-from ccjax.types import DocumentReuse, PlannedSegment, ReuseMode, ReuseReport, VariantId
+from ccjax.types import REUSED_ANYWHERE, DocumentReuse, PlannedSegment, ReuseMode, ReuseReport, VariantId
 
 
 def build_report(
@@ -27,7 +27,7 @@ def build_report(
     splits = [_split(segment, result.recomputed_tokens_of.get(index)) for index, segment in enumerate(plan.segments)]
     for segment, chunk, split in zip(plan.segments, prompt.chunks, splits, strict=False):
         focused = None
-        if segment.role == "passage":
+        if segment.role in REUSED_ANYWHERE:
             focused = None if result.focused is None else number in result.focused
             number += 1
         reused, recomputed, computed = split

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ccjax.policy._checks import check_count, check_masses
 from ccjax.policy.reuse import chunk_context_impact, normalised_masses
 from ccjax.types import (
+    REUSED_ANYWHERE,
     ChunkId,
     Fidelity,
     PlannedSegment,
@@ -118,7 +119,7 @@ def should_capture(
       existing_variants: the stored variants; those of other chunks are skipped.
       prefix_ids: chunk ids before the chunk in the prompt.
     """
-    if segment.chunk_id is None or (segment.role != "passage" and segment.fidelity != "exact"):
+    if segment.chunk_id is None or (segment.role not in REUSED_ANYWHERE and segment.fidelity != "exact"):
         return False
     own = [meta for meta in existing_variants if meta.chunk_id == segment.chunk_id]
     same_prefix = {meta.fidelity for meta in own if meta.prefix_ids == tuple(prefix_ids)}

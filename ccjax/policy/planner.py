@@ -13,7 +13,7 @@ from ccjax.policy.hkvd import counts_by_layer
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.strategies import get_strategy
 from ccjax.policy.strategy import Decision
-from ccjax.types import REUSE_MODES, ChunkId, PlannedSegment, PrefillPlan, ReuseMode, VariantMeta
+from ccjax.types import REUSE_MODES, REUSED_ANYWHERE, ChunkId, PlannedSegment, PrefillPlan, ReuseMode, VariantMeta
 
 
 def plan_prefill(
@@ -104,7 +104,7 @@ def _segment(
             chunk_id=chunk.chunk_id,
             fidelity="exact" if is_prefix_exact else "approx",
         )
-    if not choice.exact and (mode == "exact" or chunk.role != "passage"):
+    if not choice.exact and (mode == "exact" or chunk.role not in REUSED_ANYWHERE):
         where = "mode 'exact'" if mode == "exact" else f"role {chunk.role!r}"
         raise ValueError(f"strategy: {where} allows exact reuse only, got variant {choice.meta.variant_id!r}")
     return PlannedSegment(

@@ -24,7 +24,7 @@ from ccjax.policy.strategy import (
     recompute_count,
 )
 from ccjax.policy.variants import VariantChoice, choose_variant
-from ccjax.types import ChunkId, ReuseMode, VariantMeta, leading_instructions
+from ccjax.types import REUSED_ANYWHERE, ChunkId, ReuseMode, VariantMeta, leading_instructions
 
 _Path = tuple[tuple[int, VariantMeta], ...]
 
@@ -65,7 +65,7 @@ def _set(
             return Decision()
         before = min(index, num_instructions)
         choice = choose_variant([found[index]], ids[:index], alpha=settings.alpha, num_instructions=before)
-        is_usable = choice is not None and (choice.exact or chunks[index].role == "passage")
+        is_usable = choice is not None and (choice.exact or chunks[index].role in REUSED_ANYWHERE)
         return Decision(choice if is_usable else None)
 
     return [decision(index) for index in range(len(chunks))]

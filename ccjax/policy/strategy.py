@@ -11,7 +11,7 @@ from typing import Literal
 from ccjax.policy.reuse import cache_fix_overhead, max_recompute_tokens, num_recompute_tokens
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.policy.variants import VariantChoice, choose_variant
-from ccjax.types import ChunkId, ReuseMode, VariantMeta, leading_instructions
+from ccjax.types import REUSED_ANYWHERE, ChunkId, ReuseMode, VariantMeta, leading_instructions
 
 Candidates = Mapping[ChunkId, Sequence[VariantMeta]]
 
@@ -99,7 +99,7 @@ def best_choices(
             candidates.get(own, ()),
             ids[:index],
             alpha=settings.alpha,
-            exact_only=mode == "exact" or chunks[index].role != "passage",
+            exact_only=mode == "exact" or chunks[index].role not in REUSED_ANYWHERE,
             num_instructions=min(index, num_instructions),
             in_context_first=in_context_first,
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ccjax.types import LayerStats, PrefillPlan
+from ccjax.types import REUSED_ANYWHERE, LayerStats, PrefillPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def recomputed_share(plan: PrefillPlan, outcome: PrefillOutcome, index: int, num
 
 
 def _documents(plan: PrefillPlan) -> list[int]:
-    return [index for index, segment in enumerate(plan.segments) if segment.role == "passage"]
+    return [index for index, segment in enumerate(plan.segments) if segment.role in REUSED_ANYWHERE]
 
 
 def question_stats(plan: PrefillPlan, rows: LayerRows) -> LayerStats:

@@ -22,7 +22,7 @@ from ccjax.policy.settings import PlannerSettings
 from ccjax.policy.strategies import expected_share
 from ccjax.prompts import Prompt, chunk_id
 from ccjax.store import KVSpec, StoreIdentity, TieredStore
-from ccjax.types import Chunk, PrefillPlan, Segment, VariantMeta
+from ccjax.types import Chunk, PlannedSegment, PrefillPlan, Segment, VariantMeta
 
 KV_SPEC = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 INTRA_OVER_INTER = 2.18
@@ -73,8 +73,8 @@ class Replay:
             max_variants=None,
             expected_share=lambda cci: expected_share(settings, cci),
         )
-        self._system = [chunk_of(_SYSTEM, system_tokens)] if system_tokens else []
-        self._question = (0,) * question_tokens
+        self._system = [Segment("instructions", chunk_of(_SYSTEM, system_tokens))] if system_tokens else []
+        self._question = Segment("question", chunk_of(0, question_tokens))
 
     def answer(self, passages: Passages) -> Served:
         """Plans a request, credits what it reuses and stores what it computes."""
@@ -82,20 +82,18 @@ class Replay:
         plan = self.plan(prompt)
         self.keep(prompt, plan)
         computed = round(sum(map(plan.computed_tokens, plan.segments)))
-        hits = sum(segment.role == "document" and segment.action == "reuse" for segment in plan.segments)
+        hits = sum(segment.role == "passage" and segment.action == "reuse" for segment in plan.segments)
         return Served(computed, plan.num_tokens - computed, len(passages), hits)
 
     def prompt(self, passages: Passages) -> Prompt:
         """The prompt of a request."""
-        chunks = (*self._system, *(chunk_of(*passage) for passage in passages))
-        return Prompt(chunks, bool(self._system), self._question, max_new_tokens=1)
+        chunks = (Segment("passage", chunk_of(*passage)) for passage in passages)
+        return Prompt((*self._system, *chunks, self._question), max_new_tokens=1)
 
     def plan(self, prompt: Prompt) -> PrefillPlan:
         """Finds the stored variants of the prompt, and plans it."""
         candidates = self.index.of_chunks({chunk.chunk_id for chunk in prompt.chunks})
-        return plan_prefill(
-            prompt.planned_chunks, len(prompt.question), candidates, mode="bounded", settings=self._settings
-        )
+        return plan_prefill(prompt.planned_chunks, candidates, mode="bounded", settings=self._settings)
 
     def keep(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Credits the variants reused and stores the chunks computed, as the engine does after a prefill."""
@@ -123,10 +121,10 @@ def chunk_of(number: int, num_tokens: int) -> Chunk:
     return Chunk(chunk_id(ids), ids)
 
 
-def _meta(prompt: Prompt, place: int, segment: Segment) -> VariantMeta:
+def _meta(prompt: Prompt, place: int, segment: PlannedSegment) -> VariantMeta:
     """Placeholders for measured masses: on each earlier passage by its tokens, with the same CCI behind any."""
     lengths = [len(chunk.token_ids) for chunk in prompt.chunks[:place]]
-    num_passages = max(1, place - prompt.has_system)
+    num_passages = max(1, place - len(prompt.instructions))
     return variant_meta(
         chunk_id=prompt.chunks[place].chunk_id,
         prefix_ids=tuple(chunk.chunk_id for chunk in prompt.chunks[:place]),
@@ -136,7 +134,7 @@ def _meta(prompt: Prompt, place: int, segment: Segment) -> VariantMeta:
         token_scores=(1.0,) * segment.num_tokens,
         num_bytes=KV_SPEC.num_bytes(segment.num_tokens),
         fidelity=segment.fidelity,
-        has_system=prompt.has_system and place > 0,
+        roles=[earlier.role for earlier in prompt.cached[: place + 1]],
     )
 
 

@@ -91,7 +91,7 @@ def test_a_replay_computes_as_many_tokens_as_the_engine(model, strategy, budget)
         reports = [engine.run(Request(messages=question, documents=each, sampling=one_token)).reuse for each in asked]
     real = [report.computed_tokens + report.recomputed_tokens for report in reports]
 
-    lengths = [[part.num_tokens for part in report.per_document if part.role == "document"] for report in reports]
+    lengths = [[part.num_tokens for part in report.per_document if part.role == "passage"] for report in reports]
     system = reports[0].per_document[0].num_tokens
     fixed = {"system_tokens": system, "question_tokens": reports[0].prompt_tokens - system - sum(lengths[0])}
     token_bytes = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, their size, float32

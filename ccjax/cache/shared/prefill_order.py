@@ -11,7 +11,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from ccjax.cache.documents.warming import Warming
 from ccjax.cache.prefill_planner import PrefillPlanner
@@ -20,7 +20,7 @@ from ccjax.errors import RequestError
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt, chunk_id, tenant_of
-from ccjax.types import Chunk, Document, ReuseMode, Segment, VariantId
+from ccjax.types import REUSED_ANYWHERE, Chunk, Document, ReuseMode, Segment, SegmentRole, VariantId
 
 _VERSION = 3
 _TENANT = re.compile(r"([0-9a-f]{32})?")
@@ -74,7 +74,7 @@ class PrefillOrder:
           RequestError: the order does not fit this model.
         """
         chunks = [segment.chunk for segment in self.segments]
-        ends = [end for end, segment in enumerate(self.segments, 1) if segment.role == "passage"]
+        ends = [end for end, segment in enumerate(self.segments, 1) if segment.role in REUSED_ANYWHERE]
         if not ends or not all(chunk.token_ids for chunk in chunks):
             raise RequestError("order", "wanted at least one passage, and no empty chunk")
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
@@ -102,7 +102,7 @@ def order_for(
     missing = [
         index
         for index, segment in enumerate(plan.segments)
-        if segment.role == "passage" and segment.action == "compute"
+        if segment.role in REUSED_ANYWHERE and segment.action == "compute"
     ]
     return PrefillOrder(prompt.segments[: missing[-1] + 1]) if missing else None
 
@@ -113,7 +113,7 @@ def _document(chunk: Chunk) -> Document:
 
 def _segment(value: dict[str, Any], tenant: str) -> Segment:
     token_ids: Sequence[Any] = value["token_ids"]
-    if value["role"] not in ("instructions", "passage", "text"):
+    if value["role"] not in get_args(SegmentRole):
         raise ValueError(f"order: wanted a role of a cached segment, got {value['role']!r:.80}")
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
         raise ValueError("order: wanted token ids that are integers")
