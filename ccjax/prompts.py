@@ -173,7 +173,7 @@ def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> 
         Segment("passage", as_chunk(ids, document, tenant))
         for ids, document in zip(parts.documents, request.documents, strict=True)
     ]
-    return [*instructions, *passages, Segment("question", as_chunk(parts.question, None, tenant))]
+    return [*instructions, *passages, Segment("question", as_chunk(parts.question, None, tenant), parts.borders)]
 
 
 def _from_segments(given: Sequence[Any], vocab_size: int, tenant: str) -> list[Segment]:

@@ -38,6 +38,9 @@ class ByteTokenizer(BaseTokenizer):
     def _encode_plain(self, text: str, follows: Follows) -> list[int]:
         return list(text.encode())
 
+    def _token_starts(self, text: str, follows: Follows) -> list[int]:
+        return [index for index, letter in enumerate(text) for _ in letter.encode()]
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         content = bytearray()
         for token_id in ids:

@@ -7,6 +7,7 @@ during a conversation, and each is tokenized on its own, so that its ids never d
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ class PromptParts:
     system: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
+    borders: tuple[int, ...] = ()
+    """Offsets in the question at which a message, or a part of a message's content, begins."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -70,7 +73,7 @@ class PromptBuilder:
         """
         roles, contents = _checked(messages)
         if "system" not in roles and self._system_prompt:
-            roles, contents = ["system", *roles], [self._system_prompt, *contents]
+            roles, contents = ["system", *roles], [[self._system_prompt], *contents]
         head, rest = self._split_chat(roles, contents)
         # A space before the first user text belongs to its first word: "[INST] Hello" has a token " Hello".
         if head and head[-1][1]:
@@ -100,13 +103,16 @@ class PromptBuilder:
         follows: Follows = "start"
         if documents or system:
             follows = "control" if not documents and system[-1] in self._tokenizer.special_ids else "text"
+        is_divided = sum(not trusted for _, trusted in rest) > 1
+        borders = self._tokenizer.borders(rest, follows=follows) if is_divided else ()
         return PromptParts(
             system=tuple(system),
             documents=tuple(self.document_ids(document) for document in documents),
             question=tuple(self._tokenizer.encode_parts(rest, follows=follows)),
+            borders=tuple(dict.fromkeys(borders)),
         )
 
-    def _split_chat(self, roles: Sequence[str], contents: Sequence[str]) -> tuple[_Parts, _Parts]:
+    def _split_chat(self, roles: Sequence[str], contents: Sequence[Sequence[str]]) -> tuple[_Parts, _Parts]:
         """The chat before the first user content, and the rest from it on."""
         system = contents[0] if roles[0] == "system" else None
         first_user = roles.index("user")
@@ -119,9 +125,11 @@ class PromptBuilder:
             before, after = self._render(roles[1:], contents[1:], first_user - 1)
         except TemplateRejectedError as error:
             raise ValueError(f"messages: {error}") from error
-        return [*before, (system + "\n\n", False)], after
+        return [*before, ("".join(system) + "\n\n", False)], after
 
-    def _render(self, roles: Sequence[str], contents: Sequence[str], first_user: int) -> tuple[_Parts, _Parts]:
+    def _render(
+        self, roles: Sequence[str], contents: Sequence[Sequence[str]], first_user: int
+    ) -> tuple[_Parts, _Parts]:
         """Renders with a placeholder for each content, so that no content can influence the template."""
         messages = [{"role": role, "content": _SENTINEL.format(i)} for i, role in enumerate(roles)]
         pieces = _SENTINEL_PATTERN.split(self._template.render(messages, variables=self._special_tokens))
@@ -131,17 +139,19 @@ class PromptBuilder:
         if roles[0] == "system" and "0" not in pieces[1:border:2]:
             # Some templates leave it out, some put it into the LAST user turn, where it would move with every turn.
             raise TemplateRejectedError("chat_template: the system prompt is not before the first user text")
-        parts = [
-            (piece, True) if number % 2 == 0 else (contents[int(piece)], False) for number, piece in enumerate(pieces)
+        parts: list[_Parts] = [
+            [(piece, True)] if number % 2 == 0 else [(part, False) for part in contents[int(piece)]]
+            for number, piece in enumerate(pieces)
         ]
-        return parts[:border], parts[border:]
+        return list(itertools.chain(*parts[:border])), list(itertools.chain(*parts[border:]))
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Roles and stripped contents."""
+def _checked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Roles and stripped contents, each as its parts, which joined are its text."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(f"messages: wanted a list of messages, got {type(messages).__name__}")
-    roles, contents = [], []
+    roles: list[str] = []
+    contents: list[list[str]] = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"messages[{i}]: wanted an object with role and content, got {type(message).__name__}")
@@ -149,18 +159,31 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str
         if not isinstance(role, str) or role not in _ROLES:
             raise ValueError(f"messages[{i}].role: wanted one of {sorted(_ROLES)}, got {role!r}")
         roles.append(_ROLES[role])
-        contents.append(_content_text(message.get("content"), f"messages[{i}].content").strip())
+        contents.append(_stripped(_content_parts(message.get("content"), f"messages[{i}].content")))
     if "user" not in roles:
         raise ValueError("messages: wanted at least one message with role 'user', got none")
     question = len(roles) - 1 - roles[::-1].index("user")
-    if not contents[question]:
+    if not "".join(contents[question]):
         raise ValueError(f"messages[{question}].content: wanted a question, got blank text")
     return roles, contents
 
 
-def _content_text(content: Any, argument: str) -> str:
+def _stripped(parts: list[str]) -> list[str]:
+    """The parts, each but the last followed by a line break, without white space around the whole text."""
+    lines = [part + "\n" for part in parts[:-1]] + parts[-1:]
+    while lines and not lines[0].strip():
+        lines.pop(0)
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if lines:
+        lines[0] = lines[0].lstrip()
+        lines[-1] = lines[-1].rstrip()
+    return lines
+
+
+def _content_parts(content: Any, argument: str) -> list[str]:
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise ValueError(f"{argument}: wanted a string or a list of text parts, got {type(content).__name__}")
     texts = []
@@ -169,4 +192,4 @@ def _content_text(content: Any, argument: str) -> str:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"{argument}[{i}]: wanted {{'type': 'text', 'text': string}}, got type {kind!r}")
         texts.append(part["text"])
-    return "\n".join(texts)
+    return texts

@@ -6,6 +6,7 @@ Text is either trusted (chat templates: control tokens count) or not (documents,
 from __future__ import annotations
 
 import base64
+import bisect
 import hashlib
 import json
 import os
@@ -92,6 +93,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def borders(self, parts: Sequence[tuple[str, bool]], *, follows: Follows = "start") -> list[int]:
+        """For each untrusted part, the number of tokens of `encode_parts(parts)` that begin before it."""
+        ...
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
         ...
@@ -114,7 +119,7 @@ class BaseTokenizer:
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]], *, follows: Follows = "start") -> list[int]:
         ids: list[int] = []
-        for run in self._runs(parts):
+        for run, _ in self._runs(parts):
             if isinstance(run, int):
                 ids.append(run)
                 follows = "control"
@@ -123,20 +128,34 @@ class BaseTokenizer:
                 follows = "text"
         return ids
 
-    def _runs(self, parts: Sequence[tuple[str, bool]]) -> Iterator[int | str]:
-        """The parts as control tokens and, between them, the longest runs of plain text."""
-        text = ""
+    def borders(self, parts: Sequence[tuple[str, bool]], *, follows: Follows = "start") -> list[int]:
+        found: list[int] = []
+        num_tokens = 0
+        for run, begins in self._runs(parts):
+            starts = [0] if isinstance(run, int) else self._token_starts(run, follows)
+            follows = "control" if isinstance(run, int) else "text"
+            found += [num_tokens + bisect.bisect_left(starts, begin) for begin in begins]
+            num_tokens += len(starts)
+        return found
+
+    def _runs(self, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[int | str, list[int]]]:
+        """The parts as control tokens and, between them, the longest runs of plain text; each with the offsets at which
+        untrusted parts begin in it."""
+        text, begins = "", list[int]()
         for part, trusted in parts:
             part, start = _valid_unicode(part), 0
+            if not trusted:
+                begins.append(len(text))
             for match in self._control_pattern.finditer(part) if trusted else ():
                 text += part[start : match.start()]
                 if text:
-                    yield text
-                yield self._control_order[(match.lastindex or 0) - 1]
-                text, start = "", match.end()
+                    yield text, begins
+                    begins = []
+                yield self._control_order[(match.lastindex or 0) - 1], begins
+                text, begins, start = "", [], match.end()
             text += part[start:]
-        if text:
-            yield text
+        if text or begins:
+            yield text, begins
 
     def _encode_untrusted(self, text: str, follows: Follows) -> list[int]:
         ids = self._encode_plain(text, follows)
@@ -156,6 +175,10 @@ class BaseTokenizer:
         return ids
 
     def _encode_plain(self, text: str, follows: Follows) -> list[int]:
+        raise NotImplementedError
+
+    def _token_starts(self, text: str, follows: Follows) -> list[int]:
+        """Offset in `text` of each token's first character."""
         raise NotImplementedError
 
 
@@ -198,6 +221,9 @@ class TiktokenTokenizer(BaseTokenizer):
                 ids += self._encoding.encode_ordinary(text[start : run.end()])
                 start = run.end()
         return ids + self._encoding.encode_ordinary(text[start:])
+
+    def _token_starts(self, text: str, follows: Follows) -> list[int]:
+        return self._encoding.decode_with_offsets(self._encode_untrusted(text, follows))[1]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         # Embeddings are often padded beyond the vocabulary; such ids have no text.
@@ -248,8 +274,14 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.fingerprint = hashlib.sha256(b"tokenizer.json\0" + raw.encode()).hexdigest()
 
     def _encode_plain(self, text: str, follows: Follows) -> list[int]:
+        return self._encoded(text, follows).ids
+
+    def _token_starts(self, text: str, follows: Follows) -> list[int]:
+        return [start for start, _ in self._encoded(text, follows).offsets]
+
+    def _encoded(self, text: str, follows: Follows) -> tokenizers.Encoding:
         spaced = follows == "start" or (follows == "control" and self._space_after_control)
-        return (self._plain if spaced else self._continuing).encode(text, add_special_tokens=False).ids
+        return (self._plain if spaced else self._continuing).encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)

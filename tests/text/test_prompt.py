@@ -136,7 +136,7 @@ def test_text_parts_are_joined_and_developer_role_means_system(llama):
     builder = builder_of(llama)
     parts = [{"type": "text", "text": "who wrote"}, {"type": "text", "text": "the letter?"}]
     whole = builder.build_chat([{"role": "user", "content": "who wrote\nthe letter?"}])
-    assert builder.build_chat([{"role": "user", "content": parts}]) == whole
+    assert builder.build_chat([{"role": "user", "content": parts}]).token_ids == whole.token_ids
     developer = [{"role": "developer", "content": "Answer the question."}, USER]
     assert builder.build_chat(developer) == builder.build_chat([SYSTEM, USER])
 
@@ -249,3 +249,24 @@ def test_prompt_ids_match_transformers_with_the_real_llama_3_tokenizer(test_data
         messages = [SYSTEM, {"role": "user", "content": question}, *TURNS[2:]]
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(ours.build_chat(messages).token_ids) == expected
+
+
+@pytest.mark.parametrize("which", ["llama", "mistral", "llama2"])
+def test_borders_are_where_messages_and_parts_of_contents_begin(which, request):
+    directory = request.getfixturevalue(which)
+    builder = builder_of(directory)
+    parts = [{"type": "text", "text": "Who is the first?"}, {"type": "text", "text": "Anna is the second.\n"}]
+    turns = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "Anna."},
+        {"role": "user", "content": "Why?"},
+    ]
+    built = builder.build_chat(turns)
+    joined = [{**turns[0], "content": "Who is the first?\nAnna is the second."}, *turns[1:]]
+    assert built.question == builder.build_chat(joined).question
+    starts = ["Who is", "Anna is", "Anna.", "Why?"]
+    for border, start in zip(built.borders, starts, strict=True):
+        # SentencePiece's first token of a word begins with the space before it, which belongs to the template.
+        texts = [text_of(directory, built.question[max(0, first) :]).lstrip() for first in (border, border - 1)]
+        assert any(text.startswith(start) for text in (texts if which != "llama" else texts[:1]))
+    assert builder.build_chat([{"role": "user", "content": "Why?"}]).borders == ()
