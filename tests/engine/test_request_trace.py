@@ -14,7 +14,7 @@ from ccjax.policy.contract import reuse_contract
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.plan_rows import PrefillOutcome
-from ccjax.types import Chunk, ChunkId, PlannedSegment, PrefillPlan, VariantId
+from ccjax.types import Chunk, ChunkId, PlannedSegment, PrefillPlan, Segment, VariantId
 
 NUM_LAYERS = 6
 
@@ -34,7 +34,8 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
         ),
         hkvd_counts_by_layer=counts,
     )
-    prompt = Prompt(tuple(Chunk(key, tuple(range(8))) for key in ids), False, (1, 2, 3, 4), 1)
+    passages = [Segment("passage", Chunk(key, tuple(range(8)))) for key in ids]
+    prompt = Prompt((*passages, Segment("question", Chunk(ChunkId("?"), (1, 2, 3, 4)))), 1)
     ticket = types.SimpleNamespace(tiers={"va": "host", "vb": "disk"})
     prefilled = Prefilled(prompt, plan, outcome, ticket, None, 0.0, 0.0, 0)
     report = build_report(
