@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from ccjax.engine import Engine, EngineConfig
 from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.params import Params, build_params
+from ccjax.prompts import Prompt
 from ccjax.runner.context_loader import JobFailedError
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import Contexts, PrefillJob
@@ -169,7 +169,7 @@ def run_reusing(
 def check_deviations(engine: Engine, meta: VariantMeta) -> None:
     """Compares a variant's deviations with full prefills of its chunk behind its prefix and behind the instructions."""
     prompt = engine._variants.prompt_of(meta)
-    alone = dataclasses.replace(prompt, chunks=(prompt.chunks[0], prompt.chunks[-1]))
+    alone = Prompt.of_chunks((prompt.cached[0], prompt.cached[-1]))
     computed = []
     for one in (prompt, alone):
         plan = engine._planner.plan(one, "exact", {})
