@@ -85,11 +85,13 @@ docs:  ## the documentation as a site, in build/site; reads docstrings without i
 parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
-kernels-aot:  ## compiles kernels and steps for A100, H100, v5e and v6e, with ARGS=--quick a few of them; two large environments
+kernels-aot:  ## compiles kernels and steps for A100, H100, v5e and v6e, with ARGS= a few of them; two large environments
 	$(MAKE) --jobs=2 kernels-aot-tpu kernels-aot-gpu
 
-kernels-aot-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/python scripts/kernels_aot.py $* $(ARGS)
+kernels-aot-%: ARGS ?= --all
+kernels-aot-%: $(VENV)-%/.installed  ## compiled as users have it, and never kept
+	CCJAX_TEST_OPTIMIZED=1 JAX_ENABLE_COMPILATION_CACHE=false TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+	  $(VENV)-$*/bin/python -m pytest -W default tests/pallas_kernels/test_aot.py --durations=0 $(ARGS)
 
 $(VENV)-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*

@@ -59,7 +59,7 @@ def _tests(expression: str | None, environment: dict[str, str], limit_s: float) 
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--junitxml", str(report)]
         command += ["tests/pallas_kernels", *([] if expression is None else ["-k", expression])]
         code = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s).returncode
-        if code not in (0, 1):
+        if code not in (0, 1) or not report.exists():
             raise ValueError(f"pytest ended with status {code}")
         suite = ElementTree.parse(report).getroot()[0]
     cases = [(f"{case.get('classname')}.{case.get('name')}", part) for case in suite.iter("testcase") for part in case]

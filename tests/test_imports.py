@@ -198,7 +198,7 @@ def test_jit_is_used_only_in_designated_modules():
     for module, path in _modules():
         for node in _nodes(path):
             is_jit = isinstance(node, ast.Attribute) and node.attr == "jit"
-            if is_jit and not module.startswith("scripts.kernels."):
+            if is_jit:
                 found.add(module)
     assert found <= {
         "ccjax.models.llama3.params",

@@ -13,7 +13,7 @@ from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from ccjax.models.llama3.params import RoutedLayerParams
 from ccjax.models.llama3.products import einsum
 from ccjax.models.llama3.steps import logits_step, received_step
-from scripts.kernels.steps import StepCase
+from tests.pallas_kernels.aot_cases import StepCase
 
 SMALL = dataclasses.replace(
     LLAMA3_8B, vocab_size=64, d_model=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=48
@@ -26,13 +26,11 @@ def products(text):
 
 
 def lowered(step, dtype):
-    case = StepCase("small", step, 16, 64, num_segments=4, config=SMALL, dtype=dtype)
-    if step is received_step:
-        (layer, hidden, *_), _ = dataclasses.replace(case, step=paged_layer_step).call(lambda *_: None, "xla")
-        arrays, statics = (layer, hidden, jax.ShapeDtypeStruct((), jnp.int32)), {"config": SMALL}
-    else:
-        arrays, statics = case.call(lambda *_: None, "xla")
-    return step.trace(*arrays, **statics).lower().as_text()
+    case = StepCase(step, 16, 64, num_segments=4, config=SMALL, dtype=dtype)
+    if step is not received_step:
+        return case.trace("cpu").lower().as_text()
+    layer, hidden, *_ = dataclasses.replace(case, step=paged_layer_step).arguments()
+    return step.trace(layer, hidden, jax.ShapeDtypeStruct((), jnp.int32), config=SMALL).lower().as_text()
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
