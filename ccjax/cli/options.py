@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource
 
 from ccjax.cli.yaml_file import read_yaml
-from ccjax.config.base import Described, SettingsModel, explained, names_of, unpacked
+from ccjax.config.base import KEYWORD_ONLY, Described, SettingsModel, explained, unpacked
 from ccjax.config.values import FilePath
 
 Options = TypeVar("Options", bound=SettingsModel)
@@ -52,14 +52,17 @@ class _Option:
 
     Attributes:
       name: of the field.
-      key: in files and, behind dashes, on the command line.
       group: its class, whose title is the name of the group; options without a title are not for files and variables.
     """
 
     name: str
-    key: str
     field: FieldInfo
     group: type[SettingsModel]
+
+    @property
+    def key(self) -> str:
+        """Its name in files and, behind dashes, on the command line."""
+        return self.name.replace("_", "-")
 
     @property
     def title(self) -> str | None:
@@ -95,12 +98,12 @@ def parse(model: type[Options], argv: Sequence[str] | None, *, prog: str, descri
     Raises:
       StartupError: the file cannot be read, a name is unknown or a value is invalid; names where it is.
     """
-    options = _options(model)
+    options = options_of(model)
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     flags = _flags(model, argv, prog, description)
     path = flags.get("config")
-    for option in {*options.values()}:
+    for option in options.values():
         # Other options have no variable: Kubernetes sets CCJAX_PORT for a service of that name.
         value = None if option.field.repr else os.environ.get(option.variable)
         if value or (value is not None and option.is_secret):  # an empty key is probably a mistake
@@ -109,20 +112,20 @@ def parse(model: type[Options], argv: Sequence[str] | None, *, prog: str, descri
         for name, (key, value) in _file(options, Path(path)).items():
             values[name], places[name] = value, f"--config: {path}: {key}"
     for name, value in flags.items():
-        values[name], places[name] = value, flag(model, name)
+        values[name], places[name] = value, flag(name)
     try:
         return model.model_validate(values, strict=False)
     except ValidationError as error:
         name, message = explained(model, error.errors()[0])
         if not name:
             name, _, message = message.partition(": ")
-        place = places.get(name) or flag(model, name)
+        place = places.get(name) or flag(name)
         raise StartupError(f"{place}: {message}") from None
 
 
-def flag(model: type[SettingsModel], name: str) -> str:
+def flag(name: str) -> str:
     """The flag of a field."""
-    return f"--{_options(model)[name.replace('_', '-')].key}"
+    return f"--{name.replace('_', '-')}"
 
 
 def part(options: SettingsModel, model: type[Part]) -> Part:
@@ -147,7 +150,7 @@ def config_lines(options: SettingsModel) -> list[str]:
     that are not set and have no default are comments."""
     lines = []
     values = options.model_dump(mode="json")
-    for option in dict.fromkeys(_options(type(options)).values()):
+    for option in options_of(type(options)).values():
         key, value = option.key, values[option.name]
         if option.title is None:
             continue
@@ -163,13 +166,13 @@ def config_lines(options: SettingsModel) -> list[str]:
 
 
 @functools.cache
-def _options(model: type[SettingsModel]) -> dict[str, _Option]:
-    """Options by each of their names, in kebab case."""
+def options_of(model: type[SettingsModel]) -> dict[str, _Option]:
+    """Options by their name in files and, behind dashes, on the command line."""
     found = {}
     for name, field in model.model_fields.items():
-        group = next(base for base in reversed(model.__mro__) if name in base.__dict__.get("__annotations__", {}))
-        names = [spelling.replace("_", "-") for spelling in names_of(name, field)]
-        found |= dict.fromkeys(names, _Option(name, names[0], field, group))
+        if KEYWORD_ONLY not in unpacked(field)[1]:
+            group = next(base for base in reversed(model.__mro__) if name in base.__dict__.get("__annotations__", {}))
+            found[name.replace("_", "-")] = _Option(name, field, group)
     return found
 
 
@@ -177,7 +180,7 @@ def _flags(
     model: type[SettingsModel], argv: Sequence[str] | None, prog: str, description: str | None
 ) -> dict[str, Any]:
     """Field -> the text given on the command line."""
-    options = _options(model)
+    options = options_of(model)
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

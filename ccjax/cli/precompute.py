@@ -90,7 +90,7 @@ else:
         {
             *("dtype", "quantization", "tokenizer", "attention", "max_model_len", "system_prompt", "strategy", "frame"),
             *("store", "host_cache_bytes", "disk_cache_bytes", "disk_kv_dtype", "disk_compression"),
-            *("tenant_salt", "ranking_layers"),
+            "tenant_salt",
         },
     )
 
@@ -244,7 +244,7 @@ def _named(message: str) -> str:
     argument, colon, rest = message.partition(": ")
     argument = {"docs": "documents", "docs_dir": "documents", "directory": "embedder"}.get(argument, argument)
     if colon and argument in PrecomputeOptions.model_fields:
-        return f"{flag(PrecomputeOptions, argument)}: {rest}"
+        return f"{flag(argument)}: {rest}"
     return message
 
 

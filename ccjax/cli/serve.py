@@ -52,7 +52,7 @@ def _serve(args: ServeOptions) -> int:
     if args.print_memory_plan:
         return print_memory_plan(args)
     # Before the slow imports, so that a port in use is reported at once.
-    with _listen(args.host, args.port, args.stall_timeout_s) as listener:
+    with _listen(args.host, args.port) as listener:
         return _serve_on(listener, args)
 
 
@@ -154,13 +154,11 @@ class _BackgroundLoader(threading.Thread):
         return engine, retriever
 
 
-def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     from ccjax.server.listening import listen
 
     try:
-        return listen(host, port, stall_timeout_s=stall_timeout_s)
-    except ValueError as error:
-        raise StartupError(f"--stall-timeout-s: {error}") from error
+        return listen(host, port)
     except socket.gaierror as error:
         raise StartupError(f"--host: cannot use {host!r}: {error.strerror or error}") from error
     except OSError as error:

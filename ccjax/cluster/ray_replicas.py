@@ -41,6 +41,8 @@ _QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 _COUNTS_FOR_S = 0.5
 _NO_LIMIT = 1 << 20
 """Ray's limit on concurrent requests. Each engine limits its own queue and answers 429 with Retry-After."""
+_DRAIN_S = 60.0
+"""How long a stopping replica may take to finish answers it has begun."""
 _ABOUT_S = 30.0
 _GENERATORS_S = 2.0
 
@@ -126,13 +128,12 @@ class RayReplicas:
         return [result for result in found if isinstance(result, str)]
 
 
-def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, float], *, drain_s: float) -> RayReplicas:
+def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, float]) -> RayReplicas:
     """Starts the replicas or, if some run, replaces them one after the other, so that some answer at all times. Returns
     once all answer.
 
     Args:
       resources: Ray resources of one replica, such as {"GPU": 1}; none for a share of the CPU.
-      drain_s: how long a stopping replica may take to finish answers it has begun.
 
     Raises:
       RuntimeError: the replicas cannot be started; has the message of the last one.
@@ -155,7 +156,7 @@ def deploy(options: ReplicaOptions, scale: ReplicaScale, resources: dict[str, fl
         ray_actor_options=_actor_options(resources),
         max_ongoing_requests=_NO_LIMIT,
         max_queued_requests=-1,  # a limit would count all that arrive at the same moment
-        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_timeout_s=_DRAIN_S,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,
         health_check_timeout_s=60.0,

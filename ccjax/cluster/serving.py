@@ -38,7 +38,6 @@ class ClusterOptions:
       generators_on_cpu: on the hosts' CPUs instead of accelerators of their own.
       resources: Ray resources of a replica; None for the GPUs or TPUs that its model is split over, if the cluster has
         some.
-      drain_s: how long a stopping replica may take to finish what it has begun.
     """
 
     replica: ReplicaOptions
@@ -49,7 +48,6 @@ class ClusterOptions:
     generators: int = 0
     generators_on_cpu: bool = True
     resources: dict[str, float] | None = None
-    drain_s: float = 60.0
 
 
 def serve_cluster(
@@ -132,7 +130,7 @@ def _replicas(options: ClusterOptions, node: RayNode) -> RayReplicas:
                 "a replica takes %g of %s, the cluster has %g: waiting for hosts to join", number, name, there
             )
     use_compile_cache(Path(options.replica.compile_cache_dir))
-    replicas = deploy(options.replica, scale or ReplicaScale(1, 1), resources, drain_s=options.drain_s)
+    replicas = deploy(options.replica, scale or ReplicaScale(1, 1), resources)
     if options.generators:
         deploy_generators(
             options.replica, replicas.dtype(), options.generators, resources, on_cpu=options.generators_on_cpu

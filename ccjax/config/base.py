@@ -24,8 +24,6 @@ class SettingsModel(BaseModel):
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
-        validate_by_name=True,
-        validate_by_alias=True,
         use_attribute_docstrings=True,
     )
 
@@ -52,10 +50,15 @@ class Described:
     Attributes:
       wanted: description of accepted values in errors, such as "a URL such as redis://HOST:PORT/DB".
       metavar: placeholder in the help of the command line, such as URL.
+      is_option: whether command lines and files can set it; otherwise only a keyword of the library does.
     """
 
     wanted: str | None = None
     metavar: str | None = None
+    is_option: bool = True
+
+
+KEYWORD_ONLY = Described(is_option=False)
 
 
 def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str]:
@@ -63,9 +66,6 @@ def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str
     if not error["loc"]:
         return "", error["msg"].removeprefix("Value error, ")
     name = str(error["loc"][0])
-    name = next(
-        (field_name for field_name, field in model.model_fields.items() if name in names_of(field_name, field)), name
-    )
     field = model.model_fields.get(name)
     if field is None:
         near = difflib.get_close_matches(name, model.model_fields, n=1)
@@ -75,13 +75,6 @@ def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str
         message = error["msg"].removeprefix("Value error, ")
     value = repr(error["input"]) if field.repr else type(error["input"]).__name__
     return name, f"{message}, got {'none' if error['type'] == 'missing' else value}"
-
-
-def names_of(name: str, field: FieldInfo) -> list[str]:
-    """Accepted names of a field, aliases first."""
-    alias = field.validation_alias
-    aliases = [] if alias is None else [alias] if isinstance(alias, str) else list(getattr(alias, "choices", ()))
-    return [*(alias for alias in aliases if isinstance(alias, str) and alias != name), name]
 
 
 def wanted(field: FieldInfo) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from ccjax.config.base import SettingsModel
+from ccjax.config.base import KEYWORD_ONLY, SettingsModel
 from ccjax.config.values import FolderPath
 
 IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
@@ -23,9 +23,9 @@ class DocumentOptions(SettingsModel):
     """Never retrieve documents, with any model."""
     index_dir: FolderPath | None = None
     """Directory of the index; without it below ~/.cache/ccjax/index."""
-    index_kind: IndexKind = "auto"
+    index_kind: Annotated[IndexKind, KEYWORD_ONLY] = "auto"
     """Kind of the vector index; auto is ivf for 50,000 passages and more, else flat."""
-    index_recall: float = Field(default=0.95, gt=0, lt=1)
+    index_recall: Annotated[float, KEYWORD_ONLY] = Field(default=0.95, gt=0, lt=1)
     """Target recall of ivf and hnsw: share of the nearest passages to find."""
     embedder: str = "auto"
     """auto, lexical, or a directory of a sentence-transformers model."""

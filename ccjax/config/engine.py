@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from ccjax.config.base import Described, SettingsModel
+from ccjax.config.base import KEYWORD_ONLY, Described, SettingsModel
 from ccjax.config.values import FilePath, FolderPath, Layers, NumBytes, OrNone, Share
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.policy.focus import FOCUS_RULES
@@ -81,6 +81,8 @@ class ReuseSettings(SettingsModel):
     max_deviation: float | None = Field(default=None, ge=0)
     """Recompute the tokens whose measured deviation of KV is larger than this, as many as there are, instead of a share
     (strategy "auto")."""
+    focus_window: Annotated[int | None, OrNone] = Field(default=_PLANNER.focus_window, ge=1)
+    """CacheCraft alg. 1: layers after which unfocused passages are dropped; none never drops them."""
     frame: Annotated[str, AfterValidator(_not_empty), Described("'default', 'none' or a text file")] = "default"
     """Text behind which the default strategy prepares passages, after the instructions: "default" (two
     fixed passages), "none", or a text file in which blank lines separate passages."""
@@ -98,7 +100,7 @@ class CacheSettings(SettingsModel):
     """Host memory for chunk-caches, such as 2GiB; without it a quarter of the machine's."""
     disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
     """Limit on the size of the store; without it no limit."""
-    preload_bytes: NumBytes = Field(default=256 << 20, ge=0)
+    preload_bytes: Annotated[NumBytes, KEYWORD_ONLY] = Field(default=256 << 20, ge=0)
     """Additional host memory for KV that queued requests will need from the store; 0 disables preloading."""
     store: Annotated[str, Described("a URL such as 'file:///path'", "URL")] | None = None
     """URL of the persistent chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
@@ -117,16 +119,16 @@ class CacheSettings(SettingsModel):
     """Separates the chunk-caches of tenants that share a store."""
     read_only: bool = False
     """Reuse what is in the store and add nothing to it."""
-    share_computation: bool = False
+    share_computation: Annotated[bool | None, KEYWORD_ONLY] = None
     """Wait for chunks that another process on the same store is computing, at most as long as computing them here would
-    take plus a second, instead of computing them too."""
+    take plus a second, instead of computing them too; without it where there is a `store_index`."""
     order_after_s: float | None = Field(default=None, ge=0)
     """Offer the work of requests that stay queued to idle processes, through `store_index`."""
-    eviction_policy: EvictionPolicy = DEFAULT_POLICY
+    eviction_policy: Annotated[EvictionPolicy, KEYWORD_ONLY] = DEFAULT_POLICY
     """Which chunk variants a full tier evicts first."""
-    pin_share: Share = 0.5
+    pin_share: Annotated[Share, KEYWORD_ONLY] = 0.5
     """Largest share of each tier's budget, and of `max_variants`, for pinned documents."""
-    prefill_profile: FilePath | None = None
+    prefill_profile: Annotated[FilePath | None, KEYWORD_ONLY] = None
     """File written by scripts/profile_prefill.py, with times for eviction; without it `prefill_profile.json` beside the
     model, if it exists."""
 
@@ -142,15 +144,15 @@ class BatchSettings(SettingsModel):
     """Most tokens computed together in prefills; longer prompts are split into pieces."""
     max_queue: int | None = Field(default=None, ge=1)
     """Most queued requests; more are refused."""
-    reorder_window: int = Field(default=_SCHEDULER.reorder_window, ge=1)
+    reorder_window: Annotated[int, KEYWORD_ONLY] = Field(default=_SCHEDULER.reorder_window, ge=1)
     """Among this many queued requests of a user, the one with the most cached tokens per computed one goes first
     (RAGCache sec. 5.2); 1 for the order of arrival."""
     flow_share: float = Field(default=_SCHEDULER.flow_share, gt=0)
     """A user may queue up to this many times the number of free queue slots."""
-    max_decode_gap_ms: float | None = Field(default=None, ge=0)
+    max_decode_gap_ms: Annotated[float | None, KEYWORD_ONLY] = Field(default=None, ge=0)
     """Longest delay between two tokens of an answer that another request's prefill may cause, at least one layer of it;
     without it 200, or three decode steps where that is longer."""
-    max_retries: int = Field(default=2, ge=0)
+    max_retries: Annotated[int, KEYWORD_ONLY] = Field(default=2, ge=0)
     """How often a request whose step failed on the device is retried, in steps of its own."""
 
 
@@ -164,31 +166,27 @@ class QualitySettings(SettingsModel):
     beside the model, if it exists."""
     shadow_ratio: Share = 0.0
     """Share of the answers with approximate reuse to compare with a full prefill in idle time."""
-    shadow_target: Share = 0.9
+    shadow_target: Annotated[Share, KEYWORD_ONLY] = 0.9
     """Share of these that should be identical; while fewer are, more is recomputed."""
 
 
 class PaperSettings(SettingsModel):
     """Parameters of the papers' experiments, which deployments need not change."""
 
-    model_config = ConfigDict(title="paper")
-
-    alpha: float = Field(default=_PLANNER.alpha, ge=0)
+    alpha: Annotated[float, KEYWORD_ONLY] = Field(default=_PLANNER.alpha, ge=0)
     """CacheCraft eq. 12: factor on the share of tokens to recompute."""
-    ranking_layers: Layers | None = None
+    ranking_layers: Annotated[Layers | None, KEYWORD_ONLY] = None
     """CacheCraft eq. 14: layers, such as 0,1, whose attention ranks a chunk's tokens; without it the mean of all."""
-    focus_window: Annotated[int | None, OrNone] = Field(default=_PLANNER.focus_window, ge=1)
-    """CacheCraft alg. 1: layers after which unfocused passages are dropped; none never drops them."""
-    focus_rule: FocusRule = _PLANNER.focus_rule
+    focus_rule: Annotated[FocusRule, KEYWORD_ONLY] = _PLANNER.focus_rule
     """CacheCraft alg. 1: the gap rule, "entropy" as printed."""
-    max_variants: int | None = Field(default=None, ge=1)
+    max_variants: Annotated[int | None, KEYWORD_ONLY] = Field(default=None, ge=1)
     """CacheCraft sec. 3.3: most chunk variants to keep, regardless of space; without it no limit."""
-    cached_documents: int | None = Field(default=None, ge=1)
+    cached_documents: Annotated[int | None, KEYWORD_ONLY] = Field(default=None, ge=1)
     """RAGCache's top-k': number of leading passages of a prompt to cache; without it all."""
-    loading: Loading = "layerwise"
+    loading: Annotated[Loading, KEYWORD_ONLY] = "layerwise"
     """When the first layer of a prefill may run: once its own KV is loaded, once that of CacheCraft alg. 2's first
     layers is ("alg2"), or once all is ("sync")."""
-    fixes_positions: bool = _PLANNER.fixes_positions
+    fixes_positions: Annotated[bool, KEYWORD_ONLY] = _PLANNER.fixes_positions
     """Rotate reused keys to their positions in the new prompt; off for comparison only (CacheCraft table 3)."""
 
 
@@ -214,6 +212,11 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
     def stores_chunks(self) -> bool:
         """True if new chunk-caches are stored: the engine may write, and its strategy reuses something."""
         return not self.read_only and bool(get_strategy(self.strategy).needs)
+
+    @property
+    def shares_computation(self) -> bool:
+        """True if chunks that another process is computing are waited for."""
+        return self.has_index if self.share_computation is None else self.share_computation
 
     def planner_settings(self, num_layers: int = 1) -> PlannerSettings:
         """The settings for policy, for a model with this many layers."""

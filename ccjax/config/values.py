@@ -29,18 +29,6 @@ def num_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def layers(value: Any) -> Any:
-    """Parses "0,1"; a list as a tuple."""
-    if isinstance(value, str):
-        value = value.split(",")
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        numbers = [number for text in value for number in text.split(",")]
-        if not all(re.fullmatch(r"0|[1-9]\d*", number) for number in numbers):
-            raise ValueError("wanted layers such as 0,1")
-        return tuple(map(int, numbers))
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _different_layers(value: tuple[int, ...]) -> tuple[int, ...]:
     if not value or min(value) < 0 or len({*value}) < len(value):
         raise ValueError("wanted one or more different layers from 0")
@@ -58,9 +46,9 @@ def _path(value: Any) -> Any:
 NumBytes = Annotated[int, _of_text(num_bytes), Described(metavar="SIZE")]
 Layers = Annotated[
     tuple[int, ...],
-    BeforeValidator(layers),
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
     AfterValidator(_different_layers),
-    Described("one or more different layers from 0", "L,L"),
+    Described("one or more different layers from 0"),
 ]
 FilePath = Annotated[str, BeforeValidator(_path), Described("a path", "FILE")]
 FolderPath = Annotated[str, BeforeValidator(_path), Described("a path", "DIR")]

@@ -170,7 +170,7 @@ class Engine:
             self._settings,
             self.calibration,
             passage_frame.variant_ids,
-            is_shared=config.share_computation,
+            is_shared=config.shares_computation,
         )
         documents = DocumentCache(self._capture.unprepared, self._variants, self._store)
         warmer = PassageWarmer(

@@ -79,13 +79,13 @@ class Service:
                 raise RuntimeError("service: opened or closed already")
             jobs = WarmJobs(engine, self.metrics.count_warmed)
             preparation = None
-            if retriever is not None and self.settings.prepare_when_idle:
+            if retriever is not None and self.settings.prepare:
                 preparation = DocumentPreparation(engine, retriever, self.metrics.count_prepared)
             worker = EngineWorker(
                 engine.submit,
                 on_start=self.metrics.start,
                 on_end=self._end,
-                idle_work=_idle_work(engine, jobs, preparation, self.settings.repair_when_idle),
+                idle_work=_idle_work(engine, jobs, preparation, self.settings.repair),
                 preload=engine.preload,
             )
             model = self.settings.served_model_name or engine.model_name

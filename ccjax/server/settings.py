@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from ccjax.config.base import Described, SettingsModel
+from ccjax.config.base import KEYWORD_ONLY, Described, SettingsModel
 from ccjax.config.values import FilePath, NumBytes, Seconds
 from ccjax.types import ReuseMode
 
@@ -51,19 +51,19 @@ class ServerSettings(SettingsModel):
     retrieval_stages: int = Field(default=1, ge=1)
     """Stages of a search; after each, an answer may begin from the passages found so far (RAGCache sec. 5.3). With 1 it
     begins after the search."""
-    max_prefill_bs: int = Field(default=4, ge=0)
+    max_prefill_bs: Annotated[int, KEYWORD_ONLY] = Field(default=4, ge=0)
     """Begin no answer during its search while this many requests wait."""
     request_timeout_s: Seconds | None = None
     """Requests without a timeout_s of their own end with 504 after this time; without it never."""
-    max_body_bytes: NumBytes = Field(default=10_000_000, ge=1)
+    max_body_bytes: Annotated[NumBytes, KEYWORD_ONLY] = Field(default=10_000_000, ge=1)
     """Largest request body; larger ones are refused with 413."""
     refresh_interval_s: Seconds | None = None
     """Interval of checks for changed documents; none if not given."""
-    store_refresh_interval_s: Annotated[float, _OR_NEVER] | None = Field(default=10.0, ge=0)
+    store_refresh_interval_s: Annotated[float, _OR_NEVER, KEYWORD_ONLY] = Field(default=10.0, ge=0)
     """Interval of checks for changes of other processes in the store; 0 for never."""
-    repair_when_idle: bool = Field(default=True, validation_alias=AliasChoices("repair", "repair_when_idle"))
+    repair: bool = True
     """Recompute approximate chunk variants while no request waits."""
-    prepare_when_idle: bool = Field(default=True, validation_alias=AliasChoices("prepare", "prepare_when_idle"))
+    prepare: bool = True
     """Compute the server's own documents in idle time, until the store (or host memory, if there is no store) is 80 %
     full; in a bucket only with disk_cache_bytes."""
     page: bool = True

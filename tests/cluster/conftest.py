@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     import openai
 
 __all__ = ["docs_dir", "few_shapes", "start_server", "tiny_model"]
-SETTINGS = ServerSettings(
-    top_k=2, api_key=API_KEY, admin_key=ADMIN_KEY, max_body_bytes=MAX_BODY_BYTES, repair_when_idle=False
-)
+SETTINGS = ServerSettings(top_k=2, api_key=API_KEY, admin_key=ADMIN_KEY, max_body_bytes=MAX_BODY_BYTES, repair=False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

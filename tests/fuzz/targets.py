@@ -254,7 +254,7 @@ TARGETS: dict[str, FuzzTarget] = {
     "config-file": FuzzTarget(
         _config_file,
         (StartupError,),
-        (b"port: 80\nwarmup: false\nranking-layers: [0, 1]\n", b"replica-resources: {GPU: 1}\nreplicas: 2:3\n"),
+        (b"port: 80\nwarmup: false\ndisk-cache-bytes: 2GiB\n", b"replica-resources: {GPU: 1}\nreplicas: 2:3\n"),
     ),
     "model-config": FuzzTarget(
         lambda data: _model_file(data, "config.json", load_config), (CheckpointError,), (_json_seed(_CONFIG.to_hf()),)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from ccjax.cli import serve
-from ccjax.cli.options import StartupError, config_lines, flag
+from ccjax.cli.options import StartupError, config_lines, options_of
 from ccjax.cli.serving.options import ServeOptions, serve_options
 from tests.scripts import in_process
 
@@ -14,27 +14,22 @@ from tests.scripts import in_process
 GIVEN: dict[str, object] = dict(
     pair.split("=", 1)
     for pair in """
-host=0.0.0.0 port=0 served-model-name=llama api-key-file=/keys admin-key-file=/admin-keys
-max-queue=3 request-timeout-s=1e2 stall-timeout-s=5 max-body-bytes=1MB page=false
-log-format=json otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false warmup-all=true frame=none
-compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true index-dir=/index index-kind=hnsw
-index-recall=0.9 embedder=lexical chunk-tokens=100 overlap-tokens=5 top-k=2 retrieval-stages=3 max-prefill-bs=2
-refresh-interval-s=60 cluster=ray replicas=2:3 scale-up-after-s=5 scale-down-after-s=60 cluster-address=10.0.0.1:6379
-cluster-host=10.0.0.2 cluster-port=6380 generators=2
-generator-device=device drain-timeout-s=10 model=random:tiny reuse=exact repair=false prepare=false
-store-refresh-interval-s=5 dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer attention=xla
-max-model-len=4096 strategy=cacheblend alpha=0.5 recompute-ratio=0.25 max-deviation=0.1 calibration=/calibration.json
-prefill-profile=/profile.json focus-window=4 focus-rule=largest_gap store=s3://bucket/prefix?endpoint=http://host:9000
-store-index=redis://host:6379/1 reorder-window=8 flow-share=2.0 max-num-seqs=16 max-num-batched-tokens=512
-max-decode-gap-ms=50 max-retries=1 order-after-s=0.25 device-cache-bytes=8GiB gpu-memory-utilization=0.8
+host=0.0.0.0 port=0 served-model-name=llama api-key-file=/keys admin-key-file=/admin-keys max-queue=3
+request-timeout-s=1e2 page=false log-format=json otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false
+warmup-all=true frame=none compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true index-dir=/index
+embedder=lexical chunk-tokens=100 overlap-tokens=5 top-k=2 retrieval-stages=3 refresh-interval-s=60 cluster=ray
+replicas=2:3 scale-up-after-s=5 scale-down-after-s=60 cluster-address=10.0.0.1:6379 cluster-host=10.0.0.2
+cluster-port=6380 generators=2 generator-device=device model=random:tiny reuse=exact repair=false prepare=false
+dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer attention=xla max-model-len=4096
+strategy=cacheblend recompute-ratio=0.25 max-deviation=0.1 calibration=/calibration.json focus-window=4
+store=s3://bucket/prefix?endpoint=http://host:9000 store-index=redis://host:6379/1 flow-share=2.0 max-num-seqs=16
+max-num-batched-tokens=512 order-after-s=0.25 device-cache-bytes=8GiB gpu-memory-utilization=0.8
 device-memory-bytes=80GB host-cache-bytes=1GiB disk-cache-bytes=1TB disk-kv-dtype=int8 disk-compression=zstd
-preload-bytes=64MiB eviction-policy=lru max-variants=1000 cached-documents=4 pin-share=0.25 loading=sync
-read-only=true shadow-ratio=0.01 shadow-target=0.95 share-computation=true
+read-only=true shadow-ratio=0.01
 """.split()
 )
 GIVEN |= {
     "replica-resources": {"GPU": "1", "fast": "0.5"},
-    "ranking-layers": ["0", "1"],
     "system-prompt": 'Answer: briefly, "please" - or yes.',
 }
 SECRET = {"api-key": "first", "admin-key": "second", "tenant-salt": "third"}
@@ -74,16 +69,15 @@ def test_every_option_works_the_same_in_a_config_file(read):
     by_command_line = without_file(serve_options(as_arguments({**GIVEN, **SECRET})))
     assert by_file == by_command_line
     defaults = without_file(serve_options([]))
-    unset = {"print_config", "print_memory_plan", "fixes_positions"}  # the last goes without a device tier
-    assert {name for name in by_file if by_file[name] == defaults[name]} == unset
-    keys = {flag(ServeOptions, name).removeprefix("--") for name in by_file.keys() - unset}
+    keys = options_of(ServeOptions).keys() - {"config", "print-config", "print-memory-plan"}
     assert keys == GIVEN.keys() | SECRET.keys(), "new ones belong there"
+    assert not [key for key in keys if by_file[key.replace("-", "_")] == defaults[key.replace("-", "_")]]
 
 
 def test_command_line_overrides_the_config_file(read):
-    args = read({"port": 1, "warmup": False, "share-computation": True, "top-k": 9}, "--port", "2", "--warmup")
-    assert (args.port, args.warmup, args.share_computation, args.top_k) == (2, True, True, 9)
-    assert read("share_computation: true", "--no-share-computation").share_computation is False
+    args = read({"port": 1, "warmup": False, "read-only": True, "top-k": 9}, "--port", "2", "--warmup")
+    assert (args.port, args.warmup, args.read_only, args.top_k) == (2, True, True, 9)
+    assert read("read_only: true", "--no-read-only").read_only is False
     assert serve_options([]).warmup is True
 
 
@@ -114,7 +108,7 @@ def test_yaml_values_are_read_as_plain_text(read):
         ("warmup: maybe", "warmup: wanted True or False, got 'maybe'"),
         ("warmup: [true]", r"warmup: wanted True or False, got \['true'\]"),
         ("log-level: loud", r"log-level: wanted one of \('debug', .*'error'\), got 'loud'"),
-        ("ranking-layers: [[0]]", r"ranking-layers: wanted one or more different layers from 0, got \['0'\]"),
+        ("alpha: 2", "alpha: no such option"),
         ("port: 1\nport: 2", "not YAML as wanted: 'port' comes twice in .*line 2, column 1"),
         ("max-queue: 1\nmax_queue: 2", "'max_queue' comes twice"),
         ("? [a]\n: 1", "is no name"),
@@ -155,7 +149,7 @@ def test_passwords_in_urls_are_not_printed(read):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--alpha", "-1"], "ccjax serve: error: --alpha: wanted"),
+        (["--recompute-ratio", "-1"], "ccjax serve: error: --recompute-ratio: wanted"),
         (["--top-k", "0"], "ccjax serve: error: --top-k: wanted"),
         (["--config", "missing.yaml"], "ccjax serve: error: --config: cannot read missing.yaml: No such file"),
     ],

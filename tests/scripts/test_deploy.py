@@ -29,7 +29,7 @@ def test_kubernetes_example_is_valid_and_consistent(tmp_path):
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
     by_kind = {document["kind"]: document for document in documents}
     args = checked(tmp_path, by_kind["ConfigMap"]["data"]["serve.yaml"])
-    assert args.share_computation and args.store == "s3://bucket/kv"
+    assert args.shares_computation and args.store == "s3://bucket/kv"
     pod = by_kind["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     assert container["args"] == ["--config=/etc/ccjax/serve.yaml"]

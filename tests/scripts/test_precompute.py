@@ -282,7 +282,6 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
 
 def test_document_options_match_those_of_the_server():
     given = ["--chunk-tokens", "50", "--overlap-tokens", "5", "--index-dir", "/i", "--embedder", "lexical"]
-    given += ["--index-kind", "ivf", "--index-recall", "0.9"]
     flags = ["--store", "file:///s", "--documents", "/d", "--frame", "none", *given]
     (settings,) = precompute._settings(parse(precompute.PrecomputeOptions, flags, prog="x"))
     assert settings.documents == part(serve_options(["--docs", "/d", *given]), DocumentOptions)

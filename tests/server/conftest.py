@@ -89,7 +89,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
         model: Path = tiny_model,
         **engine_settings: Any,
     ) -> Iterator[Server]:
-        settings = (settings or ServerSettings(top_k=2)).model_copy(update={"prepare_when_idle": prepares})
+        settings = (settings or ServerSettings(top_k=2)).model_copy(update={"prepare": prepares})
         engine = Engine.from_pretrained(
             model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house"} | engine_settings)
         )

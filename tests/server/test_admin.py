@@ -25,7 +25,7 @@ from tests.server.conftest import DOCUMENTS, Server, StartServer
 from tests.server.test_traffic import busy, metrics
 
 ADMIN, CLIENT = "admin-sesame", "client-sesame"
-SETTINGS = ServerSettings(api_key=CLIENT, admin_key=ADMIN, top_k=2, repair_when_idle=False)
+SETTINGS = ServerSettings(api_key=CLIENT, admin_key=ADMIN, top_k=2, repair=False)
 QUESTION = [{"role": "user", "content": "Who sings?"}]
 ANNA = {"text": "Anna sings in the morning.", "id": "anna", "version": "1"}
 BOB = {"text": "Bob sings in the evening.", "id": "bob"}
@@ -356,7 +356,7 @@ def test_a_changed_file_drops_only_its_old_passages(start_server: StartServer, t
     body = "\n\n".join(f"## Part {n}\n\n" + f"Sentence {n} tells of the number {n}. " * 8 for n in range(3))
     (docs / "book.md").write_text(f"# Book\n\n{body}")
     (docs / "gone.md").write_text("# Gone\n\nThis file is deleted soon.")
-    with start_server(ServerSettings(admin_key=ADMIN, refresh_interval_s=0.1, repair_when_idle=False)) as server:
+    with start_server(ServerSettings(admin_key=ADMIN, refresh_interval_s=0.1, repair=False)) as server:
         tokenizer = server.engine.tokenizer
         assert tokenizer is not None
         count = functools.partial(tokenizer.encode, allow_special=False)

@@ -160,7 +160,7 @@ def test_request_interrupts_a_repair_between_layers(
 
 
 def test_repairs_can_be_switched_off(start_server: StartServer) -> None:
-    with start_server(ServerSettings(repair_when_idle=False)) as server:
+    with start_server(ServerSettings(repair=False)) as server:
         leave_approximate(server)
         assert post(server).status_code == 200
         warming = server.engine.documents.begin_warming([{"text": "Carla sings, too."}])

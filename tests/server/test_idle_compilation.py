@@ -41,7 +41,7 @@ def test_idle_time_compiles_the_rest_and_yields_to_requests(
     opened = Service.open
     monkeypatch.setattr(Service, "open", open_warm)
     monkeypatch.setattr(warmup.StepCompiler, "compile", held)
-    settings = ServerSettings(top_k=2, repair_when_idle=False)
+    settings = ServerSettings(top_k=2, repair=False)
     try:
         with start_server(settings, max_num_batched_tokens=256, max_num_seqs=8, device_cache_bytes=3 << 20) as server:
             assert begun.wait(300)

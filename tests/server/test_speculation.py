@@ -24,7 +24,7 @@ QUESTION = "Who repairs violins in Paris, and who paints houses in Rome?"
 
 @pytest.fixture(scope="module")
 def staged(start_server: StartServer) -> Iterator[Server]:
-    with start_server(ServerSettings(top_k=2, retrieval_stages=4, repair_when_idle=False)) as server:
+    with start_server(ServerSettings(top_k=2, retrieval_stages=4, repair=False)) as server:
         yield server
 
 

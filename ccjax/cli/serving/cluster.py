@@ -92,11 +92,10 @@ def cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpti
         generators_on_cpu=args.generator_device == "cpu",
         scale=scale,
         resources=args.replica_resources,
-        drain_s=args.drain_timeout_s,
     )
 
 
 def check_no_cluster_flags(args: ServeOptions) -> None:
     for name in ("replicas", "generators", "cluster_host", "cluster_address", "replica_resources"):
         if getattr(args, name) is not None:
-            raise StartupError(f"{flag(ServeOptions, name)}: wanted only together with --cluster ray")
+            raise StartupError(f"{flag(name)}: wanted only together with --cluster ray")

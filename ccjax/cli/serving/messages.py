@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from ccjax.cli.options import StartupError, flag
+from ccjax.cli.options import StartupError, flag, options_of
 from ccjax.cli.serving.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def naming(args: ServeOptions, default: str) -> Iterator[None]:
         message = " ".join(str(error).split()) or type(error).__name__
         argument, colon, rest = message.partition(": ")
         renamed = {"docs_dir": "docs"}.get(argument, argument)
-        if colon and renamed in ServeOptions.model_fields:
-            message = f"{flag(ServeOptions, renamed)}: {rest}"
+        if colon and renamed.replace("_", "-") in options_of(ServeOptions):
+            message = f"{flag(renamed)}: {rest}"
         else:
             message = f"{'--store' if isinstance(error, StoreError) else default}: {message}"
         raise StartupError(message) from error

@@ -50,7 +50,6 @@ def _resources(value: Any) -> Any:
 
 
 _ADDRESS = Described(metavar="HOST:PORT")
-_SECONDS = Described("seconds above 0 and up to a day", "S")
 _PORT = Described("0 (any free port) to 65535", "N")
 _RESOURCES = Described("resources such as GPU=1", "NAME=X")
 Bounds = Annotated[
@@ -83,8 +82,6 @@ class ProcessSettings(SettingsModel):
     """Address to listen on."""
     port: Annotated[int, _PORT] = Field(default=8000, ge=0, le=65535)
     """Port to listen on, 0 for any free one."""
-    stall_timeout_s: Annotated[float, _SECONDS] = Field(default=60.0, gt=0, le=86_400)
-    """Close connections whose client reads nothing for this long."""
     warmup: bool = True
     """Compile some sizes at the start and the rest in idle time; otherwise each when a request needs it."""
     warmup_all: CliToggleFlag[bool] = False
@@ -122,8 +119,6 @@ class ClusterSettings(SettingsModel):
     """Engines that compute for waiting requests; without it 1 if there is a store with an index."""
     generator_device: Literal["cpu", "device"] = "cpu"
     """Where generators run: cpu, or device for one accelerator each."""
-    drain_timeout_s: Seconds = 60.0
-    """How long a stopping replica may take to finish answers it has begun."""
 
 
 class ServeOptions(
