@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ccjax import __version__
 
@@ -20,16 +20,26 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand with the remaining arguments; returns the exit code."""
+    command, rest = command_of(
+        "ccjax", "Retrieval-augmented generation that reuses the KV of passages.", COMMANDS, argv
+    )
+    return importlib.import_module(f"ccjax.cli.{command}").main(rest)
+
+
+def command_of(
+    prog: str, description: str | None, commands: Mapping[str, str], argv: Sequence[str] | None
+) -> tuple[str, Sequence[str]]:
+    """The command that the arguments begin with, of some with their help texts, and the remaining arguments."""
     parser = argparse.ArgumentParser(
-        prog="ccjax",
-        description="Retrieval-augmented generation that reuses the KV of passages.",
-        epilog="ccjax COMMAND --help lists the options of a command.",
+        prog=prog,
+        description=description,
+        epilog=f"{prog} COMMAND --help lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ccjax {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text)
+    named = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in commands.items():
+        named.add_parser(name, help=text)
     argv = sys.argv[1:] if argv is None else argv
-    command = parser.parse_args(argv[:1]).command
-    return importlib.import_module(f"ccjax.cli.{command}").main(argv[1:])
+    return parser.parse_args(argv[:1]).command, argv[1:]

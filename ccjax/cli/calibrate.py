@@ -10,7 +10,6 @@ Exit codes: 0 done; 1 done, but some strategy cannot keep the target; 2 refused.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import hashlib
@@ -19,15 +18,20 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import ConfigDict, Field, PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ccjax.cli.options import run_command
 from ccjax.cli.progress import bars
-from ccjax.cli.questions import add_answer_arguments, add_question_arguments, measurement, questions_of, run
+from ccjax.cli.questions import AskOptions, measurement, questions_of, run
 from ccjax.cli.values import check_writable
+from ccjax.config.base import Described
+from ccjax.config.engine import FocusRule
+from ccjax.config.values import FilePath
 
 if TYPE_CHECKING:
     from ccjax.evaluation.measure import WayResults
@@ -39,22 +43,49 @@ if TYPE_CHECKING:
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75)
 ALPHAS = (0.1, 0.2, 0.35, 0.5, 1.0)
 DEVIATIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-BY_TOKEN = "agreement"
+BY_TOKEN: Literal["agreement"] = "agreement"
 ANSWERED = 0.5
 """A question on which full prefill scores less counts as not answered."""
 
 
+class CalibrateOptions(AskOptions):
+    """What to try, and what is to be kept."""
+
+    model_config = ConfigDict(title="calibration")
+
+    seed: str = "validation"
+    """Of the demo's towns; training uses neither test nor validation."""
+    cached: Literal["alone", "prepared", "seen", "idle"] = "prepared"
+    """How passages were computed before, as with ccjax evaluate."""
+    strategies: tuple[str, ...] = Field(default=("auto", "cachecraft"), min_length=1)
+    """Strategies to calibrate."""
+    focus_windows: Annotated[tuple[PositiveInt, ...], Described(metavar="LAYERS")] = (3,)
+    """Of CacheCraft alg. 1, tried besides no focus cut; with none, no cut is tried."""
+    focus_rule: FocusRule = "entropy"
+    """Of CacheCraft alg. 1."""
+    target: float = 0.95
+    """Share of full prefill's answers to keep."""
+    confidence: float = 0.95
+    """Confidence of that share."""
+    score: Literal["agreement", "exact_match", "contains", "f1", "jaccard", "rouge_l"] = BY_TOKEN
+    """What counts as kept: the tokens of full prefill's answer that stay the likeliest ones (agreement; needs no right
+    answers), or answers whose score is no lower than full prefill's."""
+    worlds: int = Field(default=0, ge=0)
+    """New towns of the demo to verify the choice on."""
+    resume: FilePath | None = None
+    """Results of ccjax evaluate --resume FILE with the same options: takes its ways, and asks only what is missing."""
+    output: FilePath | None = None
+    """Without it calibration.json beside the model."""
+    json_: bool = False
+    """Print the calibration as one JSON object on the last line."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        return _run(args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"ccjax calibrate: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return run_command(CalibrateOptions, argv, _run, prog="ccjax calibrate", description=__doc__)
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: CalibrateOptions) -> int:
     from ccjax.evaluation.parts import ResultsFile, read_measurement
     from ccjax.evaluation.ways import parse_way
     from ccjax.loading.calibration import CALIBRATION_FILE, write_calibration
@@ -66,14 +97,15 @@ def _run(args: argparse.Namespace) -> int:
     questions = questions_of(args)
     ways, states, resume = ways_of(args.strategies, args.focus_windows, args.focus_rule), [args.cached], None
     if args.resume is not None:
-        found = read_measurement(args.resume)
+        results = Path(args.resume)
+        found = read_measurement(results)
         texts, states = found.get("ways"), found.get("cached")
         if not isinstance(texts, list) or not isinstance(states, list):
             raise ValueError(f"resume: wanted a file of an earlier evaluation, got {args.resume}")
         ways = [parse_way(str(text)) for text in texts]
         if args.cached not in states:
             raise ValueError(f"--cached: wanted one of {', '.join(states)}, as in {args.resume}, got {args.cached}")
-        resume = ResultsFile(args.resume, measurement(args, ways, states))
+        resume = ResultsFile(results, measurement(args, ways, states))
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=args.tokenizer)
     calibration = Calibration(
         model=model.fingerprint,
@@ -84,7 +116,7 @@ def _run(args: argparse.Namespace) -> int:
         trials={},
         settings={"cached": args.cached, "max_tokens": args.max_tokens, "num_questions": len(questions)},
     )
-    output = args.output or (model.directory or Path()) / CALIBRATION_FILE
+    output = Path(args.output or (model.directory or Path()) / CALIBRATION_FILE)
     check_writable("output", output)
     with bars() as progress:
         scored = {"with_forced": args.score == BY_TOKEN or resume is not None}
@@ -97,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         )
         worlds = _fresh_worlds(args, model, calibration, progress)
     _print(calibration, worlds)
-    if args.json:
+    if args.json_:
         print(json.dumps({**calibration.to_json(), "worlds": worlds}))
     write_calibration(output, calibration)
     print(f"written to {output}", file=sys.stderr)
@@ -105,15 +137,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _fresh_worlds(
-    args: argparse.Namespace, model: LoadedModel, calibration: Calibration, progress: Progress
+    args: CalibrateOptions, model: LoadedModel, calibration: Calibration, progress: Progress
 ) -> dict[str, list[float]]:
     """Share of answers that the chosen settings keep in towns not used for calibration: strategy -> a share for each
     town."""
     chosen = {name: trial for name in args.strategies if (trial := calibration.choose(name)) is not None}
     kept: dict[str, list[float]] = {name: [] for name in chosen}
     for number in range(args.worlds if chosen else 0):
-        fresh = argparse.Namespace(**{**vars(args), "seed": f"{args.seed}/{number}"})
-        questions = questions_of(fresh)
+        questions = questions_of(args.replace(seed=f"{args.seed}/{number}"))
         ways = [way_of(name, trial) for name, trial in chosen.items()]
         town, by_token = f"town {number + 1} of {args.worlds}", args.score == BY_TOKEN
         outcomes = run(args, model, questions, ways, [args.cached], progress, town, with_forced=by_token)
@@ -143,14 +174,11 @@ def way_of(strategy: str, trial: Trial) -> Way:
 def ways_of(strategies: Sequence[str], focus_windows: Sequence[int] = (), focus_rule: str = "entropy") -> list[Way]:
     """Settings to try for each strategy: shares, alphas and deviations without the focus cut, shares with it."""
     from ccjax.evaluation.ways import Way, parse_way
-    from ccjax.policy._checks import check_count
     from ccjax.policy.strategies import STRATEGIES
 
     ways = []
     for name in strategies:
         way = parse_way(name)
-        for window in focus_windows:
-            check_count("--focus-windows", window)
         if way != Way(name) or name not in STRATEGIES or STRATEGIES[name].exact_only:
             raise ValueError(f"--strategies: wanted names of strategies that reuse approximately, got {name!r}")
         ways += [Way(name, ratio) for ratio in RATIOS] if STRATEGIES[name].recomputes else [way]
@@ -265,35 +293,3 @@ def _print(calibration: Calibration, worlds: Mapping[str, Sequence[float]]) -> N
         if shares:
             missed = sum(share < calibration.target for share in shares)
             console.print(f"{name}: {missed} of {len(shares)} new towns kept less, at least {min(shares):.1%}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ccjax calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="demo", help="as with ccjax serve (default demo)")
-    add_question_arguments(parser, seed="validation")
-    add_answer_arguments(parser)
-    text = "how passages were computed before, as with ccjax evaluate (default prepared)"
-    parser.add_argument("--cached", choices=("alone", "prepared", "seen", "idle"), default="prepared", help=text)
-    parser.add_argument("--strategies", nargs="+", default=["auto", "cachecraft"], help="default: auto cachecraft")
-    text = "of CacheCraft alg. 1, tried besides no focus cut (default 3; none: no cut is tried)"
-    parser.add_argument("--focus-windows", type=int, nargs="*", default=[3], metavar="LAYERS", help=text)
-    parser.add_argument("--focus-rule", choices=("entropy", "largest_gap"), default="entropy", help="of alg. 1")
-    parser.add_argument("--target", type=float, default=0.95, help="share of full prefill's answers to keep (0.95)")
-    parser.add_argument("--confidence", type=float, default=0.95, help="confidence of that share (0.95)")
-    parser.add_argument(
-        "--score",
-        choices=(BY_TOKEN, "exact_match", "contains", "f1", "jaccard", "rouge_l"),
-        default=BY_TOKEN,
-        help="what counts as kept: the tokens of full prefill's answer that stay the likeliest ones (agreement, the "
-        "default; needs no right answers), or answers whose score is no lower than full prefill's",
-    )
-    parser.add_argument("--worlds", type=int, default=0, help="new towns of the demo to verify the choice on (0)")
-    text = (
-        "results of ccjax evaluate --resume FILE with the same options: takes its ways, and asks only what is missing"
-    )
-    parser.add_argument("--resume", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: calibration.json beside the model")
-    parser.add_argument("--json", action="store_true", help="print the calibration as one JSON object on the last line")
-    return parser

@@ -8,30 +8,28 @@ the file overrides the environment.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import difflib
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, CliSettingsSource
 
 from ccjax.cli.yaml_file import read_yaml
-from ccjax.config.base import KEYWORD_ONLY, Described, SettingsModel, explained, unpacked
+from ccjax.config.base import KEYWORD_ONLY, Described, SettingsModel, explained, is_list, item_of, unpacked
 from ccjax.config.values import FilePath
 
 Options = TypeVar("Options", bound=SettingsModel)
 Part = TypeVar("Part", bound=SettingsModel)
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
-_NO_DEFAULT = re.compile(r" \(default(: (None|null)?| factory: \w+)\)")
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -62,7 +60,7 @@ class _Option:
     @property
     def key(self) -> str:
         """Its name in files and, behind dashes, on the command line."""
-        return self.name.replace("_", "-")
+        return _key(self.name)
 
     @property
     def title(self) -> str | None:
@@ -75,13 +73,29 @@ class _Option:
         return f"CCJAX_{self.name.upper()}"
 
     @property
+    def kind(self) -> Any:
+        """The type of its values."""
+        return unpacked(self.field)[0]
+
+    @property
     def metavar(self) -> str:
         """Placeholder for the value."""
-        kind, metadata, _ = unpacked(self.field)
-        described = [
-            annotation.metavar for annotation in metadata if isinstance(annotation, Described) and annotation.metavar
-        ]
-        return (described or [_METAVARS.get(kind) or "{" + ",".join(map(str, get_args(kind))) + "}"])[0]
+        for found in unpacked(self.field)[1]:
+            if isinstance(found, Described) and found.metavar:
+                return found.metavar
+        kind = item_of(self.kind) if is_list(self.kind) else self.kind
+        return _METAVARS.get(kind) or "{" + ",".join(map(str, get_args(kind))) + "}"
+
+    @property
+    def help(self) -> str:
+        """Its description and, if it has one, default."""
+        field, shown = self.field, ""
+        if field.is_required():
+            shown = " (required)"
+        elif field.default_factory is None and field.default is not None and field.default is not False:
+            values = field.default if is_list(self.kind) else [field.default]
+            shown = f" (default: {' '.join(map(str, values))})" if "".join(map(str, values)) else ""
+        return f"{field.description}{shown}".replace("`", "").replace("%", "%%")
 
     @property
     def is_secret(self) -> bool:
@@ -123,9 +137,29 @@ def parse(model: type[Options], argv: Sequence[str] | None, *, prog: str, descri
         raise StartupError(f"{place}: {message}") from None
 
 
+def run_command(
+    model: type[Options],
+    argv: Sequence[str] | None,
+    action: Callable[[Options], int],
+    *,
+    prog: str,
+    description: str | None,
+) -> int:
+    """Runs a command with its options; returns its exit code, 2 with one line on stderr if it is refused."""
+    try:
+        return action(parse(model, argv, prog=prog, description=description))
+    except Exception as error:
+        from ccjax.store.errors import StoreError  # takes a second, which --help need not wait for
+
+        if not isinstance(error, (StartupError, StoreError, ValueError, OSError, ImportError)):
+            raise
+        print(f"{' '.join(prog.split()[:2])}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
 def flag(name: str) -> str:
     """The flag of a field."""
-    return f"--{name.replace('_', '-')}"
+    return f"--{_key(name)}"
 
 
 def part(options: SettingsModel, model: type[Part]) -> Part:
@@ -172,51 +206,34 @@ def options_of(model: type[SettingsModel]) -> dict[str, _Option]:
     for name, field in model.model_fields.items():
         if KEYWORD_ONLY not in unpacked(field)[1]:
             group = next(base for base in reversed(model.__mro__) if name in base.__dict__.get("__annotations__", {}))
-            found[name.replace("_", "-")] = _Option(name, field, group)
+            found[_key(name)] = _Option(name, field, group)
     return found
 
 
 def _flags(
     model: type[SettingsModel], argv: Sequence[str] | None, prog: str, description: str | None
 ) -> dict[str, Any]:
-    """Field -> the text given on the command line."""
-    options = options_of(model)
+    """Field -> what the command line says: texts, which the settings themselves parse, or True or False."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     groups: dict[str | None, argparse._ActionsContainer] = {None: parser}
-
-    def add(_: Any, *names: str, **how: Any) -> Any:
-        option = options.get(how["dest"].replace("_", "-"))
-        if option is None:  # --help
-            return parser.add_argument(*names, **how)
+    for option in options_of(model).values():
         if option.title not in groups:
             groups[option.title] = parser.add_argument_group(option.title, option.group.__doc__)
-        how["help"] = _NO_DEFAULT.sub("", how["help"]).replace("`", "")
-        if "metavar" in how:
-            how["metavar"] = option.metavar
-        return groups[option.title].add_argument(names[0], **how)
-
-    source = CliSettingsSource(
-        create_model(
-            "Flags", __base__=BaseSettings, **{option.name: _as_text(option.field) for option in options.values()}
-        ),
-        root_parser=parser,
-        add_argument_method=add,
-        cli_kebab_case=True,
-        cli_implicit_flags="dual",
-    )
-    given = source(args=True if argv is None else [*argv])()
-    return {options[name.replace("_", "-")].name: value for name, value in given.items()}
+        if option.kind is bool:
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction if option.field.default else "store_true"}
+        else:
+            how = {"metavar": option.metavar, "nargs": "*" if is_list(option.kind) else None}
+        groups[option.title].add_argument(
+            f"--{option.key}", dest=option.name, default=argparse.SUPPRESS, help=option.help, **how
+        )
+    return vars(parser.parse_args(argv))
 
 
-def _as_text(field: FieldInfo) -> Any:
-    """The field with any text as its value, unless it is a switch: the settings themselves parse it."""
-    if unpacked(field)[0] is bool:
-        return field.annotation, field
-    text = copy.copy(field)
-    text.metadata = []
-    return str, text
+def _key(name: str) -> str:
+    """An option's name; an underscore at the end only keeps a field's from meaning something in Python."""
+    return name.strip("_").replace("_", "-")
 
 
 def _file(options: Mapping[str, _Option], path: Path) -> dict[str, tuple[str, Any]]:

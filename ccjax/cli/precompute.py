@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field
-from pydantic_settings import CliToggleFlag
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -49,15 +48,15 @@ class WorkSettings(SettingsModel):
     """Documents, as with ccjax serve --docs; model "demo" includes some."""
     neighbours: int = Field(default=0, ge=0)
     """Also compute each passage behind this many of its most similar ones."""
-    prune: CliToggleFlag[bool] = False
+    prune: bool = False
     """Drop stored passages that these documents do not contain, including those of other documents in the store."""
     workers: int = Field(default=1, ge=1)
     """Number of processes that compute."""
     devices: Annotated[str, Described(metavar="LIST")] | None = None
     """GPUs of the workers, one each, as CUDA_VISIBLE_DEVICES names them, such as 0,1."""
-    dry_run: CliToggleFlag[bool] = False
+    dry_run: bool = False
     """Only print the estimate."""
-    force: CliToggleFlag[bool] = False
+    force: bool = False
     """Start even if the result does not fit into the store."""
     report: FilePath | None = None
     """Write the report as JSON to this file."""

@@ -2,115 +2,111 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import ConfigDict, Field, PositiveInt
 from rich.progress import Progress
 
-from ccjax.config.engine import DTYPES, QUANTIZATIONS
+from ccjax.cli.options import CommandSettings, subset
+from ccjax.config.base import Described
+from ccjax.config.engine import ModelSettings
+from ccjax.config.values import FolderPath
+from ccjax.demo.world import KINDS, Kind
 from ccjax.evaluation import squad5
+from ccjax.loading.named import TOY
 
 if TYPE_CHECKING:
+    from ccjax.config.engine import ModelSettings as _Model
     from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.parts import ResultsFile
     from ccjax.evaluation.questions import QAQuestion
     from ccjax.evaluation.states import State
     from ccjax.evaluation.ways import Way
     from ccjax.loading.model import LoadedModel
+else:
+    _Model = subset(ModelSettings, {"dtype", "quantization", "tokenizer", "max_model_len"})
 
 
-def add_question_arguments(parser: argparse.ArgumentParser, *, seed: str = "test") -> None:
-    """Options that select questions; `seed` is the default seed of the demo's towns."""
-    data = os.environ.get("CCJAX_TEST_DATA")
-    parser.add_argument(
-        "--questions",
-        default="demo",
-        help="JSONL file with question, docs and answers a line; demo (default) draws them from towns of the demo, "
-        "squad5 takes SQuAD's in the data folder, over five passages each",
-    )
-    parser.add_argument(
-        "--limit", type=int, help="questions of the file, or of each kind of the demo (default all; 60)"
-    )
-    parser.add_argument(
-        "--kinds", nargs="+", help="of the demo's questions: single pronoun alias two_hop (default all)"
-    )
-    parser.add_argument(
-        "--passages",
-        type=int,
-        nargs="+",
-        help="passages of a question: of a file at most this many (default all); of the demo these numbers, each for "
-        "as many questions (default 4 5 6 7 8)",
-    )
-    text = f"of the demo's towns; training uses neither test nor validation (default {seed})"
-    parser.add_argument("--seed", default=seed, help=text)
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(data) if data else None,
-        help="folder with qa/ for squad5, and tokenizer_llama3/ for random models (default $CCJAX_TEST_DATA)",
-    )
+class QuestionSettings(CommandSettings):
+    """What to ask."""
+
+    model_config = ConfigDict(title="questions")
+
+    questions: str = "demo"
+    """JSONL file with question, docs and answers a line; demo draws them from towns of the demo, squad5 takes those of
+    SQuAD in the data folder, over five passages each."""
+    limit: int | None = Field(default=None, ge=1)
+    """Questions of the file, without it all, or of each kind of the demo, without it 60."""
+    kinds: tuple[Kind, ...] = KINDS
+    """Of the demo's questions."""
+    passages: tuple[PositiveInt, ...] = ()
+    """Passages of a question: of a file at most this many; of the demo these numbers, each for as many questions,
+    without it 4 to 8."""
+    seed: str = "test"
+    """Of the demo's towns; training uses neither test nor validation."""
+    data: FolderPath | None = Field(default_factory=lambda: os.environ.get("CCJAX_TEST_DATA") or None)
+    """Folder with qa/ for squad5, and tokenizer_llama3/ for random models; without it $CCJAX_TEST_DATA."""
 
 
-def questions_of(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
+class AnswerSettings(_Model):
+    """How to answer."""
+
+    model_config = ConfigDict(title="answers")
+
+    model: Annotated[str, Described(metavar="MODEL")] = TOY
+    """As with ccjax serve."""
+    max_tokens: int = Field(default=16, ge=1)
+    """Longest answer, in tokens."""
+    prompt: Annotated[str, Described(metavar="TEXT")] | None = None
+    """System prompt; without it the built-in one."""
+
+
+class AskOptions(AnswerSettings, QuestionSettings):
+    """Options of commands that ask questions."""
+
+
+def questions_of(args: AskOptions) -> tuple[QAQuestion, ...]:
     """The questions selected by the options.
 
     Raises:
       ValueError: an option is out of range, or the file is malformed; names it.
     """
-    for name, values in (("limit", [args.limit]), ("passages", args.passages or [])):
-        for value in values:
-            if value is not None and value < 1:
-                raise ValueError(f"--{name}: wanted a positive integer, got {value}")
     return _of_demo(args) if args.questions == "demo" else _of_file(args)
 
 
-def _of_demo(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
-    from ccjax.demo.world import KINDS
+def _of_demo(args: AskOptions) -> tuple[QAQuestion, ...]:
     from ccjax.evaluation.questions import demo_questions
 
-    unknown = [kind for kind in args.kinds or () if kind not in KINDS]
-    if unknown:
-        raise ValueError(f"--kinds: wanted some of {', '.join(KINDS)}, got {unknown[0]!r}")
     return demo_questions(args.limit or 60, args.passages or (4, 5, 6, 7, 8), kinds=args.kinds or KINDS, seed=args.seed)
 
 
-def _of_file(args: argparse.Namespace) -> tuple[QAQuestion, ...]:
+def _of_file(args: AskOptions) -> tuple[QAQuestion, ...]:
     from ccjax.evaluation.questions import read_questions
 
-    if args.passages and len(args.passages) > 1:
-        raise ValueError(f"--passages: wanted one number for the questions of a file, got {args.passages}")
+    if len(args.passages) > 1:
+        raise ValueError(f"--passages: wanted one number for the questions of a file, got {[*args.passages]}")
     count = args.passages[0] if args.passages else None
     if args.questions != "squad5":
         return read_questions(Path(args.questions), limit=args.limit, num_documents=count)
     if args.data is None:
         raise ValueError(f"--data: wanted a folder with {squad5.SOURCE} for squad5, got none")
-    found = squad5.squad5(read_questions(args.data / squad5.SOURCE))[: args.limit]
+    found = squad5.squad5(read_questions(Path(args.data) / squad5.SOURCE))[: args.limit]
     return tuple(dataclasses.replace(question, documents=question.documents[:count]) for question in found)
 
 
-def add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options for answering questions."""
-    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
-    parser.add_argument("--max-model-len", type=int, help="longest prompt plus answer (default: the model's, or 8192)")
-    parser.add_argument("--prompt", metavar="TEXT", help="system prompt (default: the built-in one)")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="as it will be served")
-    parser.add_argument("--tokenizer", metavar="DIR", help="directory with other tokenizer files than the model's own")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="as it will be served")
-
-
-def measurement(args: argparse.Namespace, ways: Sequence[Way], states: Sequence[State]) -> dict[str, Any]:
+def measurement(args: AskOptions, ways: Sequence[Way], states: Sequence[State]) -> dict[str, Any]:
     """All that results depend on besides the questions, as JSON types (`ccjax.evaluation.parts.ResultsFile`)."""
     names = ("model", "questions", "prompt", "max_tokens", "dtype", "quantization", "max_model_len")
     return {name: getattr(args, name) for name in names} | {"cached": [*states], "ways": [str(way) for way in ways]}
 
 
 def run(
-    args: argparse.Namespace,
+    args: AskOptions,
     model: LoadedModel,
     questions: Sequence[QAQuestion],
     ways: Sequence[Way],

@@ -9,7 +9,6 @@ Exit codes: 0 done; 1 done, but variants were damaged or could not be written, a
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -17,38 +16,101 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from ccjax.cli import command_of
+from ccjax.cli.options import CommandSettings, run_command, subset
 from ccjax.cli.progress import Stages, bars
-from ccjax.cli.values import num_bytes, positive_int, size_text
-from ccjax.config.engine import DTYPES, QUANTIZATIONS
+from ccjax.cli.values import size_text
+from ccjax.config.base import Described
+from ccjax.config.engine import DTYPES, EngineConfig
+from ccjax.config.values import FolderPath, NumBytes
+from ccjax.loading.named import TOY
 
 if TYPE_CHECKING:
     from ccjax.cache.snapshot import ChunkCache, SnapshotIndex
+    from ccjax.config.engine import EngineConfig as _Engine
     from ccjax.loading.model import ModelFiles
     from ccjax.store.spec import StoreIdentity
+else:
+    _Engine = subset(EngineConfig, {"quantization", "tokenizer", "tenant_salt"})
+
+Place = Annotated[str, Described("a path or a URL", "PLACE")]
+
+
+class StoreOptions(_Engine, CommandSettings):
+    """The store, with options as of `ccjax serve`."""
+
+    model_config = ConfigDict(title="store")
+
+    model: Annotated[str, Described(metavar="MODEL")] = TOY
+    """As with ccjax serve."""
+    store: Annotated[str, Described("the URL of a chunk store", "URL")]  # pyright: ignore[reportGeneralTypeIssues]
+    """URL of the chunk store, as with ccjax serve."""
+    json_: bool = False
+    """One JSON object on stdout."""
+
+
+class SaveOptions(StoreOptions):
+    """Where the snapshot goes."""
+
+    model_config = ConfigDict(title="snapshot")
+
+    to: Place
+    """Absent or empty path or URL of the snapshot: file:///path, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX."""
+    overwrite: bool = False
+    """Replace an existing snapshot."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the KV; auto is the one that the store holds."""
+
+
+class RestoreOptions(StoreOptions):
+    """Where the snapshot is, and how much of it to restore."""
+
+    model_config = ConfigDict(title="snapshot")
+
+    from_: Place
+    """Path or URL of the snapshot."""
+    max_bytes: NumBytes | None = Field(default=None, ge=0)
+    """Only the hottest variants, up to this size, such as 2GiB; without it all."""
+    disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
+    """Space in the store; without it no limit."""
+
+
+class InspectOptions(CommandSettings):
+    """Which snapshot to show, and how."""
+
+    model_config = ConfigDict(title="snapshot")
+
+    from_: Place
+    """Path or URL of the snapshot."""
+    model: Annotated[str, Described(metavar="MODEL")] | None = None
+    """Show the chunks' text with this model's tokenizer."""
+    tokenizer: FolderPath | None = None
+    """Or with this one."""
+    top: int = Field(default=10, ge=1)
+    """Hottest chunks to show."""
+    json_: bool = False
+    """One JSON object on stdout."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX would reserve three quarters of a GPU that is not used here
-    args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    from ccjax.store.errors import StoreError
-
-    try:
-        return args.run(args)
-    except (ValueError, OSError, StoreError) as error:
-        print(f"ccjax snapshot: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    texts = {name: run.__doc__ or "" for name, (_, run) in _COMMANDS.items()}
+    command, rest = command_of("ccjax snapshot", __doc__, texts, argv)
+    model, run = _COMMANDS[command]
+    return run_command(model, rest, run, prog=f"ccjax snapshot {command}", description=run.__doc__)
 
 
-def save(args: argparse.Namespace) -> int:
+def save(args: SaveOptions) -> int:
     """Takes a snapshot of a store."""
     from ccjax.cache.snapshot import save_snapshot
     from ccjax.loading.model import read_model_files
@@ -67,15 +129,15 @@ def save(args: argparse.Namespace) -> int:
     return 1 if report.num_damaged else 0
 
 
-def restore(args: argparse.Namespace) -> int:
+def restore(args: RestoreOptions) -> int:
     """Restores a snapshot into a store."""
     from ccjax.cache.snapshot import inspect_snapshot, restore_snapshot
     from ccjax.loading.model import read_model_files
 
-    dtype = inspect_snapshot(args.source).kv_spec.dtype  # before the model, whose weights may take a minute
+    dtype = inspect_snapshot(args.from_).kv_spec.dtype  # before the model, whose weights may take a minute
     files = read_model_files(args.model, tokenizer=args.tokenizer)
-    with _open(args, files, dtype) as cache, _progress() as progress:
-        report = restore_snapshot(cache, args.source, max_bytes=args.max_bytes, progress=progress)
+    with _open(args, files, dtype, args.disk_cache_bytes) as cache, _progress() as progress:
+        report = restore_snapshot(cache, args.from_, max_bytes=args.max_bytes, progress=progress)
         cache.store.flush()
         num_failed = cache.store.usage()["disk"].failed_writes
     _print(
@@ -94,11 +156,11 @@ def restore(args: argparse.Namespace) -> int:
     return 1 if report.num_damaged or num_failed else 0
 
 
-def inspect(args: argparse.Namespace) -> int:
+def inspect(args: InspectOptions) -> int:
     """Shows the contents of a snapshot."""
     from ccjax.cache.snapshot import inspect_snapshot
 
-    index = inspect_snapshot(args.source)
+    index = inspect_snapshot(args.from_)
     chunks = _hottest_chunks(index, args.top)
     tokenizer = _tokenizer(args.model, args.tokenizer)
     for chunk in chunks:
@@ -117,11 +179,11 @@ def inspect(args: argparse.Namespace) -> int:
         "ccjax_version": index.ccjax_version,
         "hottest": chunks,
     }
-    if args.json:
+    if args.json_:
         print(json.dumps(facts))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 118)
-    table = Table("", "", title=str(args.source), show_header=False)
+    table = Table("", "", title=str(args.from_), show_header=False)
     spec = index.kv_spec
     table.add_row("model", f"{index.model} ({index.model_fingerprint[:12]})")
     table.add_row("KV", f"{spec.dtype}, {spec.num_layers} layers, {spec.num_kv_heads} KV heads of {spec.head_dim}")
@@ -172,14 +234,14 @@ def _tokenizer(model: str | None, directory: str | None) -> Any:
     return tokenizer
 
 
-def _identities(files: ModelFiles, args: argparse.Namespace) -> dict[str, StoreIdentity]:
+def _identities(files: ModelFiles, args: StoreOptions) -> dict[str, StoreIdentity]:
     """By dtype: a store never mixes them, so one model counts as two."""
     from ccjax.store.spec import StoreIdentity
 
     return {dtype: StoreIdentity(files.fingerprint(dtype, args.quantization), args.tenant_salt) for dtype in DTYPES}
 
 
-def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]) -> str:
+def _stored_dtype(args: SaveOptions, identities: dict[str, StoreIdentity]) -> str:
     """The dtype of this model's KV in the store."""
     from ccjax.store.objects import open_root
 
@@ -196,7 +258,7 @@ def _stored_dtype(args: argparse.Namespace, identities: dict[str, StoreIdentity]
 
 
 @contextlib.contextmanager
-def _open(args: argparse.Namespace, files: ModelFiles, dtype: str) -> Iterator[ChunkCache]:
+def _open(args: StoreOptions, files: ModelFiles, dtype: str, disk_bytes: int | None = None) -> Iterator[ChunkCache]:
     from ccjax.cache.snapshot import open_cache
     from ccjax.cache.snapshot.cache import kv_spec_of
 
@@ -205,7 +267,7 @@ def _open(args: argparse.Namespace, files: ModelFiles, dtype: str) -> Iterator[C
         kv_spec=kv_spec_of(files.config, dtype),
         identity=_identities(files, args)[dtype],
         model=files.name,
-        disk_bytes=getattr(args, "disk_cache_bytes", None),
+        disk_bytes=disk_bytes,
     ) as cache:
         yield cache
 
@@ -216,8 +278,8 @@ def _progress() -> contextlib.closing[Stages]:
     return contextlib.closing(Stages(bars(*columns, TimeRemainingColumn(), in_bytes=True), names))
 
 
-def _print(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
-    print(json.dumps(facts) if args.json else text)
+def _print(args: StoreOptions, facts: dict[str, Any], text: str) -> None:
+    print(json.dumps(facts) if args.json_ else text)
 
 
 def _also(*counts: tuple[int, str]) -> str:
@@ -231,49 +293,8 @@ def _age(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ccjax snapshot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(required=True, metavar="save|restore|inspect")
-    place = "a path, or a URL: file:///path, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, as with ccjax serve --store"
-
-    def command(name: str, run: Any) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=run.__doc__, description=run.__doc__, allow_abbrev=False)
-        added.add_argument("--json", action="store_true", help="one JSON object on stdout")
-        added.set_defaults(run=run)
-        return added
-
-    def of_store(added: argparse.ArgumentParser) -> None:
-        add = added.add_argument
-        add("--model", default="demo", metavar="MODEL", help='as with ccjax serve (default "demo")')
-        add("--quantization", choices=QUANTIZATIONS, help="as with ccjax serve")
-        add("--tokenizer", metavar="DIR", help="as with ccjax serve")
-        add("--store", required=True, metavar="URL", help="URL of the chunk store, as with ccjax serve")
-        add(
-            "--tenant-salt", default="", metavar="TEXT", help="tenant whose chunk-caches these are, as with ccjax serve"
-        )
-
-    added = command("save", save)
-    of_store(added)
-    added.add_argument("--to", required=True, metavar="PLACE", help=f"absent or empty: {place}")
-    added.add_argument("--overwrite", action="store_true", help="replace an existing snapshot")
-    text = "float32, bfloat16, or auto: the one that the store holds (default auto)"
-    added.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help=text)
-
-    added = command("restore", restore)
-    of_store(added)
-    added.add_argument("--from", dest="source", required=True, metavar="PLACE", help=place)
-    text = "only the hottest variants, up to this size, such as 2GiB (default all)"
-    added.add_argument("--max-bytes", type=num_bytes, metavar="SIZE", help=text)
-    added.add_argument("--disk-cache-bytes", type=num_bytes, metavar="SIZE", help="space in the store (no limit)")
-
-    added = command("inspect", inspect)
-    added.add_argument("source", metavar="PLACE", help=place)
-    added.add_argument("--model", metavar="MODEL", help="shows the chunks' text with this model's tokenizer")
-    added.add_argument("--tokenizer", metavar="DIR", help="or with this one")
-    added.add_argument("--top", type=positive_int, default=10, metavar="N", help="hottest chunks to show (default 10)")
-    return parser
+_COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
+    "save": (SaveOptions, save),
+    "restore": (RestoreOptions, restore),
+    "inspect": (InspectOptions, inspect),
+}

@@ -33,11 +33,12 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def check_writable(name: str, path: Path | None) -> None:
+def check_writable(name: str, path: str | Path | None) -> None:
     """Checks that a file can be written there; otherwise a long run would end without it.
 
     Raises:
       ValueError: names the option.
     """
-    if path is not None and not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
+    folder = None if path is None else Path(path).absolute().parent
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ValueError(f"--{name}: wanted a file in a directory that can be written to, got {path}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 import annotated_types
@@ -79,7 +79,10 @@ def explained(model: type[SettingsModel], error: ErrorDetails) -> tuple[str, str
 
 def wanted(field: FieldInfo) -> str:
     """The accepted values of a field, as a phrase."""
-    kind, metadata, is_optional = unpacked(field)
+    return _phrase(*unpacked(field))
+
+
+def _phrase(kind: Any, metadata: Sequence[Any], is_optional: bool = False) -> str:
     for found in metadata:
         if isinstance(found, Described) and found.wanted is not None:
             return found.wanted
@@ -87,25 +90,41 @@ def wanted(field: FieldInfo) -> str:
         return f"one of {get_args(kind)}" + (" or None" if is_optional else "")
     if kind in (int, float):
         return _number(kind is int, metadata)
+    if is_list(kind):
+        return f"values, each {_phrase(*_without_metadata(get_args(kind)[0]))}"
     return {bool: "True or False", str: "a text"}.get(kind, "another value")
 
 
 def unpacked(field: FieldInfo) -> tuple[Any, list[Any], bool]:
     """The type of an optional field without None, its metadata, and whether it may be None."""
-    kind: Any = field.annotation
-    metadata, is_optional = list(field.metadata), False
-    while get_origin(kind) in (Union, types.UnionType) or hasattr(kind, "__metadata__"):
-        if hasattr(kind, "__metadata__"):
-            metadata += kind.__metadata__
-            kind = get_args(kind)[0]
-        else:
-            others = [member for member in get_args(kind) if member is not type(None)]
-            is_optional = is_optional or len(others) < len(get_args(kind))
-            kind = others[0]
-    return kind, metadata, is_optional
+    kind, metadata = _without_metadata(field.annotation)
+    is_optional = False
+    while get_origin(kind) in (Union, types.UnionType):
+        others = [member for member in get_args(kind) if member is not type(None)]
+        is_optional = is_optional or len(others) < len(get_args(kind))
+        kind, more = _without_metadata(others[0])
+        metadata += more
+    return kind, [*field.metadata, *metadata], is_optional
 
 
-def _number(is_int: bool, metadata: list[Any]) -> str:
+def is_list(kind: Any) -> bool:
+    """True for a tuple of any length, which a command line gives as several values."""
+    return get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
+
+
+def item_of(kind: Any) -> Any:
+    """The type of the values of a list."""
+    return _without_metadata(get_args(kind)[0])[0]
+
+
+def _without_metadata(kind: Any) -> tuple[Any, list[Any]]:
+    metadata: list[Any] = []
+    while hasattr(kind, "__metadata__"):
+        kind, metadata = get_args(kind)[0], [*metadata, *kind.__metadata__]
+    return kind, metadata
+
+
+def _number(is_int: bool, metadata: Sequence[Any]) -> str:
     bounds: Mapping[str, float] = {
         name: getattr(constraint, name)
         for constraint in metadata

@@ -141,8 +141,10 @@ def answer(engine, segments=SEGMENTS, **options):
     return engine.generate_from_tokens(segments, max_new_tokens=4, **options)
 
 
-def test_share_computation_is_off_by_default_and_must_be_a_bool(url):
-    assert EngineConfig().share_computation is False
+def test_computation_is_shared_by_default_only_with_an_index(url):
+    indexed = EngineConfig(store=url, store_index="sqlite:///x.db")
+    assert indexed.shares_computation and not indexed.replace(share_computation=False).shares_computation
+    assert not EngineConfig(store=url).shares_computation
     with pytest.raises(ConfigError, match="share_computation: wanted True or False, got 1"):
         EngineConfig(share_computation=1)  # type: ignore[arg-type]
     with MODEL.engine(store=url) as engine, MODEL.engine(store=url) as other:

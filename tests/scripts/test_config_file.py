@@ -77,7 +77,6 @@ def test_every_option_works_the_same_in_a_config_file(read):
 def test_command_line_overrides_the_config_file(read):
     args = read({"port": 1, "warmup": False, "read-only": True, "top-k": 9}, "--port", "2", "--warmup")
     assert (args.port, args.warmup, args.read_only, args.top_k) == (2, True, True, 9)
-    assert read("read_only: true", "--no-read-only").read_only is False
     assert serve_options([]).warmup is True
 
 

@@ -138,7 +138,7 @@ def test_evaluate_runs_on_a_question_file_with_random_weights(tmp_path):
         ("evaluate", ["--ways", "best"], "way: wanted one of default"),
         ("evaluate", ["--limit", "0"], "--limit: wanted a positive integer"),
         ("evaluate", ["--limit", "1", "--kinds", "single"], "at least two questions"),
-        ("evaluate", ["--kinds", "hard"], "--kinds: wanted some of single"),
+        ("evaluate", ["--kinds", "hard"], "--kinds: wanted values, each one of ('single'"),
         ("evaluate", ["--questions", "/absent.jsonl"], "questions: wanted a JSONL file"),
         ("evaluate", ["--questions", "squad5"], "--data: wanted a folder with qa/squad_xquad_en.jsonl"),
         ("evaluate", ["--markdown", "/absent/page.md"], "--markdown: wanted a file in a directory"),
@@ -152,8 +152,12 @@ def test_evaluate_runs_on_a_question_file_with_random_weights(tmp_path):
         ("calibrate", ["--worlds", "2", "--questions", "/some.jsonl"], "--worlds: wanted only with the demo"),
         ("calibrate", ["--target", "1.5", "--limit", "2"], "target"),
         ("calibrate", ["--confidence", "1", "--limit", "2"], "confidence"),
-        ("calibrate", ["--focus-windows", "3", "0", "--limit", "2"], "--focus-windows: wanted an integer"),
-        ("evaluate", ["--passages", "4", "0"], "--passages: wanted a positive integer"),
+        (
+            "calibrate",
+            ["--focus-windows", "3", "0", "--limit", "2"],
+            "--focus-windows: wanted values, each an integer above 0",
+        ),
+        ("evaluate", ["--passages", "4", "0"], "--passages: wanted values, each an integer above 0"),
         ("evaluate", ["--passages", "4", "5", "--questions", "/some.jsonl"], "--passages: wanted one number"),
     ],
 )

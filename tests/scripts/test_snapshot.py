@@ -84,9 +84,9 @@ def test_restore_skips_existing_variants_obeys_the_byte_limit_and_reports_damage
 
 
 def test_inspect_shows_the_hottest_chunks(snapshot):
-    text = printed("inspect", snapshot, "--model", "demo")
+    text = printed("inspect", "--from", snapshot, "--model", "demo")
     assert "Anna lives in Paris and has a dog." in text and "3 of 3 chunks" in text and "float32, 6 layers" in text
-    facts = json.loads(printed("inspect", snapshot, "--json", "--top", "2", "--model", "demo"))
+    facts = json.loads(printed("inspect", "--from", snapshot, "--json", "--top", "2", "--model", "demo"))
     index = inspect_snapshot(snapshot)
     assert (facts["num_variants"], facts["num_bytes"]) == (3, index.num_bytes) and 0 <= facts["age_s"] < 86_400
     hottest = [chunk["frequency_reuse"] for chunk in facts["hottest"]]
@@ -104,8 +104,8 @@ def test_errors_name_what_was_expected(filled, snapshot, tmp_path):
         (["save", "--store", typo.as_uri(), "--to", new], "wanted a directory"),
         ([*restore, "--tenant-salt", "another"], "taken under another tenant salt"),
         ([*restore, "--model", tmp_path / "none"], 'wanted "demo", "smollm2", a directory'),
-        (["inspect", tmp_path], "holds no snapshot"),
-        (["inspect", snapshot, "--model", tmp_path], "--model: wanted"),
+        (["inspect", "--from", tmp_path], "holds no snapshot"),
+        (["inspect", "--from", snapshot, "--model", tmp_path], "--model: wanted"),
     ):
         done = in_process.run(main, *arguments)
         assert (done.returncode, done.stdout) == (2, "") and words in done.stderr

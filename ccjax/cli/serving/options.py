@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
-from pydantic_settings import CliToggleFlag
 
 from ccjax.cli.options import CommandSettings, parse
 from ccjax.config import DocumentOptions, EngineConfig
@@ -64,9 +63,9 @@ Resource = Annotated[float, Field(ge=0)]
 class ServeCommandSettings(CommandSettings):
     """General options."""
 
-    print_config: CliToggleFlag[bool] = False
+    print_config: bool = False
     """Print the resulting options as a config file and exit; keys and passwords are left out."""
-    print_memory_plan: CliToggleFlag[bool] = False
+    print_memory_plan: bool = False
     """Print how each device's memory would be used and exit; needs neither weights nor devices."""
 
 
@@ -84,7 +83,7 @@ class ProcessSettings(SettingsModel):
     """Port to listen on, 0 for any free one."""
     warmup: bool = True
     """Compile some sizes at the start and the rest in idle time; otherwise each when a request needs it."""
-    warmup_all: CliToggleFlag[bool] = False
+    warmup_all: bool = False
     """Compile every size at the start: takes minutes more, but no request then waits for a compilation."""
     compile_cache_dir: FolderPath | None = None
     """Directory of compiled steps; without it ~/.cache/ccjax/compile."""
@@ -130,8 +129,6 @@ class ServeOptions(
     """Type of weights, activations and stored KV; auto is float32 on CPU, bfloat16 elsewhere."""
     max_queue: int = Field(default=SchedulerSettings(num_pages=1).max_queue, ge=1)
     """Most queued requests; more get 429."""
-    no_docs: CliToggleFlag[bool] = False
-    """Never retrieve documents, with any model."""
 
     @property
     def gets_index(self) -> bool:
