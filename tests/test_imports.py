@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
     "ccjax.__main__": {"ccjax.cli"},
-    "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation", "ccjax.demo.world"}
+    "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation"}
     | {"ccjax.engine", "ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.retrieval", "ccjax.policy"}
     | {"ccjax.store", "ccjax.config", "ccjax.types", "ccjax.errors"},
     "ccjax.server": {"ccjax.engine", "ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.retrieval", "ccjax.text"}
@@ -26,7 +26,7 @@ ALLOWED = {
     "ccjax.precompute": {"ccjax.evaluation", "ccjax.engine", "ccjax.cache", "ccjax.loading", "ccjax.retrieval"}
     | {"ccjax.policy", "ccjax.store", "ccjax.config", "ccjax.prompts", "ccjax.types", "ccjax.errors"}
     | {"ccjax.server.loading"},  # documents are read as a server reads them
-    "ccjax.evaluation": {"ccjax.engine", "ccjax.loading", "ccjax.policy", "ccjax.demo"}
+    "ccjax.evaluation": {"ccjax.engine", "ccjax.loading", "ccjax.policy"}
     | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.engine": {"ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}
     | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
@@ -43,7 +43,6 @@ ALLOWED = {
     "ccjax.requests": {"ccjax.types", "ccjax.errors"},
     "ccjax.types": set(),
     "ccjax.errors": set(),
-    "ccjax.demo": set(),
     "ccjax.models.llama3": {"ccjax.kernels"},
     "ccjax.models.minilm": set(),
     "ccjax.kernels": set(),
@@ -208,7 +207,5 @@ def test_jit_is_used_only_in_designated_modules():
         "ccjax.models.minilm.model",
         "ccjax.runner.compiler_threads",
         "scripts.benchmarks.kernels",
-        "scripts.demo_model.training",
-        "scripts.demo_model.objective",
-        "scripts.demo_model.evaluate",
+        "scripts.train_demo",
     }

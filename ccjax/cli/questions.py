@@ -81,6 +81,7 @@ def questions_of(args: AskOptions) -> tuple[QAQuestion, ...]:
 
 def _of_demo(args: AskOptions) -> tuple[QAQuestion, ...]:
     from ccjax.evaluation.questions import demo_questions
+    from ccjax.evaluation.towns import KINDS
 
     return demo_questions(args.limit or 60, args.passages or (4, 5, 6, 7, 8), kinds=args.kinds or KINDS, seed=args.seed)
 

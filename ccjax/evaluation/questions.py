@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ccjax.demo.world import KINDS, TEST_SEED, Context, Kind, held_out_contexts
+from ccjax.evaluation.towns import KINDS, TEST_SEED, Context, Kind, held_out_contexts
 from ccjax.types import Document, document_from_mapping
 
 
@@ -104,7 +104,7 @@ def demo_questions(
             question_id=f"{seed}/{kind}/{number}",
             text=context.questions[0].text,
             answers=(context.questions[0].answer,),
-            documents=tuple(Document(passage.text, title=passage.title) for passage in context.passages),
+            documents=context.passages,
             kind=kind,
             guess_ratio=context.questions[0].guess_ratio,
         )

@@ -4,11 +4,11 @@ them."""
 import numpy as np
 import pytest
 
-from ccjax.demo.world import KINDS, held_out_contexts
 from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
+from ccjax.evaluation.towns import KINDS, held_out_contexts
 from ccjax.loading.model import load_model
 from ccjax.store.tiered import TieredStore
-from ccjax.types import Document, ReuseMode, ReuseReport
+from ccjax.types import ReuseMode, ReuseReport
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 from tests.engine.test_maintenance import approximate, kv_of, repair_all
@@ -200,7 +200,7 @@ def test_demo_model_answers_nearly_the_same_from_int8(tmp_path):
             engine.run(
                 Request(
                     messages=[{"role": "user", "content": context.questions[0].text}],
-                    documents=[Document(passage.text, title=passage.title) for passage in context.passages],
+                    documents=context.passages,
                     sampling=SamplingParams(max_new_tokens=6, logprobs=0),
                     reuse=reuse,
                 )

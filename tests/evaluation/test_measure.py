@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ccjax.demo.world import KINDS, held_out_contexts
 from ccjax.engine import EngineConfig
 from ccjax.evaluation.measure import measure, measure_store
 from ccjax.evaluation.questions import demo_questions
 from ccjax.evaluation.scores import exact_match
+from ccjax.evaluation.towns import KINDS, held_out_contexts
 from ccjax.evaluation.ways import DEFAULT, FULL, Way
-from scripts.demo_model.evaluate import answered
-from scripts.demo_model.export import load_model
+from tests.evaluation.plain_answers import answered
 
 
 def right(outcome):
@@ -22,7 +21,7 @@ def right(outcome):
 def test_full_prefill_score_equals_that_of_a_plain_forward_pass(model, tmp_path):
     (outcome,) = measure(model, demo_questions(1), [FULL], tmp_path)
     contexts = [context for kind in KINDS for context in held_out_contexts(kind, 1)]
-    assert right(outcome) == answered(*load_model(), contexts, batch_size=len(contexts))
+    assert right(outcome) == answered(contexts, batch_size=len(contexts))
     for one in outcome.answers:
         assert (one.computed_ratio, one.cfo, one.first_kl, one.is_same) == (1.0, 1.0, 0.0, True)
     assert not list(tmp_path.iterdir()), "full prefill stores nothing"

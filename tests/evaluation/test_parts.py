@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from ccjax.demo.world import KINDS
 from ccjax.evaluation import parts
 from ccjax.evaluation.measure import measure
 from ccjax.evaluation.parts import ResultsFile, measure_in_parts
 from ccjax.evaluation.questions import demo_questions
+from ccjax.evaluation.towns import KINDS
 from ccjax.evaluation.ways import FULL, Way
 
 QUESTIONS = demo_questions(1, (3,), kinds=KINDS[:2])

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ccjax.demo.world import KINDS, TEST_SEED, VALIDATION_SEED, held_out_contexts
 from ccjax.evaluation.questions import demo_questions, read_questions
+from ccjax.evaluation.towns import KINDS, TEST_SEED, VALIDATION_SEED, held_out_contexts
 from tests.data import data_path
 
 
@@ -88,6 +88,6 @@ def test_demo_questions_are_held_out_from_training():
             (asked.answer,),
             asked.guess_ratio,
         )
-        assert [(one.title, one.text) for one in question.documents] == [(p.title, p.text) for p in context.passages]
+        assert question.documents == context.passages
     assert len({question.question_id for question in questions}) == 12
     assert not {one.text for one in questions} & {one.text for one in demo_questions(3, seed=VALIDATION_SEED)}

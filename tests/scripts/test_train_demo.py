@@ -1,7 +1,6 @@
-"""Training: the loss is that of ccjax.models.llama3, the laid-in head copies, a resumed run is the unbroken one."""
+"""Training: the loss is that of ccjax.models.llama3, prompts are those of serving, the initial head copies."""
 
 import dataclasses
-import functools
 import json
 import random
 
@@ -9,28 +8,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from ccjax.demo.world import KINDS, Difficulty, sample_context
+from ccjax.evaluation.towns import KINDS, Difficulty, sample_context
+from ccjax.loading.model import DEMO_MODEL
 from ccjax.models.llama3 import forward as model_forward
 from ccjax.models.llama3 import init_params
+from ccjax.models.llama3.convert import load_config
 from ccjax.models.llama3.layers import unembed
+from ccjax.text.prompt import PromptBuilder
+from ccjax.text.template import ChatTemplate
+from ccjax.text.tokenizer import load_tokenizer
 from scripts import train_demo
-from scripts.demo_model import objective, training
-from scripts.demo_model.batches import exact_matches, induction_batch, make_batch, stage_batch
-from scripts.demo_model.curriculum import QUICK_STAGES, STAGES
-from scripts.demo_model.initial import initial_params
-from scripts.demo_model.objective import training_logits, weighted_loss
-from scripts.demo_model.training import Progression, TrainingConfig, advance, demo_config, train
+from scripts.train_demo import (
+    STAGES,
+    Rows,
+    Stage,
+    context_ids,
+    exact_matches,
+    induction_batch,
+    initial_params,
+    make_batch,
+    stage_batch,
+    train,
+    training_logits,
+    weighted_loss,
+)
 
 FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+NO_HINTS = jnp.zeros((2, 1, 2), jnp.int32)
 forward = jax.jit(model_forward, static_argnums=1)
 loss_of = jax.jit(weighted_loss, static_argnums=(1, 5))
 
 
 @pytest.fixture(scope="module")
-def config(tokenizer):
+def tokenizer():
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def config():
     """The fewest layers that an induction head takes."""
-    return dataclasses.replace(demo_config(tokenizer.get_vocab_size()), num_layers=2, d_ff=128)
+    return dataclasses.replace(load_config(DEMO_MODEL), num_layers=2, d_ff=128)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +60,7 @@ def params(config):
 @pytest.fixture
 def hint_layers(monkeypatch):
     """Half of the layers that models have here."""
-    monkeypatch.setattr(objective, "HINT_LAYERS", 1)
+    monkeypatch.setattr(train_demo, "HINT_LAYERS", 1)
     return 1
 
 
@@ -67,7 +86,7 @@ def test_weighted_loss_matches_a_manual_computation(config, params):
     logits = np.asarray(forward(params, config, token_ids), np.float64)[0]
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     wanted = -(log_probabilities[0, 9] + 3 * log_probabilities[2, 7]) / 4
-    loss, correct = loss_of(params, config, token_ids, weights)
+    loss, correct = loss_of(params, config, token_ids, weights, NO_HINTS, 0.0)
     assert float(loss) == pytest.approx(wanted, abs=1e-5)
     assert correct[:1].tolist() == [[bool(logits[t].argmax() == token) for t, token in enumerate([9, 12, 7])]]
 
@@ -80,25 +99,23 @@ def test_hint_loss_uses_logits_of_the_middle_layer(config, params, hint_layers):
     logits = np.asarray(forward(shallow, config, token_ids), np.float64)
     log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     hinted = -(log_probabilities[0, 1, 30] + log_probabilities[1, 0, 41] + log_probabilities[1, 2, 50]) / 3
-    plain, _ = loss_of(params, config, token_ids, weights)
+    plain, _ = loss_of(params, config, token_ids, weights, NO_HINTS, 0.0)
     loss, _ = loss_of(params, config, token_ids, weights, hints, 0.5)
     assert float(loss) == pytest.approx(float(plain) + 0.5 * hinted, abs=1e-5)
-    assert float(loss_of(params, config, token_ids, weights, hints, 0.0)[0]) == pytest.approx(float(plain), abs=1e-6)
-
-
-def _induction_accuracy(params, config, batch):
-    predicted = forward(params, config, jnp.asarray(batch.token_ids[:, :-1])).argmax(-1)
-    return np.mean(exact_matches(np.asarray(predicted) == batch.token_ids[:, 1:], batch.spans))
 
 
 def test_initial_induction_head_copies_before_training(config, tokenizer):
     batch = induction_batch(tokenizer, random.Random(0), 16, 64)
+
+    def accuracy(params):
+        predicted = forward(params, config, jnp.asarray(batch.token_ids[:, :-1])).argmax(-1)
+        return np.mean(exact_matches(np.asarray(predicted) == batch.token_ids[:, 1:], batch.spans))
+
     params = initial_params(config, seed=0)
-    assert _induction_accuracy(params, config, batch) > 0.5
+    assert accuracy(params) > 0.5
     second = params.layers[1]
     deaf = dataclasses.replace(second, wk=second.wk.at[:, 0].set(0.0))
-    params = dataclasses.replace(params, layers=(params.layers[0], deaf, *params.layers[2:]))
-    assert _induction_accuracy(params, config, batch) < 0.1
+    assert accuracy(dataclasses.replace(params, layers=(params.layers[0], deaf, *params.layers[2:]))) < 0.1
 
 
 def test_induction_periods_differ_between_rows(tokenizer):
@@ -111,8 +128,7 @@ def test_induction_periods_differ_between_rows(tokenizer):
 
 
 def test_batch_weights_cover_only_the_answers(tokenizer):
-    weights = (("portrait", 1.0), ("register", 1.0))
-    context = sample_context(random.Random(4), Difficulty(4, weights, kinds=KINDS), 3)
+    context = sample_context(random.Random(4), Difficulty(4, {"portrait": 1, "register": 1}, kinds=KINDS), 3)
     batch = make_batch(tokenizer, [context], 512)
     assert len(batch.spans) == 3
     for span, question in zip(batch.spans, context.questions, strict=True):
@@ -133,6 +149,23 @@ def test_batch_weights_cover_only_the_answers(tokenizer):
     assert cut.spans == batch.spans[:2]
 
 
+def test_training_prompt_equals_the_prompt_built_for_serving(tokenizer):
+    """Segment by segment, and over a second turn: training must see exactly the ids that serving will."""
+    weights = {"portrait": 1, "follow": 1, "nickname": 1, "place": 1, "register": 1}
+    context = sample_context(random.Random(11), Difficulty(5, weights, min_words=27, kinds=KINDS), 2)
+    builder = PromptBuilder(load_tokenizer(DEMO_MODEL), ChatTemplate.load(DEMO_MODEL))
+    first, second = context.questions
+    messages = [{"role": "user", "content": first.text}]
+    one = builder.build_chat(messages, context.passages)
+    batch = make_batch(tokenizer, [context], 1024)
+    assert list(one.token_ids) == batch.token_ids[0, : batch.spans[0].start].tolist()
+    ids = context_ids(tokenizer, context)
+    assert list(one.token_ids)[: len(ids)] == ids
+    messages += [{"role": "assistant", "content": first.answer}, {"role": "user", "content": second.text}]
+    two = builder.build_chat(messages, context.passages)
+    assert list(two.token_ids) == batch.token_ids[0, : batch.spans[1].start].tolist()
+
+
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
 def test_every_stage_makes_full_batches(tokenizer, stage):
     for rows in stage.rows:
@@ -141,60 +174,21 @@ def test_every_stage_makes_full_batches(tokenizer, stage):
         asked = {span.row for span in batch.spans}
         assert asked == set(range(rows.batch_size)), "a row without a question teaches nothing"
     batch = stage_batch(tokenizer, stage, random.Random(0))
-    again = stage_batch(tokenizer, stage, random.Random(0))
-    np.testing.assert_array_equal(batch.token_ids, again.token_ids)
+    np.testing.assert_array_equal(batch.token_ids, stage_batch(tokenizer, stage, random.Random(0)).token_ids)
 
 
-def test_curriculum_advances_when_recent_accuracy_is_high_enough():
-    stages = STAGES[:2]
-
-    def stepped(progression, count, matched_ratio):
-        for _ in range(count):
-            progression = advance(progression, stages, matched_ratio, 0.1)
-        return progression
-
-    good = stepped(Progression(stage_steps=500), 49, 1.0)
-    assert good.stage == 0
-    good = stepped(good, 1, 1.0)
-    assert (good.stage, good.stage_steps, good.recent) == (1, 0, ())
-    bad = stepped(Progression(stage_steps=500), 100, stages[0].advance_ratio - 0.01)
-    assert bad.stage == 0 and bad.step == 100
-    assert stepped(Progression(stage=1, stage_steps=500), 100, 1.0).stage == 1, "the last stage has no next one"
-
-
-def interrupt():
-    raise KeyboardInterrupt
-
-
-def test_resumed_training_gives_the_same_model(config, tokenizer, tmp_path, monkeypatch, capsys):
-    quick = functools.partial(TrainingConfig, warmup_steps=5, checkpoint_steps=8)
-    monkeypatch.setattr(train_demo, "TrainingConfig", quick)
-    monkeypatch.setattr(train_demo, "demo_config", lambda size: dataclasses.replace(config, vocab_size=size))
-    monkeypatch.setattr(training, "make_step", functools.cache(training.make_step))  # compiled once
-    losses, ends = [], []
-    monkeypatch.setattr(
-        training, "advance", lambda *now: (losses.append(now[3]), ends.append(advance(*now)), ends[-1])[-1]
-    )
-
-    def run(name, *more):
-        train_demo.main(["--out", str(tmp_path / name), "--quick", "--steps", "16", "--seed", "3", *more])
-        assert "step    16" in capsys.readouterr().out
-        return ends[-1], {path.name: path.read_bytes() for path in (tmp_path / name / "model").iterdir()}
-
-    end, model = run("whole")
-    assert end.loss < 0.7 * losses[0]
-    assert model.keys() == FILES and json.loads(model["config.json"])["model_type"] == "llama"
-    interrupted = quick(config, QUICK_STAGES, 16, 3)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            training, "exact_matches", lambda *given: interrupt() if len(ends) == 25 else exact_matches(*given)
-        )
-        train(interrupted, tokenizer, tmp_path / "broken")
-    assert run("broken", "--resume") == (end, model)
-    with pytest.raises(ValueError, match="wanted no earlier checkpoint, or resume"):
-        train(interrupted, tokenizer, tmp_path / "broken")
-    with pytest.raises(ValueError, match="wanted an earlier checkpoint"):
-        train(interrupted, tokenizer, tmp_path / "nothing", resume=True)
+def test_training_lowers_the_loss_and_writes_the_model(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_demo, "WARMUP_STEPS", 5)
+    monkeypatch.setattr(train_demo, "WINDOW_STEPS", 4)
+    rows = (Rows(24, 8),)
+    stages = [Stage("first", rows, advance_ratio=0.0, min_steps=8), Stage("second", rows, advance_ratio=0.0)]
+    losses = train(config, stages, tmp_path / "model", num_steps=16, seed=3)
+    assert len(losses) == 16 and losses[-1] < 0.7 * losses[0]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("step     8  first") and said[1].startswith("step    16  second")
+    assert {path.name for path in (tmp_path / "model").iterdir()} == FILES
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "llama"
+    assert load_config(tmp_path / "model") == config
 
 
 def test_command_line_names_the_bad_argument(capsys):
