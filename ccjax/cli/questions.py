@@ -16,8 +16,8 @@ from ccjax.cli.options import CommandSettings, subset
 from ccjax.config.base import Described
 from ccjax.config.engine import ModelSettings
 from ccjax.config.values import FolderPath
-from ccjax.demo.world import KINDS, Kind
 from ccjax.evaluation import squad5
+from ccjax.evaluation.towns import KINDS, Kind
 from ccjax.loading.named import TOY
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def questions_of(args: AskOptions) -> tuple[QAQuestion, ...]:
 
 def _of_demo(args: AskOptions) -> tuple[QAQuestion, ...]:
     from ccjax.evaluation.questions import demo_questions
-    from ccjax.evaluation.towns import KINDS
 
     return demo_questions(args.limit or 60, args.passages or (4, 5, 6, 7, 8), kinds=args.kinds or KINDS, seed=args.seed)
 
