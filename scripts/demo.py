@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line; `argv` defaults to the process's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", default="demo", help="of the town that is asked about (default demo)")
+    parser.add_argument("--seed", default="ferry", help="of the towns that are asked about (default ferry)")
     args = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 118)
     questions = demo_questions(1, (5,), kinds=("single", "pronoun", "alias"), seed=args.seed)
