@@ -107,8 +107,8 @@ bench: $(VENV)/.peers  ## time to first token, side by side with transformers
 bench-serve: $(VENV)/.test  ## the server under load, the default options and two strategies
 	$(BIN)/python scripts/bench.py serve --json $(ARGS)
 
-bench-ragcache: $(VENV)/.test  ## RAGCache's four tables: docs/ragcache.md; needs the data folder (CCJAX_TEST_DATA)
-	$(BIN)/python scripts/bench.py ragcache --json --markdown docs/ragcache.md $(ARGS)
+bench-ragcache: $(VENV)/.test  ## RAGCache's cache-aware order and early answers; needs the data folder (CCJAX_TEST_DATA)
+	$(BIN)/python scripts/bench.py ragcache --json $(ARGS)
 
 bench-cluster: $(VENV)/.test  ## replicas on one store, with a generator and without, and with no store; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/bench.py cluster --json $(ARGS)

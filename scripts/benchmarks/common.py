@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median as median
 from typing import TYPE_CHECKING, Any
@@ -58,41 +58,6 @@ def corpus_passages(tokenizer: Tokenizer, count: int, num_tokens: int) -> list[D
     ids = tokenizer.encode(text, allow_special=False)
     ids *= -(-count * num_tokens // len(ids))
     return [Document(tokenizer.decode(ids[n * num_tokens : (n + 1) * num_tokens])) for n in range(count)]
-
-
-def check_markers(page: Path, names: Iterable[str]) -> None:
-    """Checks a page before what takes long: raises BenchmarkError unless `fill_in` finds the markers of these parts."""
-    text = page.read_text("utf-8") if page.is_file() else ""
-    for begin, end in map(_markers, names):
-        if text.count(begin) != 1 or text.count(end) != 1 or text.find(end) < text.find(begin):
-            raise BenchmarkError(f"wanted a page with one line {begin!r} and after it one line {end!r}, got {page}")
-
-
-def fill_in(page: Path, parts: Mapping[str, str]) -> bool:
-    """Replaces what is between the markers of each part by the part; True if that changed the page.
-
-    Raises:
-      BenchmarkError: as `check_markers`; the page is unchanged then.
-    """
-    check_markers(page, parts)
-    text = old = page.read_text("utf-8")
-    for name, part in parts.items():
-        begin, end = _markers(name)
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
-    page.write_text(text, "utf-8")
-    return text != old
-
-
-def _markers(name: str) -> tuple[str, str]:
-    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-
-
-def source(run: Mapping[str, Any], *settings: Mapping[str, Any]) -> str:
-    """Where the figures of a page are from: `environment()` of the run, and whatever in its settings is no list."""
-    pairs = [pair for some in settings for pair in some.items()]
-    shown = [f"`{name}` {value}" for name, value in pairs if isinstance(value, str | int | float)]
-    return f"{run['machine']} ({run['device']}), jax {run['versions']['jax']}, {run['date']}: {', '.join(shown)}."
 
 
 @contextlib.contextmanager

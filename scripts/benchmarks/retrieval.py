@@ -81,7 +81,7 @@ class _Bench:
     def run(self, texts: Sequence[str], real: np.ndarray, num_passages: int) -> dict[str, Any]:
         index = self._open()
         self._say("write")
-        figures: dict[str, Any] = {"write_s": self._fill(index, texts, _vectors(real, num_passages))}
+        figures: dict[str, Any] = {"write_s": self._fill(index, texts, artificial_vectors(real, num_passages))}
         figures["flat"] = self._searches(index)
         improved, trained = timed(lambda: index.improve(lambda stage, done, total: self._say(stage)))
         assert trained is not None
@@ -170,7 +170,7 @@ def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str]
     return texts, [row["question"] for row in rows[:num_questions]]
 
 
-def _vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
+def artificial_vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
     """The real vectors, then others: each between three random real ones plus a random offset, so that there are many
     more subjects than clusters, and questions have passages at all distances, as in the real collection."""
     rng = np.random.default_rng(0)
