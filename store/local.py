@@ -1,6 +1,6 @@
 """Direct reads and writes of data objects in the local file system, in the format of tensorstore.
 
-tensorstore itself copies a layer twice and reads at a third of the disk's speed (`bench.py store_io`).
+tensorstore itself copies a layer twice and reads at a third of the disk's speed (`bench.py store`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import time
@@ -68,19 +67,11 @@ def stages() -> Iterator[Say]:
         yield lambda text: progress.update(task, description=text)
 
 
-@dataclasses.dataclass(frozen=True)
-class CallCost:
-    """Wall-clock seconds and processor seconds of this process; the difference was taken by other programs."""
-
-    wall_s: float
-    cpu_s: float
-
-
-def timed(function: Callable[[], Any]) -> tuple[CallCost, Any]:
-    """The cost of a call, and its result."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a call, and its result."""
+    started = time.perf_counter()
     result = function()
-    return CallCost(time.perf_counter() - wall, time.process_time() - cpu), result
+    return time.perf_counter() - started, result
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

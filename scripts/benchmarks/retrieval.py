@@ -83,17 +83,15 @@ class _Bench:
         self._say("write")
         figures: dict[str, Any] = {"write_s": self._fill(index, texts, artificial_vectors(real, num_passages))}
         figures["flat"] = self._searches(index)
-        improved, trained = timed(lambda: index.improve(lambda stage, done, total: self._say(stage)))
+        figures["improve_s"], trained = timed(lambda: index.improve(lambda stage, done, total: self._say(stage)))
         assert trained is not None
-        figures["improve_s"] = improved.wall_s
         figures["trained"] = {"kind": trained.kind, "width": trained.width, "recall_of_own_rows": trained.recall}
         figures["recall_of_questions"] = index.recall(self._queries, self._top_k)
         self._say("search and change")
         index.close()
         figures["bytes"] = {path.suffix[1:]: path.stat().st_size for path in self._directory.iterdir()}
         before = resident_bytes("RssAnon")
-        opened, index = timed(self._open)
-        figures["open_s"] = opened.wall_s
+        figures["open_s"], index = timed(self._open)
         figures["open_resident_bytes"] = resident_bytes("RssAnon") - before
         figures["searched"] = self._searches(index)
         figures["staged"] = self._stages(index)
@@ -117,13 +115,13 @@ class _Bench:
                 metadata = {"number": number, "per_mille": number % 1000}
                 documents.append(IndexedDocument(f"{number:07}", f"Document {number}", "v", passages, "", metadata))
                 number += 1
-            seconds += timed(lambda d=documents, v=vectors: index.write(d, v))[0].wall_s
+            seconds += timed(lambda d=documents, v=vectors: index.write(d, v))[0]
         return seconds
 
     def _searches(self, index: PassageIndex, where: Filter | None = None) -> dict[str, float]:
         """Milliseconds of a search, with the passages' texts but without embedding the question."""
         index.search(self._queries[0], self._top_k, where=where)
-        times = [timed(lambda v=v: index.search(v, self._top_k, where=where))[0].wall_s for v in self._queries]
+        times = [timed(lambda v=v: index.search(v, self._top_k, where=where))[0] for v in self._queries]
         return {"p50_ms": 1e3 * statistics.median(times), "p99_ms": 1e3 * float(np.quantile(times, 0.99))}
 
     def _stages(self, index: PassageIndex) -> dict[str, float]:
@@ -143,7 +141,7 @@ class _Bench:
 
     def _filtered(self, index: PassageIndex, per_mille: int) -> dict[str, float]:
         where = parse_filter({"type": "lt", "key": "per_mille", "value": per_mille})
-        first = timed(lambda: index.search(self._queries[0], self._top_k, where=where))[0].wall_s
+        first = timed(lambda: index.search(self._queries[0], self._top_k, where=where))[0]
         return {"per_mille": per_mille, "first_ms": 1e3 * first, **self._searches(index, where)}
 
     def _changes(self, index: PassageIndex, real: np.ndarray) -> dict[str, Any]:
@@ -158,8 +156,8 @@ class _Bench:
         seconds = 0.0
         for start in range(0, len(documents), DOCUMENTS_PER_WRITE):
             part = slice(start, start + DOCUMENTS_PER_WRITE)
-            seconds += timed(lambda p=part: index.write(documents[p], vectors[p], removed=removed[p]))[0].wall_s
-        write_s = timed(lambda: index.write(documents[:1], vectors[:1]))[0].wall_s
+            seconds += timed(lambda p=part: index.write(documents[p], vectors[p], removed=removed[p]))[0]
+        write_s = timed(lambda: index.write(documents[:1], vectors[:1]))[0]
         found = {"documents": len(replaced) + len(removed), "seconds": seconds, "one_document_ms": 1e3 * write_s}
         return {"changed": {**found, **self._searches(index), "trains_again": index.improve() is not None}}
 

@@ -101,30 +101,25 @@ def _open(root: Path) -> TieredStore:
 def measure_index(root: Path, num_changes: int, num_plans: int) -> dict[str, Any]:
     """Figures of one process that opens the store; run in a new process, so that only the page cache is warm."""
     before = resident_bytes()
-    open_s, store = _seconds(lambda: _open(root))
+    open_s, store = timed(lambda: _open(root))
     costs = MeasuredCosts(Rates())
-    index_s, index = _seconds(lambda: VariantIndex(store, costs, policy=DEFAULT_POLICY, max_variants=None))
+    index_s, index = timed(lambda: VariantIndex(store, costs, policy=DEFAULT_POLICY, max_variants=None))
     grown = resident_bytes() - before
     first, again, rng = [], [], random.Random(2)
     for _ in range(num_plans):
         chunks = [ChunkId(summary.chunk_id) for summary in rng.sample(store.summaries(), PLANNED_CHUNKS)]
         for runs in (first, again):
-            runs.append(_seconds(lambda chunks=chunks: _plan(index, chunks))[0])
-    unchanged_s, _ = _seconds(store.refresh)
+            runs.append(timed(lambda chunks=chunks: _plan(index, chunks))[0])
+    unchanged_s, _ = timed(store.refresh)
     add_records(root, num_changes, seed=1)
-    changed_s, (added, _) = _seconds(store.refresh)
+    changed_s, (added, _) = timed(store.refresh)
     assert len(added) == num_changes
-    followed_s, _ = _seconds(lambda: index.apply_changes(added, ()))
+    followed_s, _ = timed(lambda: index.apply_changes(added, ()))
     figures = {"variants": len(store.summaries()), "open_s": open_s, "index_s": index_s, "plan_first_s": median(first)}
     figures |= {"plan_again_s": median(again), "refresh_unchanged_s": unchanged_s}
-    figures |= {"changes": num_changes, "refresh_changed_s": changed_s + followed_s, "tidy_s": _seconds(store.tidy)[0]}
+    figures |= {"changes": num_changes, "refresh_changed_s": changed_s + followed_s, "tidy_s": timed(store.tidy)[0]}
     store.close()
     return {**figures, "bytes_per_variant": grown // figures["variants"]}
-
-
-def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    cost, result = timed(call)
-    return cost.wall_s, result
 
 
 def _plan(index: VariantIndex, chunks: list[ChunkId]) -> None:
@@ -192,7 +187,7 @@ def measure_disk(folder: Path, kv_spec: KVSpec, num_tokens: int, repetitions: in
         for who in WAYS[:: -1 if is_reversed else 1]:  # the disk is busier for the second one
             if operation == "cold_read":
                 _drop_from_cache(folder)
-            taken_s, got = _seconds(ways[who])
+            taken_s, got = timed(ways[who])
             seconds.setdefault((operation, who), []).append(taken_s)
             assert operation == "write" or got.view(np.uint16).sum() == kv.view(np.uint16).sum()
 

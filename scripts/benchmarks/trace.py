@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             budget = round(share * distinct)
             replay = Replay(strategy, policy, budget, grid=grid, recompute_ratio=options.recompute_ratio)
             answers = [timed(functools.partial(replay.answer, passages)) for passages in requests][num_past:]
-            decide_s, served = [cost.wall_s for cost, _ in answers], [one for _, one in answers]
+            decide_s, served = [seconds for seconds, _ in answers], [one for _, one in answers]
             nodes = len(replay.index)
             replay.store.close()
             about = {"strategy": strategy, "policy": policy, "budget_share": share, "budget_bytes": budget * kv_bytes}
