@@ -6,16 +6,6 @@ import argparse
 import os
 from pathlib import Path
 
-from ccjax.config import values
-
-
-def num_bytes(text: str) -> int:
-    """Parses "2GiB", "500MB" or "1073741824"."""
-    try:
-        return values.num_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-
 
 def size_text(size: float) -> str:
     """A number of bytes for people."""
