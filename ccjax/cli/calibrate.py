@@ -36,6 +36,7 @@ from ccjax.config.values import FilePath
 if TYPE_CHECKING:
     from ccjax.evaluation.measure import WayResults
     from ccjax.evaluation.questions import QAQuestion
+    from ccjax.evaluation.states import State
     from ccjax.evaluation.ways import Way
     from ccjax.loading.model import LoadedModel
     from ccjax.policy.calibration import Calibration, Trial
@@ -95,13 +96,15 @@ def _run(args: CalibrateOptions) -> int:
     if args.worlds and args.questions != "demo":
         raise ValueError(f"--worlds: wanted only with the demo's questions, got {args.questions}")
     questions = questions_of(args)
-    ways, states, resume = ways_of(args.strategies, args.focus_windows, args.focus_rule), [args.cached], None
+    ways, resume = ways_of(args.strategies, args.focus_windows, args.focus_rule), None
+    states: list[State] = [args.cached]
     if args.resume is not None:
         results = Path(args.resume)
         found = read_measurement(results)
-        texts, states = found.get("ways"), found.get("cached")
-        if not isinstance(texts, list) or not isinstance(states, list):
+        texts, cached = found.get("ways"), found.get("cached")
+        if not isinstance(texts, list) or not isinstance(cached, list):
             raise ValueError(f"resume: wanted a file of an earlier evaluation, got {args.resume}")
+        states = cached
         ways = [parse_way(str(text)) for text in texts]
         if args.cached not in states:
             raise ValueError(f"--cached: wanted one of {', '.join(states)}, as in {args.resume}, got {args.cached}")
