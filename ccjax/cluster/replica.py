@@ -57,22 +57,24 @@ class ReplicaScale:
     Attributes:
       least, most: equal for a fixed number; otherwise the number follows the requests in progress.
       requests_each: target number of requests in progress per replica when scaling.
-      up_after_s, down_after_s: how long more (or fewer) replicas must be needed before one is started (or stopped).
+      down_after_s: how long fewer replicas must be needed before one is stopped.
     """
 
     least: int
     most: int
     requests_each: float = 16.0
-    up_after_s: float = 30.0
     down_after_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ValueError(f"replicas: wanted N or LEAST:MOST with 1 <= LEAST <= MOST, got {self.least}:{self.most}")
-        for name in ("up_after_s", "down_after_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"scale_{name}: wanted seconds from 0 on, got {value}")
+        if not (math.isfinite(self.down_after_s) and self.down_after_s >= 0):
+            raise ValueError(f"scale_down_after_s: wanted seconds from 0 on, got {self.down_after_s}")
+
+    @property
+    def up_after_s(self) -> float:
+        """How long more replicas must be needed before one is started: waiting costs answers, a spare one only time."""
+        return self.down_after_s / 20
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ def answering(cluster: Serving) -> set[str]:
 
 
 def test_a_second_replica_starts_under_load_and_stops_without_losing_requests(tmp_path: Path) -> None:
-    options = ["--cluster", "ray", "--replicas", "1:2", "--scale-up-after-s", "2", "--scale-down-after-s", "4"]
+    options = ["--cluster", "ray", "--replicas", "1:2", "--scale-down-after-s", "4"]
     options += ["--store", f"file://{tmp_path}/store", "--generators", "0"]
     with serving(tmp_path, *options) as cluster:
         cluster.wait_for(1)

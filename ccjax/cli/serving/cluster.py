@@ -72,7 +72,7 @@ def cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpti
     scale = None
     if args.replicas is not None:
         least, most = args.replicas
-        scale = ReplicaScale(least, most, up_after_s=args.scale_up_after_s, down_after_s=args.scale_down_after_s)
+        scale = ReplicaScale(least, most, down_after_s=args.scale_down_after_s)
     replica = ReplicaOptions(
         model=args.model,
         engine=engine,

@@ -102,10 +102,9 @@ class ClusterSettings(SettingsModel):
     """Run replicas with this framework, on this machine or, with --cluster-address, on those of a cluster."""
     replicas: Bounds | None = None
     """Replicas in the whole cluster, or LEAST:MOST to follow the load; without it the running ones, else 1."""
-    scale_up_after_s: Seconds = 30.0
-    """With LEAST:MOST, how long more replicas must be needed before one is started."""
     scale_down_after_s: Seconds = 600.0
-    """How long fewer replicas must be needed before one is stopped, after finishing its answers."""
+    """With LEAST:MOST, how long fewer replicas must be needed before one is stopped, after finishing its answers; one
+    is started once more were needed for a twentieth of that."""
     cluster_address: Annotated[str, BeforeValidator(_address), _ADDRESS] | None = None
     """Join the cluster at this address, with this machine's accelerators; without it start a new one."""
     cluster_host: Annotated[str, Described(metavar="IP")] | None = None
