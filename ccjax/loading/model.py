@@ -66,7 +66,7 @@ class ModelFiles:
         """sha256 (hex) of everything that determines the KV that this model computes in `dtype` with weights in the
         format `quantization`."""
         tokenizer = self.tokenizer.fingerprint if self.tokenizer else ""
-        identity = (self.weights.fingerprint, tokenizer, dtype, repr(self.config))
+        identity = (self.weights.fingerprint, tokenizer, dtype)
         if quantization is not None:
             identity += (f"{quantization}-1",)
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

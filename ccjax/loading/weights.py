@@ -35,7 +35,7 @@ class Weights(Protocol):
 
     Attributes:
       directory: the model's directory; None for a GGUF file and for random weights.
-      fingerprint: digest of configuration and weights as stored, before they are converted; equal in every process.
+      fingerprint: digest of the weights as stored, and of the configuration as far as it changes KV.
     """
 
     @property
@@ -107,8 +107,8 @@ class RandomWeights:
 
     @property
     def fingerprint(self) -> str:
-        identity = ("ccjax-random-1", self.name, self.seed, self.config.to_hf())
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        identity = ("ccjax-random-2", self.name, self.seed, self.config.kv_identity)
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
         # A fixed generator: JAX's default is a setting, which would change the weights but not the fingerprint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,9 @@ _ABSENT: dict[str, dict[str, Any]] = {
 }
 """Defaults of transformers for keys missing in config.json, if they differ from Llama's. Mistral's sliding window is
 that of its first release; Mixtral has none."""
+
+_NOT_IN_KV = ("model_type", "max_position_embeddings")
+"""Fields without effect on KV and answers: of a family only its options have one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +57,8 @@ class LlamaConfig:
     tie_embeddings: bool = False
     max_position_embeddings: int = 8192
     model_type: str = "llama"
-    # Mixture of experts, 0 for none. Not in `repr`, which is part of the fingerprints of stored KV; `to_hf` adds them.
-    num_experts: int = dataclasses.field(default=0, repr=False)
-    num_experts_per_token: int = dataclasses.field(default=0, repr=False)
+    num_experts: int = 0
+    num_experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"):
@@ -75,6 +78,18 @@ class LlamaConfig:
             raise ValueError(
                 f"num_experts_per_token: wanted 1 to num_experts={self.num_experts}, got {self.num_experts_per_token}"
             )
+
+    @property
+    def kv_identity(self) -> str:
+        """Canonical JSON of the values that change the model's KV or answers, without those that are a default.
+
+        Part of the fingerprints of stored KV: a new option with a default leaves them as they are, a changed default or
+        name does not. All fields count but those that are named here.
+        """
+        values = _without_defaults(self)
+        for name in _NOT_IN_KV:
+            values.pop(name, None)
+        return json.dumps(values, sort_keys=True)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> LlamaConfig:
@@ -150,6 +165,14 @@ class LlamaConfig:
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
         }
+
+
+def _without_defaults(value: Any) -> Any:
+    """Fields of a dataclass, and of dataclasses in it, whose values differ from their defaults."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _without_defaults(found) for field, found in given if found != field.default}
 
 
 def _rope_from_hf(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

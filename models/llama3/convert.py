@@ -29,7 +29,7 @@ CONFIG_FILE = "config.json"
 _FLOAT_TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Dtype in safetensors -> bytes per value."""
 
-_FINGERPRINT_FORMAT = b"ccjax-weights-1"
+_FINGERPRINT_FORMAT = b"ccjax-weights-2"
 
 
 def load_config(directory: str | os.PathLike[str]) -> LlamaConfig:
@@ -157,7 +157,7 @@ def fingerprint(directory: str | os.PathLike[str]) -> str:
     leaves most bfloat16 values unchanged, and KV of another model gives wrong answers. sha256 runs at 1.7 GB/s per core
     with SHA instructions, shards in parallel, about as fast as an SSD; the files are then in the page cache. The same
     weights with other shards or file names get another fingerprint, which only costs a cold cache. The configuration
-    is hashed as parsed, so unused keys of config.json have no effect.
+    is hashed as `LlamaConfig.kv_identity`, so other keys of config.json have no effect.
 
     Raises:
       CheckpointError: as `load_params`, for errors that are detected without reading tensors.
@@ -172,7 +172,7 @@ def fingerprint_files(config: LlamaConfig, files: Mapping[str, Path]) -> str:
     """sha256 (hex) of a configuration and its weight files, each with its name and all its bytes."""
     with concurrent.futures.ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
         digests = list(pool.map(_file_digest, files.values()))
-    total = hashlib.sha256(_FINGERPRINT_FORMAT + json.dumps(config.to_hf(), sort_keys=True).encode())
+    total = hashlib.sha256(_FINGERPRINT_FORMAT + config.kv_identity.encode())
     for name, digest in zip(files, digests, strict=True):
         total.update(f"{name}\0{digest}\0".encode())
     return total.hexdigest()

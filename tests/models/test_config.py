@@ -90,18 +90,59 @@ def test_mixtral_8x7b_is_the_named_constant():
     assert dataclasses.replace(MIXTRAL_8X7B, num_experts_per_token=1) != MIXTRAL_8X7B
 
 
-def test_config_repr_and_keys_in_kv_fingerprints_are_stable():
-    """Both are part of the fingerprints of stored KV: a change invalidates every stored cache."""
-    assert repr(LLAMA2_7B) == (
-        "LlamaConfig(vocab_size=32000, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128, "
-        "d_ff=11008, rope_theta=10000.0, rope_scaling=None, rms_norm_eps=1e-05, tie_embeddings=False, "
-        "max_position_embeddings=4096, model_type='llama')"
+def test_kv_identity_is_stable():
+    """It is part of the fingerprints of stored KV: a change invalidates every stored cache."""
+    shape = (
+        '{"d_ff": %d, "d_model": 4096, "head_dim": 128, "num_heads": 32, "num_kv_heads": %d, "num_layers": 32, %s'
+        '"vocab_size": %d}'
     )
-    keys = "architectures head_dim hidden_act hidden_size intermediate_size max_position_embeddings model_type "
-    keys += "num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_scaling rope_theta "
-    keys += "tie_word_embeddings vocab_size"
-    assert sorted(LLAMA2_7B.to_hf()) == keys.split()
-    assert sorted(LlamaConfig.from_hf(MISTRAL_7B_V03).to_hf()) == sorted([*keys.split(), "sliding_window"])
+    scaling = '"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192'
+    rope = '"rope_scaling": {%s}, "rope_theta": 500000.0, ' % scaling
+    assert LLAMA2_7B.kv_identity == shape % (11008, 32, "", 32000)
+    assert LLAMA3_8B.kv_identity == shape % (14336, 8, rope, 128256)
+
+
+def test_added_fields_with_defaults_leave_the_kv_identity_as_it_is():
+    """Also in `rope_scaling`; other values than the default change it."""
+    rope = dataclasses.make_dataclass("Rope", [("attention_factor", float, 1.0)], bases=(RopeScaling,), frozen=True)
+    added = dataclasses.make_dataclass("Added", [("window", int, 0)], bases=(LlamaConfig,), frozen=True)
+    given = {field.name: getattr(LLAMA3_8B, field.name) for field in dataclasses.fields(LLAMA3_8B)}
+    longer = rope(**dataclasses.asdict(LLAMA3_8B.rope_scaling))
+    config = added(**{**given, "rope_scaling": longer})
+    assert config.kv_identity == LLAMA3_8B.kv_identity
+    other = dataclasses.replace(config, rope_scaling=dataclasses.replace(longer, attention_factor=2.0))
+    changed = {config.kv_identity, other.kv_identity, dataclasses.replace(config, window=64).kv_identity}
+    assert len(changed) == 3
+
+
+OTHER_VALUES = {
+    "vocab_size": 99,
+    "d_model": 64,
+    "num_layers": 3,
+    "num_heads": 16,
+    "num_kv_heads": 4,
+    "head_dim": 64,
+    "d_ff": 128,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-6,
+    "tie_embeddings": True,
+    "num_experts": 4,
+    "num_experts_per_token": 1,
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LlamaConfig)])
+def test_every_field_that_changes_kv_or_answers_is_in_the_kv_identity(field):
+    config = dataclasses.replace(
+        LLAMA3_8B, model_type="mixtral", num_experts=8, num_experts_per_token=2, max_position_embeddings=4096
+    )
+    if field in OTHER_VALUES:
+        assert dataclasses.replace(config, **{field: OTHER_VALUES[field]}).kv_identity != config.kv_identity
+    else:
+        mistral = LlamaConfig.from_hf(MISTRAL_7B_V03)
+        other = {"model_type": "llama", "max_position_embeddings": 131072}  # both without effect on KV
+        assert dataclasses.replace(mistral, **{field: other[field]}).kv_identity == mistral.kv_identity
 
 
 def test_absent_keys_use_transformers_defaults():
