@@ -88,9 +88,8 @@ class VariantMeta:
         of such rows; empty if there was nothing to compare with.
       token_received: softmax mass that each token received from all tokens of the prompt, mean over layers and heads;
         empty unless the engine is configured to measure it (strategy "h2o").
-      start: position of the first token in the prompt that the variant was computed in; None in older stores.
-      platform: JAX's name of the platform that computed it, such as "cpu"; None for this process's own, and in older
-        stores.
+      start: position of the first token in the prompt that the variant was computed in; None if unknown.
+      platform: JAX's name of the platform that computed it, such as "cpu"; None for this process's own.
       frequency_reuse: CacheCraft sec. 3.3 `f_r`, the sum over uses of one over the share that was recomputed.
       fidelity: `exact` if every KV row equals that of a full prefill, else `approx`.
     """

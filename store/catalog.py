@@ -1,10 +1,10 @@
 """The catalog: copies of many commit records in a few objects, so that a large store opens without reading each record.
 
-It is never authoritative. A variant counts as committed while its own record is listed; if a part is damaged, missing
-or of another version, its records are read one by one, and an outdated entry is detected by the first read of its data.
+It is never authoritative. A variant counts as committed while its own record is listed; if a part is damaged or
+missing, its records are read one by one, and an outdated entry is detected by the first read of its data.
 
 ROOT/NAMESPACE/catalog/K-of-P.bin, replaced as a whole, has the variants whose id has a crc32 of K modulo P: one line of
-JSON (version, namespace, length and sha256 of the table), the table (columns as JSON), the records.
+JSON (namespace, length and sha256 of the table), the table (columns as JSON), the records.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from ccjax.store.objects import Root, for_each
 from ccjax.store.records import KnownShard
 from ccjax.store.spec import is_id
 
-CATALOG_VERSION = 1
-
 RECORDS_PER_PART = 256
 """Approximate number of records per part: less than 1 MB, which a bucket accepts within the timeout of a small
 object."""
@@ -31,7 +29,7 @@ _COLUMNS = ("variant_id", "chunk_id", "num_tokens", "object_id", "charge_bytes",
 
 
 class CatalogError(ValueError):
-    """A part of the catalog is damaged, of another version, or of another namespace."""
+    """A part of the catalog is damaged, or of another namespace."""
 
 
 def encode_part(shards: Collection[KnownShard], namespace: str) -> bytes:
@@ -40,7 +38,6 @@ def encode_part(shards: Collection[KnownShard], namespace: str) -> bytes:
     columns["record_bytes"] = [len(shard.raw) for shard in shards]
     table = json.dumps(columns, separators=(",", ":")).encode()
     head = {
-        "catalog_version": CATALOG_VERSION,
         "namespace": namespace,
         "table_bytes": len(table),
         "table_sha256": hashlib.sha256(table).hexdigest(),
@@ -58,10 +55,8 @@ def decode_part(raw: bytes, namespace: str) -> list[KnownShard]:
     line = raw[: raw.find(b"\n") + 1]
     try:
         head = json.loads(line)
-        version, owner = head["catalog_version"], head["namespace"]
+        owner = head["namespace"]
         start, num_bytes, digest = len(line), head["table_bytes"], head["table_sha256"]
-        if version != CATALOG_VERSION:
-            raise CatalogError(f"it has version {version!r} and this program reads {CATALOG_VERSION}")
         if owner != namespace:
             raise CatalogError(f"it belongs to namespace {owner!r}")
         table = raw[start : start + num_bytes]
@@ -130,7 +125,7 @@ def write_catalog(root: Root, namespace: str, shards: Collection[KnownShard]) ->
 
 
 def delete_catalog(root: Root, namespace: str, delete: Callable[[str], bool]) -> tuple[str, ...]:
-    """Deletes all parts, including those of other versions, with `delete`, which returns whether a key is gone; returns
+    """Deletes all parts with `delete`, which returns whether a key is gone; returns
     the keys that are not.
 
     Raises:

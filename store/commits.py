@@ -11,11 +11,10 @@ from ccjax.store.budget import ByteBudget
 from ccjax.store.bulk import uncollected
 from ccjax.store.catalog import delete_catalog, read_catalog, write_catalog
 from ccjax.store.change_feed import ChangeFeed
-from ccjax.store.errors import ShardCorruptError, UnknownFormatError
-from ccjax.store.foreign import ForeignRecords
+from ccjax.store.errors import ShardCorruptError
 from ccjax.store.index.api import CHANGES_KEPT
 from ccjax.store.objects import Root, for_each
-from ccjax.store.records import KnownShard, StoredShard, decode_known, has_known_version, known_from_raw
+from ccjax.store.records import KnownShard, StoredShard, decode_known, known_from_raw
 from ccjax.store.spec import KVSpec, StoreIdentity
 
 _log = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ class CommittedShards:
 
     Attributes:
       lock: guards this object and `budget`, to which every known variant is charged.
-      foreign: records in formats unknown to this version.
       num_corrupt: failed checks, counted where they are detected.
       num_unread: listed records that could not be read so far.
     """
@@ -54,7 +52,6 @@ class CommittedShards:
         change_feed: ChangeFeed | None = None,
     ):
         self.lock = threading.RLock()
-        self.foreign = ForeignRecords(url)
         self.num_corrupt = 0
         self.num_unread = 0
         self._root = root
@@ -124,8 +121,7 @@ class CommittedShards:
             known = dict(self._shards)
         names = self._root.names(f"{self._namespace}/records")
         listed = {name.removesuffix(".json") for name in names if name.endswith(".json")}
-        self.foreign.keep(listed)
-        new = sorted(listed - known.keys() - self.foreign.objects().keys())
+        new = sorted(listed - known.keys())
         is_worthwhile = len(new) >= max(LEAST_CHANGES, int(COPIED_SHARE * len(listed)))
         with uncollected():
             copies = self._copies(set(new)) if is_worthwhile else {}
@@ -166,7 +162,6 @@ class CommittedShards:
 
     def forget_removed(self, variant_id: str, object_id: str | None) -> None:
         """Applies another process's removal of the variant with that data object; a newer object is kept."""
-        self.foreign.discard(variant_id)  # the next listing finds the current one
         if object_id is None:
             self._remember_removal(variant_id, None)
         else:
@@ -194,8 +189,6 @@ class CommittedShards:
         damaged record counts as True. Raises OSError."""
         try:
             current = self.read(variant_id)
-        except UnknownFormatError:
-            return False
         except ShardCorruptError:
             return True
         return current is not None and current.object_id == object_id
@@ -273,7 +266,6 @@ class CommittedShards:
         mine = self._known(variant_id, raw)
         for _ in range(2):
             if self._root.create(self.record_key(variant_id), raw):
-                self.foreign.discard(variant_id)
                 with self.lock:
                     known = self._shards.get(variant_id)
                     if known is not None:  # evicted by another process, not seen by a refresh yet
@@ -342,13 +334,10 @@ class CommittedShards:
         return known_from_raw(raw, variant_id=variant_id, identity=self._identity, kv_spec=self._kv_spec)
 
     def _read_sound(self, variant_id: str) -> KnownShard | None:
-        """The variant that the record on disk commits; None if there is no record, if another release wrote it, or if
-        it is damaged (it is then moved to quarantine). Raises OSError."""
+        """The variant that the record on disk commits; None if there is no record, or if it is damaged (it is
+        then moved to quarantine). Raises OSError."""
         try:
             return self.read(variant_id)
-        except UnknownFormatError as error:
-            self.foreign.add(variant_id, error)
-            return None
         except ShardCorruptError as error:
             _log.warning("store: %s; moved to quarantine", error)
             with self.lock:
@@ -362,8 +351,6 @@ class CommittedShards:
         """Decodes a record received through the change feed; None if it fails its check."""
         try:
             return self._known(variant_id, raw)
-        except UnknownFormatError:
-            return None
         except ShardCorruptError as error:
             _log.warning("store: record sent by another process: %s; the record itself is read", error)
             return None
@@ -391,7 +378,6 @@ class CommittedShards:
 
     def _adopt(self, shard: KnownShard) -> None:
         """Adds a shard whose record was read from the root."""
-        self.foreign.discard(shard.variant_id)
         with self.lock:
             known = self._shards.get(shard.variant_id)
             self._unverified.discard(shard.variant_id)
@@ -422,6 +408,4 @@ class CommittedShards:
         self._cataloged = frozenset(shard.object_id for shard in shards)
         self._num_changes = len(shards) + len(self._shards)  # upper bound; counted exactly when needed
         self._is_catalog_damaged = bool(wrong)
-        return {
-            shard.variant_id: shard for shard in shards if shard.variant_id in wanted and has_known_version(shard.raw)
-        }
+        return {shard.variant_id: shard for shard in shards if shard.variant_id in wanted}

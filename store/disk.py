@@ -129,10 +129,8 @@ class TensorStoreTier:
         return known is not None and known.is_lossy
 
     def takes(self, variant_id: str) -> bool:
-        """True if `write` would store the variant: it is missing, or its copy is lossy and a new one would not be. A
-        variant that another release stored in an unknown format is not replaced."""
-        is_foreign = variant_id in self._commits.foreign
-        return not is_foreign and (variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy))
+        """True if `write` would store the variant: it is missing, or its copy is lossy and a new one would not be."""
+        return variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy)
 
     def charge_bytes(self, record: ShardRecord) -> int:
         """Bytes on disk that the variant will take (an upper bound with compression): object, checksums, index and
@@ -262,13 +260,6 @@ class TensorStoreTier:
             self.budget.release(shard.charge_bytes)
         return variant_id
 
-    def erase_foreign(self) -> tuple[str, ...]:
-        """Deletes the variants that `refresh` found in unknown formats of other releases, for callers that must erase a
-        text completely but cannot decode these formats. Returns the keys that could not be deleted."""
-        return self._commits.foreign.erase(
-            self._root, self._namespace, self._delete_quietly, self._commits.record_deletion
-        )
-
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Applies commits and evictions of other processes since the last listing: `(added, removed)` variant ids.
 
@@ -397,5 +388,5 @@ class TensorStoreTier:
         self._suspects = []
 
     def _uncommitted(self, object_ids: list[str]) -> list[str]:
-        committed = {known.object_id for known in self._commits.all()} | {*self._commits.foreign.objects().values()}
+        committed = {known.object_id for known in self._commits.all()}
         return [name for name in object_ids if name not in committed]

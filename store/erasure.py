@@ -16,8 +16,7 @@ def erase_from_disk(
     copy of a record.
 
     Args:
-      uncommitted: also delete objects of any age without a sound record, and those of other releases in unknown
-        formats.
+      uncommitted: also delete objects of any age without a sound record.
       is_covered: selects records to delete, because another process may have rewritten a variant; None selects all.
 
     Returns:
@@ -28,11 +27,10 @@ def erase_from_disk(
     """
     disk.refresh()
     disk.erase(disk.hide(covered, is_covered), covered=True)
-    foreign = disk.erase_foreign() if uncommitted else ()
     ages = (0.0, 0.0) if uncommitted else (ORPHAN_AGE_S, QUARANTINE_AGE_S)
     left = disk.sweep(*ages)  # its refresh makes undeleted variants known again
     stayed = disk.hide(covered, is_covered)
     disk.erase(stayed, covered=True)  # once more, also from the budget
     # Even if nothing was deleted: the catalog may have copies of records that were evicted after it was written.
     copies = disk.drop_catalog()
-    return (*foreign, *left, *copies, *(shard.variant_id for shard in stayed))
+    return (*left, *copies, *(shard.variant_id for shard in stayed))

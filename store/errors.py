@@ -18,18 +18,6 @@ class ShardCorruptError(StoreError):
     """Stored bytes differ from those written, or belong to another variant or model: `discard` the variant."""
 
 
-class UnknownFormatError(ShardCorruptError):
-    """The record is sound but in a format unknown to this version: it belongs to another release.
-
-    Attributes:
-      object_id: its data object.
-    """
-
-    def __init__(self, message: str, object_id: str) -> None:
-        super().__init__(message)
-        self.object_id = object_id
-
-
 class StoreIdentityError(StoreError, ValueError):
     """The store belongs to another model, another KV shape or another format version."""
 

@@ -36,21 +36,13 @@ _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 
 def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpec) -> None:
     """Prepares the namespace of `identity` for use; `url` is for messages. A store that has variants of other models
-    and none of this one is used like an empty one, with a warning.
+    and none of this one is used like an empty one, with a warning; what an older format version left is deleted.
 
     Raises:
-      StoreIdentityError: the store has another format version, or another KV shape for this identity.
+      StoreIdentityError: the store has a newer format version, or another KV shape for this identity.
       OSError: the root refused.
     """
-    root.create("store.json", json.dumps({"format_version": FORMAT_VERSION}).encode())
-    version = (_read_json(root, "store.json") or {}).get("format_version")
-    if version != FORMAT_VERSION:
-        newer = isinstance(version, int) and version > FORMAT_VERSION
-        advice = "upgrade this program" if newer else "its store.json is damaged or older than any release"
-        raise StoreIdentityError(
-            f"store: {url} has format version {version!r} and this program reads {FORMAT_VERSION}: {advice}; "
-            "or name another URL"
-        )
+    _check_version(root, url)
     namespace = identity.namespace
     # In this order, because finding the models in a bucket requires listing all their objects.
     if not root.names(f"{namespace}/records") and (others := _other_fingerprints(root, identity)):
@@ -62,7 +54,11 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
         )
     for folder in ("", "records", "data", "notes", "quarantine"):
         root.make_prefix(f"{namespace}/{folder}".rstrip("/"))
-    owner = {"model_fingerprint": identity.model_fingerprint, "kv_spec": dataclasses.asdict(kv_spec)}
+    owner = {
+        "format_version": FORMAT_VERSION,
+        "model_fingerprint": identity.model_fingerprint,
+        "kv_spec": dataclasses.asdict(kv_spec),
+    }
     key = f"{namespace}/identity.json"
     if not root.create(key, json.dumps(owner).encode()) and _read_json(root, key) is None:
         root.delete(key)  # damaged: every record carries the identity, so it can be rewritten
@@ -73,6 +69,34 @@ def open_namespace(root: Root, url: str, identity: StoreIdentity, kv_spec: KVSpe
             f"store: {url}/{key} says {found}, this process is {owner}: one identity must mean one KV shape; name "
             "another URL, or delete this namespace"
         )
+
+
+def _check_version(root: Root, url: str) -> None:
+    """Marks a new store with the format version; in one of an older version, deletes all namespaces first."""
+    marker = json.dumps({"format_version": FORMAT_VERSION}).encode()
+    root.create("store.json", marker)
+    version = (_read_json(root, "store.json") or {}).get("format_version")
+    if version == FORMAT_VERSION:
+        return
+    if not isinstance(version, int) or not 0 < version < FORMAT_VERSION:
+        is_newer = isinstance(version, int) and version > FORMAT_VERSION
+        advice = "upgrade this program" if is_newer else "its store.json is damaged"
+        raise StoreIdentityError(
+            f"store: {url} has format version {version!r} and this program reads {FORMAT_VERSION}: {advice}; "
+            "or name another URL"
+        )
+    logger.warning("store: deleting the KV of format version %d in %s, which this program cannot read", version, url)
+    try:
+        for name in filter(_NAMESPACE.fullmatch, root.names("")):
+            owner = _read_json(root, f"{name}/identity.json")
+            if owner and owner.get("format_version", version) == version:  # else another process has just created it
+                for part in root.names(name):
+                    if part != "identity.json":  # last, since it shows the version to the next start
+                        root.delete(f"{name}/{part}")
+                root.delete(name)
+        root.replace("store.json", marker)
+    except OSError as error:
+        logger.warning("store: cannot delete all of it: %s; the next start tries again", error)
 
 
 def _other_fingerprints(root: Root, identity: StoreIdentity) -> frozenset[str]:

@@ -5,24 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 import zlib
 from typing import Any, NamedTuple
 
-from ccjax.store.errors import ShardCorruptError, UnknownFormatError
-from ccjax.store.formats import AS_IT_IS, ObjectLayout, StorageFormat, object_bytes
+from ccjax.store.errors import ShardCorruptError
+from ccjax.store.formats import ObjectLayout, StorageFormat
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
-
-CODED_VERSION = 2
-"""`format_version` of records whose KV is encoded. Releases that support only 1 ignore these instead of reading the
-codes as KV; all other records have version 1, which every release reads.
-
-Later formats must be canonical JSON with `checksum`, `format_version`, `namespace`, `variant_id` and `object_id`, to
-show that a record in an unknown format is sound, and which data object belongs to it.
-"""
-
-_VERSIONS = (FORMAT_VERSION, CODED_VERSION)
-_VERSION = re.compile(rb'"format_version":(\d+)')
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,13 +64,13 @@ def encode_record(
         "shape": list(kv_spec.shape(record.num_tokens)),
         "dtype": kv_spec.dtype,
         "head_groups": layout.head_groups,
+        "kv_dtype": layout.storage.kv_dtype,
+        "compression": layout.storage.compression,
+        "object_bytes": layout.num_bytes,
         "object_id": object_id,
         "checksums": [f"{checksum:016x}" for checksum in layout.checksums],
         "meta": record.meta,
     }
-    if layout.storage != AS_IT_IS:
-        how = {"kv_dtype": layout.storage.kv_dtype, "compression": layout.storage.compression}
-        body |= {"format_version": CODED_VERSION, "object_bytes": layout.num_bytes, **how}
     return _canonical({**body, "checksum": hashlib.sha256(_canonical(body)).hexdigest()})
 
 
@@ -91,7 +79,6 @@ def decode_record(raw: bytes, *, variant_id: str, identity: StoreIdentity, kv_sp
 
     Raises:
       ShardCorruptError: the record was changed, belongs to another variant, model or shape, or cannot be parsed.
-      UnknownFormatError: the record is sound, but in a format of another release.
     """
     try:
         body = json.loads(raw)
@@ -133,12 +120,6 @@ def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec)
     return shard
 
 
-def has_known_version(raw: bytes) -> bool:
-    """Whether this version reads the format of the record `raw`; checks nothing else."""
-    found = _VERSION.search(raw)
-    return found is not None and int(found[1]) in _VERSIONS
-
-
 def _known_fields(shard: StoredShard) -> tuple[str, str, int, str, int, bool]:
     """The first fields of the `KnownShard`."""
     record, is_lossy = shard.record, shard.layout.storage.is_lossy
@@ -148,10 +129,8 @@ def _known_fields(shard: StoredShard) -> tuple[str, str, int, str, int, bool]:
 def _shard(
     body: dict[str, Any], record_bytes: int, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec
 ) -> StoredShard:
-    version = body["format_version"]
-    if version not in _VERSIONS:
-        raise _unknown(body, variant_id, identity, f"format_version {version!r} is not known here")
     expected = {
+        "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
         "model_fingerprint": identity.model_fingerprint,
         "variant_id": variant_id,
@@ -164,31 +143,16 @@ def _shard(
     record = ShardRecord.of_json(variant_id, body["chunk_id"], body["num_tokens"], body["num_bytes"], body["meta"])
     if not is_id(body["object_id"]):
         raise ShardCorruptError(f"record of variant {variant_id}: object_id is {body['object_id']!r:.80}, wanted an id")
-    layout = _layout(body, kv_spec, identity)
+    layout = _layout(body, kv_spec)
     return StoredShard(record, body["object_id"], layout, record_bytes + layout.num_bytes)
 
 
-def _unknown(body: dict[str, Any], variant_id: str, identity: StoreIdentity, message: str) -> ShardCorruptError:
-    """The exception for an unknown format; the record may be from another release, or garbage."""
-    version, object_id = body["format_version"], body["object_id"]
-    is_number = isinstance(version, int) and not isinstance(version, bool)
-    is_ours = body["namespace"] == identity.namespace and body["variant_id"] == variant_id
-    if is_number and is_ours and is_id(object_id):
-        return UnknownFormatError(f"record of variant {variant_id}: {message}", object_id)
-    return ShardCorruptError(f"record of variant {variant_id}: {message}")
-
-
-def _layout(body: dict[str, Any], kv_spec: KVSpec, identity: StoreIdentity) -> ObjectLayout:
+def _layout(body: dict[str, Any], kv_spec: KVSpec) -> ObjectLayout:
     groups, checksums = body["head_groups"], tuple(int(digits, 16) for digits in body["checksums"])
     positive_int("head_groups", groups)
     if len(checksums) != kv_spec.num_layers * groups:
         raise ValueError(f"checksums: wanted {kv_spec.num_layers * groups}, got {len(checksums)}")
-    if body["format_version"] == FORMAT_VERSION:
-        return ObjectLayout(groups, AS_IT_IS, object_bytes(kv_spec, body["num_tokens"], groups), checksums)
-    try:
-        storage = StorageFormat(body["kv_dtype"], body["compression"])
-    except ValueError as error:
-        raise _unknown(body, body["variant_id"], identity, str(error)) from error
+    storage = StorageFormat(body["kv_dtype"], body["compression"])
     positive_int("object_bytes", body["object_bytes"])
     return ObjectLayout(groups, storage, body["object_bytes"], checksums)
 

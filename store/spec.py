@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-FORMAT_VERSION = 1
-"""Format version of all stored data; part of every namespace, record and marker. (Only records of encoded KV have
-another one: `store.records.CODED_VERSION`.)"""
+FORMAT_VERSION = 2
+"""Format version of all stored data; part of every namespace, record and marker."""
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _ID = re.compile(r"[A-Za-z0-9_-]{1,128}")

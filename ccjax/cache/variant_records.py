@@ -58,32 +58,30 @@ def meta_from_record(record: ShardRecord, frequency_reuse: float) -> VariantMeta
         roles = tuple(meta["roles"])
         if len(roles) != len(prefix_ids) + 1 or not set(roles) <= set(get_args(SegmentRole)):
             return None
-        a_mean, cci = float(meta["a_mean"]), float(meta["cci"])
         ranking = tuple(int(offset) for offset in meta["token_ranking"])
         fidelity = meta["fidelity"]
-        # Not in records of older stores.
-        by_token = {name: tuple(map(float, meta.get(name, ()))) for name in ("token_deviations", "token_received")}
+        by_token = {name: tuple(map(float, meta[name])) for name in ("token_deviations", "token_received")}
         for values in by_token.values():
             if len(values) not in (0, record.num_tokens) or not all(map(is_frequency, values)):
                 return None
-        start = meta.get("start")
+        start = meta["start"]
         if start is not None and (not isinstance(start, int) or isinstance(start, bool) or start < 0):
             return None
         if len(inter) != len(prefix_ids) or sorted(ranking) != list(range(record.num_tokens)):
             return None
         if fidelity not in ("exact", "approx"):
             return None
-        platform = meta.get("platform")
-        if platform is not None and not isinstance(platform, str):
+        platform = meta["platform"]
+        if not isinstance(platform, str):
             return None
         return VariantMeta(
             variant_id=VariantId(record.variant_id),
             chunk_id=ChunkId(record.chunk_id),
             prefix_ids=prefix_ids,
             inter_by_prefix=inter,
-            a_mean=a_mean,
+            a_mean=float(meta["a_mean"]),
             b_mean=float(meta["b_mean"]),
-            cci=cci,
+            cci=float(meta["cci"]),
             token_ranking=ranking,
             num_tokens=record.num_tokens,
             num_bytes=record.num_bytes,
@@ -124,7 +122,7 @@ def origin_of_record(record: ShardRecord) -> Origin:
 
 
 def token_ids(record: ShardRecord) -> list[int]:
-    """The chunk's token ids; empty in records of older stores."""
+    """The chunk's token ids; empty if they are missing or invalid."""
     ids = record.meta.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) and 0 <= token < 1 << 31 for token in ids):
         return []

@@ -71,6 +71,10 @@ def records(num_variants: int, seed: int) -> Iterator[ShardRecord]:
         }
         meta |= {
             "fidelity": "exact",
+            "token_deviations": [],
+            "token_received": [],
+            "start": 32,
+            "platform": "cpu",
             "roles": ["instructions", *["passage"] * PREFIX_CHUNKS],
             **{k: rng.random() for k in ("a_mean", "b_mean", "cci")},
         }

@@ -45,6 +45,10 @@ def make_record(number: int, num_tokens: int = 5, kv_spec: KVSpec = SPEC, **chan
         "fidelity": "exact",
         "token_ids": token_ids,
         "roles": ["instructions" if number % 2 == 0 else "passage", "passage"],
+        "token_deviations": [],
+        "token_received": [],
+        "start": 1,
+        "platform": "cpu",
         **changes,
     }
     variant_id = make_variant_id(chunk, prefix, meta["fidelity"])  # type: ignore[arg-type]

@@ -148,7 +148,8 @@ def test_index_entry_with_wrong_values_loses_only_its_own_variant(saved, field, 
         ("frequency_reuse", "much", "damaged"),
         ("surprise", 1, "surprise"),
         ("folder", "../../elsewhere", "folder: wanted 32 hex digits"),
-        ("format_version", 2, "has format version 2 and this program reads 1: upgrade this program"),
+        ("format_version", 3, "has format version 3 and this program reads 2: upgrade this program"),
+        ("format_version", 1, "has format version 1 and this program reads 2: save it again"),
     ],
 )
 def test_an_index_with_impossible_values_is_refused(saved, field, value, message):

@@ -12,7 +12,6 @@ import pytest
 import ccjax.store.catalog
 import ccjax.store.commits
 from ccjax.store import ShardNotFoundError, StoreUnavailableError, TensorStoreTier
-from ccjax.store.catalog import CATALOG_VERSION
 from ccjax.store.commits import CommittedShards
 from ccjax.store.erasure import erase_from_disk
 from ccjax.store.namespaces import ORPHAN_AGE_S
@@ -396,8 +395,6 @@ def _head_with(**changes):
         (lambda raw: raw + b" ", "wanted"),
         (lambda raw: bytes(len(raw)), "cannot be parsed"),
         (lambda raw: b"[" * 100_000 + b"\n", "cannot be parsed"),
-        (_head_with(catalog_version=CATALOG_VERSION + 1), "version 2 and this program reads 1"),
-        (_head_with(catalog_version=0), "version 0 and this program reads 1"),
         (_head_with(namespace=OTHERS.namespace), f"namespace '{OTHERS.namespace}'"),
         (_head_with(table_bytes=-1), "checksum"),
         (_head_with(table_bytes="many"), "cannot be parsed"),

@@ -1,4 +1,4 @@
-"""Formats of the disk tier: what is read, what it takes, which copies are lossy, mixed stores, old and new records."""
+"""Formats of the disk tier: what is read, what it takes, which copies are lossy, mixed stores, records."""
 
 import hashlib
 import json
@@ -380,52 +380,30 @@ def reseal(raw: bytes, **changes: object) -> bytes:
     return canonical({**body, "checksum": hashlib.sha256(canonical(body)).hexdigest()})
 
 
-def test_only_quantised_records_use_the_newer_format_version(place):
-    with open_store(place.url) as store:
-        put(store, "plain")
-    with open_store(place.url, **options("int8")) as store:
-        put(store, "coded", TOKENS)
-        put(store, "short", 1)  # stored as it is
-    plain, coded, short = (json.loads(place.read(place.record_key(key))) for key in ("plain", "coded", "short"))
-    new_fields = {"kv_dtype", "compression", "object_bytes"}
-    assert plain["format_version"] == short["format_version"] == 1 and not new_fields & {*plain, *short}
-    assert coded["format_version"] == 2 and coded.keys() - plain.keys() == new_fields
-    assert (coded["kv_dtype"], coded["compression"]) == ("int8", "none")
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format_version": 3}, "format_version 3"),
-        ({"format_version": 3, "num_tokens": None, "shape": None}, "format_version 3"),
+        ({"format_version": 1}, "format_version is 1, wanted 2"),
+        ({"format_version": 3}, "format_version is 3, wanted 2"),
+        ({"format_version": None}, "format_version"),
         ({"kv_dtype": "int4"}, "kv_dtype: wanted one of auto, int8, fp8, got 'int4'"),
         ({"compression": "lzma"}, "compression"),
     ],
 )
-def test_record_in_a_future_format_is_a_miss_and_left_in_place(place, caplog, changes, reason):
+def test_record_in_an_unknown_format_is_quarantined_and_its_bytes_are_deleted(place, caplog, changes, reason):
     with open_store(place.url, **options("int8")) as store:
         put(store, "v", TOKENS)
         put(store, "w", TOKENS)
-    raw, objects = reseal(place.read(place.record_key("v")), **changes), place.object_keys()
+    raw = reseal(place.read(place.record_key("v")), **changes)
     with pytest.raises(ShardCorruptError, match=reason):
         decode_record(raw, variant_id="v", identity=OURS, kv_spec=SPEC)
     place.write(place.record_key("v"), raw)
     with open_store(place.url, host_bytes=0) as store:
-        assert [record.variant_id for record in store.records()] == ["w"] and store.usage()["disk"].corrupt == 0
+        assert [record.variant_id for record in store.records()] == ["w"] and store.usage()["disk"].corrupt == 1
         assert store.prepare_load(["v"]).missing == {"v"} and reason in caplog.text
-        assert put(store, "v", TOKENS) == () and store.erase([], uncommitted=False) == ()
-    assert place.read(place.record_key("v")) == raw and place.object_keys() == objects
-    assert not [key for key in place.keys() if "/quarantine/" in key]
-
-
-def test_fields_added_by_a_later_release_are_ignored(place):
-    with open_store(place.url) as store:
-        put(store, "v", TOKENS)
-    place.write(place.record_key("v"), reseal(place.read(place.record_key("v")), from_a_later_version={"a": [1]}))
-    with open_store(place.url, host_bytes=0) as store:
-        assert_same_bytes(get(store, "v"), make_kv("v", TOKENS))
-        assert store.usage()["disk"].corrupt == 0
-    assert not [key for key in place.keys() if "/quarantine/" in key]
+        assert put(store, "v", TOKENS) == ("disk",)
+        assert store.erase([], uncommitted=True) == () and len(place.object_keys()) == 2
+        assert store.usage()["disk"].used_bytes == place.num_bytes()
 
 
 def test_mismatch_between_record_format_and_object_is_detected(tmp_path):
@@ -433,7 +411,7 @@ def test_mismatch_between_record_format_and_object_is_detected(tmp_path):
         put(store, "v", TOKENS)
     file = record_file(tmp_path, "v")
     raw = file.read_bytes()
-    for changes in ({"kv_dtype": "auto"}, {"compression": "zstd"}, {"format_version": 1}):
+    for changes in ({"kv_dtype": "auto"}, {"compression": "zstd"}):
         file.write_bytes(reseal(raw, **changes))
         with open_store(tmp_path, host_bytes=0) as store:
             with pytest.raises(ShardCorruptError):

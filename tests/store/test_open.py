@@ -1,12 +1,15 @@
 """Refusals of `open` and their messages: foreign models, other versions, bad URLs, unusable directories."""
 
 import dataclasses
+import errno
+import hashlib
 import json
 import re
 
 import pytest
 
 from ccjax.store import FORMAT_VERSION, StoreIdentity, StoreIdentityError, StoreUnavailableError, TensorStoreTier
+from ccjax.store.files import FileRoot
 from tests.store.kv import (
     BF16,
     OTHERS,
@@ -19,7 +22,9 @@ from tests.store.kv import (
     namespace_of,
     open_store,
     put,
+    url_of,
 )
+from tests.store.places import directory
 
 
 @pytest.mark.parametrize("url", ["S4://bucket/kv", "http://x/kv", "ftp://x", "/tmp/kv", "kv", ""])
@@ -95,17 +100,72 @@ def test_tenants_of_one_model_share_a_directory_but_no_variant(place):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (json.dumps({"format_version": FORMAT_VERSION + 1}), "format version 2.*reads 1: upgrade this program"),
-        (json.dumps({"format_version": 0}), "format version 0.*damaged or older"),
+        (json.dumps({"format_version": FORMAT_VERSION + 1}), "format version 3.*reads 2: upgrade this program"),
+        (json.dumps({"format_version": 0}), "format version 0.*damaged"),
         ("{", "format version None.*damaged"),
     ],
 )
-def test_store_of_another_format_version_is_rejected(place, content, message):
+def test_store_of_a_newer_or_unreadable_format_version_is_rejected(place, content, message):
     open_store(place.url).close()
     place.write("store.json", content.encode())
     with pytest.raises(StoreIdentityError, match=message):
         open_store(place.url)
     assert place.read("store.json") == content.encode()
+
+
+def make_old(place) -> list[str]:
+    """A store of format version 1 with two models' KV, among files of others; the keys that are not ours to delete."""
+    for identity in (OURS, OTHERS):
+        namespace = hashlib.sha256(json.dumps([1, identity.model_fingerprint, ""]).encode()).hexdigest()
+        owner = {"model_fingerprint": identity.model_fingerprint, "kv_spec": dataclasses.asdict(SPEC)}
+        place.write(f"{namespace}/identity.json", json.dumps(owner).encode())
+        for name in ("records/v.json", "data/0123/c.0.0.0.0.0", "data/4567/c.0.0.0.0.0", "notes/n.json", "hints.json"):
+            place.write(f"{namespace}/{name}", bytes(10_000))
+    theirs = ["readme.txt", f"{'a' * 64}/file", f"{'b' * 63}/identity.json"]
+    for key in theirs:
+        place.write(key, b"{}")
+    place.write("store.json", json.dumps({"format_version": 1}).encode())
+    return theirs
+
+
+def test_store_of_an_older_format_version_is_emptied(place, tmp_path, caplog):
+    theirs = make_old(place)
+    limit = 2 * TensorStoreTier(url_of(tmp_path / "other"), SPEC, OURS).charge_bytes(make_record("v"))
+    with open_store(place.url, host_bytes=0, disk_bytes=limit) as store:
+        assert "deleting the KV of format version 1" in caplog.text
+        assert store.records() == [] and store.usage()["disk"].used_bytes == 0
+        assert put(store, "v") == ("disk",)
+    keys = place.keys()
+    assert {*theirs} <= {*keys}
+    assert sum(len(place.read(key)) for key in keys if key not in theirs) < limit  # two variants would fit
+    assert json.loads(place.read("store.json")) == {"format_version": FORMAT_VERSION}
+    caplog.clear()
+    with open_store(place.url, host_bytes=0) as store:
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+    assert caplog.text == "" and place.keys() == keys
+
+
+def test_interrupted_emptying_of_an_older_store_is_finished_by_the_next_start(tmp_path, monkeypatch, caplog):
+    place = directory(tmp_path / "kv")
+    make_old(place)
+    delete, deleted = FileRoot.delete, []
+
+    def fail_later(root, key):
+        if len(deleted) == 3:
+            raise OSError(errno.EIO, "the disk")
+        deleted.append(key)
+        delete(root, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileRoot, "delete", fail_later)
+        with open_store(place.url) as store:  # it works nevertheless
+            put(store, "v")
+    assert "the next start tries again" in caplog.text
+    assert sum("/data/" in key for key in place.keys()) > 1
+    with open_store(place.url, host_bytes=0) as store:
+        assert_same_bytes(get(store, "v"), make_kv("v"))
+    assert sum("/data/" in key for key in place.keys()) == 1
+    assert sum(key.endswith("identity.json") for key in place.keys()) == 2  # ours, and one that only looks like it
 
 
 @pytest.mark.parametrize("other", [BF16, dataclasses.replace(SPEC, num_layers=4)])

@@ -40,7 +40,7 @@ def test_namespace_depends_on_every_identity_part_and_is_stable():
     ]
     assert len({identity.namespace for identity in parts}) == len(parts)
     # Fixed for ever: a change orphans every store on disk, and needs a new FORMAT_VERSION.
-    assert OURS.namespace == "4b03c663ec7850fb0c2e4ef805f3aa8c0fe022f5135982f2c8144c787dfcfcda"
+    assert OURS.namespace == "d7f76bd5519eb925b0a8449ec6d69efa1999c8c5bdf5598cc93d87b83b8bde78"
     with pytest.raises(ValueError, match="model_fingerprint"):
         StoreIdentity("")
 

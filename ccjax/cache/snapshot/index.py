@@ -17,12 +17,11 @@ from typing import Any
 import ccjax
 from ccjax.errors import SnapshotError
 from ccjax.store.objects import Root, open_root
-from ccjax.store.spec import KVSpec, ShardRecord, check_record, positive_int
+from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, check_record, positive_int
 
 KEY = "snapshot.json"
 PARTS = "parts"
 FORMAT = "ccjax-snapshot"
-FORMAT_VERSION = 1
 
 _FOLDER = re.compile(r"[0-9a-f]{32}")  # strict, because it becomes part of a path
 
@@ -107,7 +106,7 @@ def decode_index(raw: bytes, url: str) -> SnapshotIndex:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         raise SnapshotError(
             f"snapshot: {url} has format version {version!r} and this program reads {FORMAT_VERSION}: "
-            f"{'upgrade this program' if newer else 'it is damaged, or older than any release'}"
+            f"{'upgrade this program' if newer else 'save it again'}"
         )
     try:
         checksum = body.pop("checksum")
