@@ -11,7 +11,6 @@ from ccjax.store.errors import (
     StoreUnavailableError,
     TierFullError,
 )
-from ccjax.store.formats import StorageFormat
 from ccjax.store.host import HostTier
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, ShardSummary, StoreIdentity
 from ccjax.store.tickets import LoadTicket, StoreTicket
@@ -29,7 +28,6 @@ __all__ = [
     "ShardNotFoundError",
     "ShardRecord",
     "ShardSummary",
-    "StorageFormat",
     "StoreError",
     "StoreIdentity",
     "StoreIdentityError",

@@ -1,11 +1,10 @@
 """Stores a variant as one immutable zarr3 object: written as a whole, read layer by layer into one buffer.
 
-An uncompressed object contains no checksums: those in its record detect every wrong byte, on every read path.
+The object contains no checksums: those in its record detect every wrong byte, on every read path.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import tensorstore as ts
-import xxhash
 
-from ccjax.store.formats import ObjectLayout, StorageFormat, object_bytes
+from ccjax.store.formats import ObjectLayout, checksum, dequantize
 from ccjax.store.local import LocalObject, shard_index, write_object
 from ccjax.store.spec import KVSpec
 
@@ -37,28 +35,8 @@ class ArrayDriver:
         # data. Rereading the shard index for every layer has no measurable cost on a file (1.2 ms per 2 MiB layer).
         self._context = ts.Context(_NO_CACHE, parent=context)
 
-    def prepare(
-        self, kv: np.ndarray, head_groups: int, storage: StorageFormat
-    ) -> tuple[ObjectLayout, np.ndarray | bytes]:
-        """The layout of the object for `kv` `[L, 2, T, K, H]`, and the prepared input of `write`; in the format
-        `storage` if possible (`StorageFormat.encode`)."""
-        storage, stored = storage.encode(self.kv_spec, kv)
-        num_bytes = object_bytes(self.kv_spec, kv.shape[2], head_groups, storage)
-        chunks = (chunk for layer in stored for chunk in _inner_chunks(layer, head_groups))
-        checksums = tuple(checksum(chunk) for chunk in chunks)
-        layout = ObjectLayout(head_groups, storage, num_bytes, checksums)
-        if storage.compression == "none":
-            return layout, stored
-        # Compressed to memory first, because the record contains the number of compressed bytes.
-        kvstore, context = {"driver": "memory"}, ts.Context(_NO_CACHE)  # separate memory, freed with the context
-        self._open(kvstore, stored.shape, layout, {"write": True}, context).write(stored).result()
-        packed = ts.KvStore.open(kvstore, context=context).result().read(_OBJECT_KEY).result().value
-        return dataclasses.replace(layout, num_bytes=len(packed)), packed
-
-    def write(
-        self, kvstore: dict[str, Any], layout: ObjectLayout, prepared: np.ndarray | bytes, folder: Path | None = None
-    ) -> None:
-        """Writes prepared KV as one object, durably.
+    def write(self, kvstore: dict[str, Any], stored: np.ndarray, folder: Path | None = None) -> None:
+        """Writes an array of `store.formats.encode` as one object, durably.
 
         Args:
           folder: local directory of `kvstore`, if any: the file is then written directly.
@@ -69,17 +47,9 @@ class ArrayDriver:
           TimeoutError: the write took longer than `longest_wait_s`; it may still be in progress.
         """
         if folder is not None:
-            if isinstance(prepared, bytes):
-                parts = [prepared]
-            else:
-                chunks = [chunk for layer in prepared for chunk in _inner_chunks(layer, layout.head_groups)]
-                parts = [*chunks, shard_index(chunks)]
-            write_object(folder / _OBJECT_KEY, parts)
+            write_object(folder / _OBJECT_KEY, [*stored, shard_index(stored)])
             return
-        if isinstance(prepared, bytes):
-            writing = ts.KvStore.open(kvstore, context=self._context).result().write(_OBJECT_KEY, prepared)
-        else:
-            writing = self._open(kvstore, prepared.shape, layout, {"write": True}).write(prepared)
+        writing = self._open(kvstore, stored.shape, str(stored.dtype), {"write": True}).write(stored)
         try:
             writing.result(timeout=self._longest_wait_s)
         except TimeoutError:
@@ -97,13 +67,13 @@ class ArrayDriver:
     ) -> ShardReader:
         """A reader of an object; see `ShardReader` for `explain` and `failure`, `write` for `folder`. Reads nothing
         yet: the metadata comes from the arguments."""
-        shape = layout.storage.shape(self.kv_spec, num_tokens)
+        shape = layout.shape(self.kv_spec, num_tokens)
         buffer = np.empty(self.kv_spec.shape(num_tokens), self.kv_spec.np_dtype)  # lazily allocated by the OS
-        stored = np.empty(shape, np.uint8) if layout.storage.is_lossy else buffer
-        if folder is not None and layout.storage.compression == "none" and layout.head_groups == 1:
+        stored = np.empty(shape, np.uint8) if layout.is_lossy else buffer
+        if folder is not None:
             read_layer = LocalObject(folder / _OBJECT_KEY, stored).read
         else:
-            read_layer = _ts_reader(self._open(kvstore, shape, layout, {"read": True}), stored)
+            read_layer = _ts_reader(self._open(kvstore, shape, layout.dtype(self.kv_spec), {"read": True}), stored)
         return ShardReader(
             read_layer,
             layout,
@@ -115,17 +85,12 @@ class ArrayDriver:
         )
 
     def _open(
-        self,
-        kvstore: dict[str, Any],
-        shape: tuple[int, ...],
-        layout: ObjectLayout,
-        mode: dict[str, Any],
-        context: ts.Context | None = None,
+        self, kvstore: dict[str, Any], shape: tuple[int, ...], dtype: str, mode: dict[str, Any]
     ) -> ts.TensorStore:
         to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
         sharding = {
-            "chunk_shape": [1, *shape[1:3], shape[3] // layout.head_groups, shape[4]],
-            "codecs": [to_bytes, *layout.storage.codecs],
+            "chunk_shape": [1, *shape[1:]],
+            "codecs": [to_bytes],
             "index_codecs": [to_bytes],
             "index_location": "end",
         }
@@ -133,7 +98,7 @@ class ArrayDriver:
             "zarr_format": 3,
             "node_type": "array",
             "shape": list(shape),
-            "data_type": layout.storage.dtype(self.kv_spec),
+            "data_type": dtype,
             "fill_value": 0,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(shape)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
@@ -147,21 +112,11 @@ class ArrayDriver:
             "store_data_equal_to_fill_value": True,  # an all-zero layer would not be stored, and then count as missing
             "recheck_cached_data": False,  # objects never change
         }
-        return ts.open(spec, open=True, assume_metadata=True, context=context or self._context, **mode).result()
+        return ts.open(spec, open=True, assume_metadata=True, context=self._context, **mode).result()
 
 
 def _ts_reader(array: ts.TensorStore, target: np.ndarray) -> Callable[[int], Any]:
     return lambda layer: ts.array(target[layer], copy=False, write=True).write(array[layer])
-
-
-def checksum(chunk: np.ndarray) -> int:
-    """The xxh3 (64 bits) of the bytes of a contiguous array: detects damage at memory speed, but no forgery."""
-    return xxhash.xxh3_64_intdigest(chunk.view(np.uint8).data)
-
-
-def _inner_chunks(layer: np.ndarray, head_groups: int) -> list[np.ndarray]:
-    """The contiguous inner chunks of a layer `[2, T, K, H]`, in the order of the object."""
-    return [np.ascontiguousarray(part) for part in np.split(layer, head_groups, axis=2)]
 
 
 class ShardReader:
@@ -172,7 +127,7 @@ class ShardReader:
 
     Args:
       read_layer: starts reading a layer of the data object into `stored`; returns a future.
-      layout: format of the KV in the object, and the digest of each inner chunk.
+      layout: format of the KV in the object, and the checksum of each layer.
       stored: filled by `read_layer`.
       buffer: filled in the KV's own dtype; the same array as `stored` if the KV is not encoded.
       explain: maps the ValueError of a read, the TimeoutError of a read that took `longest_wait_s`, or None for a
@@ -207,7 +162,7 @@ class ShardReader:
     @property
     def is_lossy(self) -> bool:
         """True if the KV read may differ from the KV written."""
-        return self._layout.storage.is_lossy
+        return self._layout.is_lossy
 
     def watch(self, on_read: OnRead) -> None:
         """Sets `on_read`, which is called for every later read, on the thread that starts it."""
@@ -251,7 +206,7 @@ class ShardReader:
         )  # otherwise only the caller gives up
         try:
             self._futures[layer].result(timeout=limit_s if is_ours else timeout_s)
-            failure = None if self._is_sound(layer) else self._explain(None)
+            failure = None if checksum(self._stored[layer]) == self._layout.checksums[layer] else self._explain(None)
         except TimeoutError:
             if not is_ours:
                 raise
@@ -262,13 +217,8 @@ class ShardReader:
             self._failure = failure
             raise failure
         if self.is_lossy:
-            self._layout.storage.decode(self._stored[layer], self._buffer[layer])
+            dequantize(self._stored[layer], self._buffer[layer])
         self._verified[layer] = True
-
-    def _is_sound(self, layer: int) -> bool:
-        groups = self._layout.head_groups
-        found = tuple(checksum(chunk) for chunk in _inner_chunks(self._stored[layer], groups))
-        return found == self._layout.checksums[layer * groups : (layer + 1) * groups]
 
     def _num_done(self, first: int, last: int) -> int:
         return sum(future is not None and future.done() for future in self._futures[first:last])

@@ -14,7 +14,7 @@ from ccjax.store.budget import ByteBudget
 from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.commits import CommittedShards
 from ccjax.store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
-from ccjax.store.formats import AS_IT_IS, ObjectLayout, StorageFormat, expected_layout
+from ccjax.store.formats import ObjectLayout, check_kv_dtype, encode, expected_layout
 from ccjax.store.hints import Hints
 from ccjax.store.index.api import LeaseTable
 from ccjax.store.index.outage import PreferredLeases
@@ -30,7 +30,6 @@ from ccjax.store.spec import (
     StoreIdentity,
     check_kv,
     check_record,
-    positive_int,
 )
 from ccjax.store.sweep import sweep
 
@@ -47,8 +46,7 @@ class TensorStoreTier:
       identity: owner of the variants; those of other owners under the same URL are neither seen nor changed.
       budget_bytes: limit of objects and records for `write`, None for no limit. Objects of other processes count once
         `refresh` has seen them.
-      head_groups: inner chunks per layer along K, so that a reader can read some heads without the others.
-      storage: format of new variants; existing ones are read in any format.
+      kv_dtype: type of new variants' KV, one of `store.formats.KV_DTYPES`; existing ones are read in any.
       change_feed: publishes commits and deletions of this process; its index keeps the leases as long as it answers.
 
     Raises:
@@ -64,18 +62,14 @@ class TensorStoreTier:
         identity: StoreIdentity,
         budget_bytes: int | None = None,
         *,
-        head_groups: int = 1,
-        storage: StorageFormat = AS_IT_IS,
+        kv_dtype: str = "auto",
         change_feed: ChangeFeed | None = None,
     ):
-        if kv_spec.num_kv_heads % positive_int("head_groups", head_groups):
-            raise ValueError(f"head_groups: wanted a divisor of {kv_spec.num_kv_heads} KV heads, got {head_groups}")
         self.url = url
         self.kv_spec = kv_spec
         self.identity = identity
-        self.head_groups = head_groups
         self._bytes_per_token = kv_spec.num_bytes(1)
-        self.storage = storage
+        self.kv_dtype = check_kv_dtype(kv_dtype)
         self.budget = ByteBudget("disk", budget_bytes)
         self._root = open_root(url)
         self._namespace = identity.namespace
@@ -130,13 +124,13 @@ class TensorStoreTier:
 
     def takes(self, variant_id: str) -> bool:
         """True if `write` would store the variant: it is missing, or its copy is lossy and a new one would not be."""
-        return variant_id not in self or (self.is_lossy(variant_id) and not self.storage.is_lossy)
+        return variant_id not in self or (self.is_lossy(variant_id) and self.kv_dtype == "auto")
 
     def charge_bytes(self, record: ShardRecord) -> int:
-        """Bytes on disk that the variant will take (an upper bound with compression): object, checksums, index and
-        record. If 8 bits cannot represent the KV, it takes more, which `write` charges then."""
-        layout = expected_layout(self.kv_spec, record.num_tokens, self.head_groups, self.storage)
-        return layout.num_bytes + len(self._encode(record, uuid.uuid4().hex, layout))
+        """Bytes on disk that the variant will take: object and record. KV that 8 bits cannot represent takes more,
+        which `write` charges then."""
+        layout = expected_layout(self.kv_spec, record.num_tokens, self.kv_dtype)
+        return self._num_bytes(record, layout, self._encode(record, uuid.uuid4().hex, layout))
 
     def charged(self, variant_id: str) -> int | None:
         """Bytes of a committed variant in the budget; None if it is unknown."""
@@ -159,8 +153,8 @@ class TensorStoreTier:
             self.budget.release(self.charge_bytes(record))
 
     def write(self, record: ShardRecord, kv: np.ndarray, *, reserved: bool = False) -> bool:
-        """Stores `kv` `[L, 2, T, K, H]` durably. True if it is now the stored variant, in the format `storage` or, if 8
-        bits cannot represent it, unquantised; False if another writer committed the variant first, whose bytes stay.
+        """Stores `kv` `[L, 2, T, K, H]` durably. True if it is now the stored variant, as `kv_dtype` or, if 8 bits
+        cannot represent it, unquantised; False if another writer committed the variant first, whose bytes stay.
 
         Raises:
           ValueError: record or KV do not match `kv_spec`.
@@ -176,15 +170,15 @@ class TensorStoreTier:
         object_id = self._root.new_id()  # no data object ever has two writers
         committed = is_kept = False
         try:
-            layout, prepared = self._arrays.prepare(kv, self.head_groups, self.storage)
+            layout, stored = encode(self.kv_spec, kv, self.kv_dtype)
             raw = self._encode(record, object_id, layout)
             with self._lock:
-                charged = self.budget.recharge(charged, len(raw) + layout.num_bytes)
+                charged = self.budget.recharge(charged, self._num_bytes(record, layout, raw))
             place = self._key("data", object_id)
             folder = self._root.folder(place)
             if folder is None:
                 self._root.make_prefix(place)
-            self._arrays.write(self._root.kvstore(place), layout, prepared, folder)
+            self._arrays.write(self._root.kvstore(place), stored, folder)
             self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
             committed = self._commits.commit(record.variant_id, raw)
         except CommitUnknownError:
@@ -340,6 +334,9 @@ class TensorStoreTier:
     def _summary(self, known: KnownShard) -> ShardSummary:
         num_tokens = known.num_tokens
         return ShardSummary(known.variant_id, known.chunk_id, num_tokens, num_tokens * self._bytes_per_token)
+
+    def _num_bytes(self, record: ShardRecord, layout: ObjectLayout, raw: bytes) -> int:
+        return layout.num_bytes(self.kv_spec, record.num_tokens) + len(raw)
 
     def _encode(self, record: ShardRecord, object_id: str, layout: ObjectLayout) -> bytes:
         return encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id=object_id, layout=layout)

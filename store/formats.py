@@ -1,4 +1,10 @@
-"""Formats of a variant in its data object: dtype, compression, and an upper bound of the size."""
+"""The stored form of KV: as it is, or as int8 codes with a float32 scale per channel and layer.
+
+A channel is K or V, one head and one of its H dimensions; its scale covers all tokens of the variant. Keys are stored
+before RoPE, and some of their channels are large for every token (KIVI, arXiv:2402.02750, sec. 3), so that with a
+common scale small channels would lose precision. Values have the same granularity: on the demo model it loses less than
+a scale per token, which KIVI uses for values at 2 bits, and it takes 4/T bytes per value.
+"""
 
 from __future__ import annotations
 
@@ -6,56 +12,52 @@ import dataclasses
 import math
 
 import numpy as np
+import xxhash
 
-from ccjax.store.quantize import SCALE_ROWS, dequantize, quantize
 from ccjax.store.spec import KVSpec
 
-KV_DTYPES = ("auto", "int8", "fp8")
-COMPRESSIONS = ("none", "zstd")
+KV_DTYPES = ("auto", "int8")
+"""Types of stored KV: its own dtype, bit for bit, or 8 bits, which is lossy."""
 
-# Some bits of a zstd frame do not affect its contents; the crc32c protects these as well.
-_CODECS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}]}
+SCALE_ROWS = 4
+"""Token rows after the codes, for the bytes of the scales, least significant first."""
+
+_LARGEST_CODE = np.float32(127)
+_LEAST_SCALE = np.finfo(
+    np.float32
+).tiny  # a smaller one is denormal: too coarse itself, and some machines flush it to 0
+_LARGEST_VALUE = np.finfo(np.float32).max / 2  # above, a code times its scale may round to infinity
+
+
+def check_kv_dtype(kv_dtype: object) -> str:
+    """Returns `kv_dtype`, one of `KV_DTYPES`.
+
+    Raises:
+      ValueError: it is another value.
+    """
+    if not isinstance(kv_dtype, str) or kv_dtype not in KV_DTYPES:
+        raise ValueError(f"kv_dtype: wanted one of {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
+    return kv_dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StorageFormat:
-    """Storage format of KV on disk. The default can be read by every version of the store.
+class ObjectLayout:
+    """Description of a data object in its record.
 
     Attributes:
-      kv_dtype: "auto" for the KV's own dtype, bit for bit; or 8 bits with scales (`store.quantize`), which is lossy:
-        "int8", or "fp8", float8_e4m3fn.
-      compression: "none", or "zstd" for links slower than about 0.3 GB/s; lossless.
-
-    Raises:
-      ValueError: an unknown value.
+      kv_dtype: one of `KV_DTYPES`.
+      checksums: checksum of each layer's bytes (`checksum`), including scales. They also bind the object
+        to the record: checksums inside the object would accept another variant's object in its place. They cover the
+        encoded bytes, because these are fewer, and because decoding may differ in the last bits between processors.
     """
 
-    kv_dtype: str = "auto"
-    compression: str = "none"
-
-    def __post_init__(self) -> None:
-        for name, known in (("kv_dtype", KV_DTYPES), ("compression", COMPRESSIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
+    kv_dtype: str
+    checksums: tuple[int, ...]
 
     @property
     def is_lossy(self) -> bool:
         """True if the KV read may differ from the KV written."""
         return self.kv_dtype != "auto"
-
-    @property
-    def codecs(self) -> list[dict]:
-        """zarr3 codecs after the `bytes` codec of an inner chunk."""
-        return _CODECS[self.compression]
-
-    def as_it_is(self) -> StorageFormat:
-        """The same compression with the KV's own dtype."""
-        return dataclasses.replace(self, kv_dtype="auto")
-
-    def of(self, kv_spec: KVSpec, num_tokens: int) -> StorageFormat:
-        """The format of a variant with this many tokens: 8 bits only if they save more bytes than the scales take."""
-        saves = num_tokens + SCALE_ROWS < num_tokens * kv_spec.np_dtype.itemsize
-        return self if saves or not self.is_lossy else self.as_it_is()
 
     def shape(self, kv_spec: KVSpec, num_tokens: int) -> tuple[int, int, int, int, int]:
         """Shape of the stored array: that of the KV, plus rows for the scales after its tokens."""
@@ -65,55 +67,60 @@ class StorageFormat:
         """zarr3's name for the dtype of the stored array."""
         return "uint8" if self.is_lossy else kv_spec.dtype
 
-    def encode(self, kv_spec: KVSpec, kv: np.ndarray) -> tuple[StorageFormat, np.ndarray]:
-        """The array to store for `kv` `[L, 2, T, K, H]` and its format: `of`, or "auto" if 8 bits cannot represent
-        it."""
-        storage = self.of(kv_spec, kv.shape[2])
-        stored = quantize(kv, storage.kv_dtype) if storage.is_lossy else kv
-        return (storage.as_it_is(), kv) if stored is None else (storage, stored)
-
-    def decode(self, stored: np.ndarray, out: np.ndarray) -> None:
-        """Fills `out` `[2, T, K, H]` from one layer of an array in a lossy format."""
-        dequantize(stored, self.kv_dtype, out)
+    def num_bytes(self, kv_spec: KVSpec, num_tokens: int) -> int:
+        """Size of the object: the stored array, and 16 bytes of shard index per layer."""
+        itemsize = 1 if self.is_lossy else kv_spec.np_dtype.itemsize
+        return math.prod(self.shape(kv_spec, num_tokens)) * itemsize + 16 * kv_spec.num_layers
 
 
-AS_IT_IS = StorageFormat()
+def expected_layout(kv_spec: KVSpec, num_tokens: int, kv_dtype: str) -> ObjectLayout:
+    """The layout of a variant with this many tokens before its KV exists, without checksums: 8 bits only if they save
+    more bytes than the scales take. Only KV that 8 bits cannot represent takes more space."""
+    saves = num_tokens + SCALE_ROWS < num_tokens * kv_spec.np_dtype.itemsize
+    return ObjectLayout(kv_dtype if saves else "auto", (0,) * kv_spec.num_layers)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ObjectLayout:
-    """Description of a data object in its record.
+def encode(kv_spec: KVSpec, kv: np.ndarray, kv_dtype: str) -> tuple[ObjectLayout, np.ndarray]:
+    """The layout of the object for contiguous `kv` `[L, 2, T, K, H]`, and the array to store: in `kv_dtype`, if that
+    takes less space and can represent it, else `kv`."""
+    codes = quantize(kv) if expected_layout(kv_spec, kv.shape[2], kv_dtype).is_lossy else None
+    stored = kv if codes is None else codes
+    return ObjectLayout("auto" if codes is None else kv_dtype, tuple(map(checksum, stored))), stored
 
-    Attributes:
-      head_groups: number of inner chunks per layer along K.
-      storage: format of the KV.
-      num_bytes: size of the object.
-      checksums: checksum of each inner chunk's bytes (`store.arrays.checksum`), layer by layer, including scales,
-        before compression. They also bind the object to the record: checksums inside the object would accept another
-        variant's object in its place. They cover the encoded bytes, because these are fewer, and because decoding may
-        differ in the last bits between processors.
+
+def checksum(layer: np.ndarray) -> int:
+    """The xxh3 (64 bits) of the bytes of a contiguous array: detects damage at memory speed, but no forgery."""
+    return xxhash.xxh3_64_intdigest(layer.view(np.uint8).data)
+
+
+def quantize(kv: np.ndarray) -> np.ndarray | None:
+    """Codes and scales of `kv` `[L, 2, T, K, H]` as bytes `[L, 2, T + SCALE_ROWS, K, H]`, uint8; None if a value is
+    NaN, infinite or above 1.7e38, for which there is no code.
+
+    The result of `dequantize` differs from x, up to float32 rounding, by at most s / 2, with the channel's scale
+    s = max |x| / 127, at least 1.2e-38; rounding to bfloat16 KV adds |x| / 256.
     """
-
-    head_groups: int
-    storage: StorageFormat
-    num_bytes: int
-    checksums: tuple[int, ...]
-
-
-def object_bytes(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat = AS_IT_IS) -> int:
-    """Size of a data object (an upper bound with compression): the stored array and, per inner chunk, 16 bytes of shard
-    index and 4 bytes of crc32c if compressed."""
-    num_chunks = kv_spec.num_layers * head_groups
-    itemsize = 1 if storage.is_lossy else kv_spec.np_dtype.itemsize
-    chunk_bytes = math.prod(storage.shape(kv_spec, num_tokens)) * itemsize // num_chunks
-    if storage.compression == "zstd":
-        chunk_bytes += chunk_bytes // 256 + 64 + 4  # ZSTD_compressBound, crc32c
-    return num_chunks * (chunk_bytes + 16)
+    num_layers, _, num_tokens, num_heads, head_dim = kv.shape
+    stored = np.empty((num_layers, 2, num_tokens + SCALE_ROWS, num_heads, head_dim), np.uint8)
+    for layer, rows in zip(kv, stored, strict=True):  # one at a time: all float32 copies would be twice the KV
+        values = layer.astype(np.float32, copy=False)
+        largest = np.abs(values).max(axis=1)
+        if not (largest <= _LARGEST_VALUE).all():  # also False for NaN
+            return None
+        scales = np.maximum(largest / _LARGEST_CODE, _LEAST_SCALE)
+        rows[:, :num_tokens] = np.rint(values / scales[:, None]).astype(np.int8).view(np.uint8)
+        scale_bytes = scales.astype("<f4").view(np.uint8).reshape(2, num_heads, head_dim, 4)
+        rows[:, num_tokens:] = np.moveaxis(scale_bytes, -1, 1)
+    return stored
 
 
-def expected_layout(kv_spec: KVSpec, num_tokens: int, head_groups: int, storage: StorageFormat) -> ObjectLayout:
-    """The layout of a variant with this many tokens before its KV exists, without checksums. Its size is an upper bound
-    with compression; only KV that 8 bits cannot represent takes more."""
-    storage = storage.of(kv_spec, num_tokens)
-    num_bytes = object_bytes(kv_spec, num_tokens, head_groups, storage)
-    return ObjectLayout(head_groups, storage, num_bytes, (0,) * (kv_spec.num_layers * head_groups))
+def dequantize(stored: np.ndarray, out: np.ndarray) -> None:
+    """Fills `out` `[2, T, K, H]`, float32 or bfloat16, from one layer of `quantize`."""
+    num_tokens = out.shape[1]
+    scales = np.ascontiguousarray(np.moveaxis(stored[:, num_tokens:], 1, -1)).view("<f4")[:, None, :, :, 0]
+    codes = stored[:, :num_tokens].view(np.int8)
+    # Every element is written once, with its final value, so two readers may do this concurrently.
+    if out.dtype == np.float32:
+        np.multiply(codes, scales, out=out)
+    else:
+        out[...] = codes * scales

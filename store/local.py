@@ -18,13 +18,13 @@ _ENTRY = np.dtype("<u8")
 _readers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="store-read")
 
 
-def shard_index(chunks: Sequence[np.ndarray]) -> np.ndarray:
-    """zarr3's index of a shard that begins with `chunks`, in order: offset and size of each."""
-    sizes = np.asarray([chunk.nbytes for chunk in chunks], _ENTRY)
+def shard_index(layers: Sequence[np.ndarray]) -> np.ndarray:
+    """zarr3's index of a shard that begins with `layers`, in order: offset and size of each."""
+    sizes = np.asarray([layer.nbytes for layer in layers], _ENTRY)
     return np.stack([np.cumsum(sizes, dtype=_ENTRY) - sizes, sizes], axis=1)
 
 
-def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
+def write_object(path: Path, parts: Sequence[np.ndarray]) -> None:
     """Writes a new file of contiguous `parts` in a new folder and makes both survive a power failure. The file may be
     visible half written, because it is not read before its record commits it.
 
@@ -35,7 +35,7 @@ def write_object(path: Path, parts: Sequence[np.ndarray | bytes]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         for part in parts:
-            rest = memoryview(part) if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
+            rest = part.reshape(-1).view(np.uint8).data
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)

@@ -9,8 +9,8 @@ import zlib
 from typing import Any, NamedTuple
 
 from ccjax.store.errors import ShardCorruptError
-from ccjax.store.formats import ObjectLayout, StorageFormat
-from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id, positive_int
+from ccjax.store.formats import ObjectLayout, check_kv_dtype
+from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, StoreIdentity, is_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def encode_record(
     record: ShardRecord, *, identity: StoreIdentity, kv_spec: KVSpec, object_id: str, layout: ObjectLayout
 ) -> bytes:
     """Encodes a record as canonical JSON with its own sha256. Its length does not depend on the values of object id and
-    checksums, and does not shrink for a larger object."""
+    checksums."""
     body: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
@@ -63,10 +63,7 @@ def encode_record(
         "num_bytes": record.num_bytes,
         "shape": list(kv_spec.shape(record.num_tokens)),
         "dtype": kv_spec.dtype,
-        "head_groups": layout.head_groups,
-        "kv_dtype": layout.storage.kv_dtype,
-        "compression": layout.storage.compression,
-        "object_bytes": layout.num_bytes,
+        "kv_dtype": layout.kv_dtype,
         "object_id": object_id,
         "checksums": [f"{checksum:016x}" for checksum in layout.checksums],
         "meta": record.meta,
@@ -122,7 +119,7 @@ def decode_known(known: KnownShard, *, identity: StoreIdentity, kv_spec: KVSpec)
 
 def _known_fields(shard: StoredShard) -> tuple[str, str, int, str, int, bool]:
     """The first fields of the `KnownShard`."""
-    record, is_lossy = shard.record, shard.layout.storage.is_lossy
+    record, is_lossy = shard.record, shard.layout.is_lossy
     return record.variant_id, record.chunk_id, record.num_tokens, shard.object_id, shard.charge_bytes, is_lossy
 
 
@@ -130,8 +127,8 @@ def _shard(
     body: dict[str, Any], record_bytes: int, variant_id: str, identity: StoreIdentity, kv_spec: KVSpec
 ) -> StoredShard:
     expected = {
-        "format_version": FORMAT_VERSION,
         "namespace": identity.namespace,
+        "format_version": FORMAT_VERSION,
         "model_fingerprint": identity.model_fingerprint,
         "variant_id": variant_id,
         "shape": list(kv_spec.shape(body["num_tokens"])),
@@ -143,18 +140,12 @@ def _shard(
     record = ShardRecord.of_json(variant_id, body["chunk_id"], body["num_tokens"], body["num_bytes"], body["meta"])
     if not is_id(body["object_id"]):
         raise ShardCorruptError(f"record of variant {variant_id}: object_id is {body['object_id']!r:.80}, wanted an id")
-    layout = _layout(body, kv_spec)
-    return StoredShard(record, body["object_id"], layout, record_bytes + layout.num_bytes)
-
-
-def _layout(body: dict[str, Any], kv_spec: KVSpec) -> ObjectLayout:
-    groups, checksums = body["head_groups"], tuple(int(digits, 16) for digits in body["checksums"])
-    positive_int("head_groups", groups)
-    if len(checksums) != kv_spec.num_layers * groups:
-        raise ValueError(f"checksums: wanted {kv_spec.num_layers * groups}, got {len(checksums)}")
-    storage = StorageFormat(body["kv_dtype"], body["compression"])
-    positive_int("object_bytes", body["object_bytes"])
-    return ObjectLayout(groups, storage, body["object_bytes"], checksums)
+    checksums = tuple(int(digits, 16) for digits in body["checksums"])
+    if len(checksums) != kv_spec.num_layers:
+        raise ValueError(f"checksums: wanted {kv_spec.num_layers}, got {len(checksums)}")
+    layout = ObjectLayout(check_kv_dtype(body["kv_dtype"]), checksums)
+    object_bytes = layout.num_bytes(kv_spec, record.num_tokens)
+    return StoredShard(record, body["object_id"], layout, record_bytes + object_bytes)
 
 
 def _canonical(value: Any) -> bytes:

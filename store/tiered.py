@@ -16,7 +16,7 @@ from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.erasure import erase_from_disk
 from ccjax.store.errors import ShardNotFoundError, TierFullError
-from ccjax.store.formats import StorageFormat
+from ccjax.store.formats import check_kv_dtype
 from ccjax.store.host import HostTier
 from ccjax.store.index import open_index
 from ccjax.store.levels import Levels
@@ -74,10 +74,8 @@ class TieredStore(Levels):
         host_bytes: int,
         disk_bytes: int | None = None,
         device: MemoryTier[Any] | None = None,
-        head_groups: int = 1,
         max_pending_bytes: int = MAX_PENDING_BYTES,
         kv_dtype: str = "auto",
-        compression: str = "none",
         on_read: OnRead | None = None,
         index: str | None = None,
     ) -> TieredStore:
@@ -86,9 +84,8 @@ class TieredStore(Levels):
         Args:
           host_bytes, disk_bytes: budgets of the tiers; None for no limit.
           device: a tier above host memory, whose variants are `store.tickets.PagedKV`.
-          head_groups: see `TensorStoreTier`.
           max_pending_bytes: bytes of KV that may wait for the disk; further stores skip the disk.
-          kv_dtype, compression: format of new variants in the disk tier, see `StorageFormat`.
+          kv_dtype: type of new variants' KV in the disk tier, one of `store.formats.KV_DTYPES`.
           on_read: observes, and may delay, every read of the disk tier.
           index: URL of an index shared by the processes on the store, see `store.index.open_index`; needs `url`.
 
@@ -96,7 +93,8 @@ class TieredStore(Levels):
           ValueError, StoreUnavailableError, StoreIdentityError: as `TensorStoreTier`.
         """
         positive_int("max_pending_bytes", max_pending_bytes)
-        storage, host, disk = StorageFormat(kv_dtype, compression), HostTier(kv_spec, host_bytes), None
+        check_kv_dtype(kv_dtype)
+        host, disk = HostTier(kv_spec, host_bytes), None
         if index is not None and url is None:
             raise ValueError("store_index: wanted a store that it is the index of, got none")
         change_feed = None
@@ -104,8 +102,7 @@ class TieredStore(Levels):
             if index is not None:
                 change_feed = undo.enter_context(contextlib.closing(ChangeFeed(open_index(index, identity.namespace))))
             if url is not None:
-                how: dict[str, Any] = {"head_groups": head_groups, "storage": storage}
-                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, change_feed=change_feed, **how)
+                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, kv_dtype=kv_dtype, change_feed=change_feed)
             undo.pop_all()
         return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, change_feed)
 

@@ -88,8 +88,7 @@ else:
         EngineConfig,
         {
             *("dtype", "quantization", "tokenizer", "attention", "max_model_len", "system_prompt", "strategy", "frame"),
-            *("store", "host_cache_bytes", "disk_cache_bytes", "disk_kv_dtype", "disk_compression"),
-            "tenant_salt",
+            *("store", "host_cache_bytes", "disk_cache_bytes", "disk_kv_dtype", "tenant_salt"),
         },
     )
 

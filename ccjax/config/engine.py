@@ -110,11 +110,9 @@ class CacheSettings(SettingsModel):
     """URL of an index shared by the processes on the store, so that each learns at once what others store, erase and
     compute: sqlite:///PATH.db on one host, redis://[[USER]:PASSWORD@]HOST:PORT/DB or rediss:// on several. Without it
     they list the store periodically."""
-    disk_kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    disk_kv_dtype: Literal["auto", "int8"] = "auto"
     """Format of KV in the store: unchanged, or in 8 bits, which is read back as approximate and never used in mode
     exact."""
-    disk_compression: Literal["none", "zstd"] = "none"
-    """Compression of the store; lossless, pays off for a slow link only."""
     tenant_salt: str = Field(default="", repr=False)
     """Separates the chunk-caches of tenants that share a store."""
     read_only: bool = False

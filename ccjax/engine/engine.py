@@ -114,7 +114,6 @@ class Engine:
             disk_bytes=config.disk_cache_bytes,
             device=self._pool if config.device_cache_bytes else None,
             kv_dtype=config.disk_kv_dtype,
-            compression=config.disk_compression,
             on_read=self.rates.on_disk_read(disk_link),
             index=config.store_index,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from ccjax.cache.variant_records import record_from_meta
 from ccjax.policy.capture import make_variant_id
 from ccjax.prompts import Prompt
-from ccjax.store.formats import StorageFormat, expected_layout
+from ccjax.store.formats import expected_layout
 from ccjax.store.objects import open_root
 from ccjax.store.records import encode_record
 from ccjax.store.spec import KVSpec, StoreIdentity
@@ -24,7 +24,7 @@ class Sizes:
 
     kv_spec: KVSpec
     identity: StoreIdentity
-    storage: StorageFormat
+    kv_dtype: str
 
     def of(self, chunk: Chunk, prefix_ids: tuple[ChunkId, ...], has_deviations: bool) -> tuple[int, int]:
         """(object, record) bytes of a chunk's exact variant behind `prefix_ids`."""
@@ -45,9 +45,9 @@ class Sizes:
             roles=("instructions",) * bool(prefix_ids) + ("passage",) * max(1, len(prefix_ids)),
         )
         record = record_from_meta(meta, Prompt.of_chunks([Segment("passage", chunk)]))
-        layout = expected_layout(self.kv_spec, num_tokens, 1, self.storage)
+        layout = expected_layout(self.kv_spec, num_tokens, self.kv_dtype)
         raw = encode_record(record, identity=self.identity, kv_spec=self.kv_spec, object_id="0" * 32, layout=layout)
-        return layout.num_bytes, len(raw)
+        return layout.num_bytes(self.kv_spec, num_tokens), len(raw)
 
 
 def stored_ids(url: str, identity: StoreIdentity) -> frozenset[str]:

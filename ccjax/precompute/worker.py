@@ -28,7 +28,6 @@ from ccjax.precompute.stored import Sizes, stored_ids
 from ccjax.retrieval import Retriever
 from ccjax.server.loading import open_documents, use_compile_cache, with_dtype
 from ccjax.store.errors import StoreError
-from ccjax.store.formats import StorageFormat
 from ccjax.store.spec import StoreIdentity
 from ccjax.store.usage import DISK
 from ccjax.types import Chunk, Document
@@ -90,7 +89,6 @@ class Worker:
             found = retriever.neighbours(settings.num_neighbours + SPARE_NEIGHBOURS)
             neighbours = {numbers[key]: [numbers[neighbour] for neighbour in others] for key, others in found.items()}
         spec = kv_spec_of(model.config, config.dtype)
-        storage = StorageFormat(config.disk_kv_dtype, config.disk_compression)
         plan = make_plan(
             self._chunks,
             around,
@@ -98,7 +96,7 @@ class Worker:
             neighbours=neighbours,
             num_neighbours=settings.num_neighbours,
             compares="deviations" in get_strategy(config.strategy).needs,
-            sizes=Sizes(spec, self._identity, storage).of,
+            sizes=Sizes(spec, self._identity, config.disk_kv_dtype).of,
         )
         unusable = retriever.report.failed
         return Collection(documents, frame.documents, plan, unusable, config.dtype, spec.num_bytes(1))

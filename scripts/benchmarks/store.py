@@ -44,7 +44,7 @@ from ccjax.policy.eviction import DEFAULT_POLICY
 from ccjax.policy.planner import plan_prefill
 from ccjax.policy.settings import PlannerSettings, PromptChunk
 from ccjax.store import KVSpec, ShardRecord, StoreIdentity, TensorStoreTier, TieredStore
-from ccjax.store.formats import AS_IT_IS, expected_layout
+from ccjax.store.formats import expected_layout
 from ccjax.store.records import encode_record
 from ccjax.types import ChunkId
 from scripts.benchmarks.common import environment, median, resident_bytes, stages, timed
@@ -86,7 +86,7 @@ def add_records(root: Path, num_variants: int, seed: int) -> int:
     """Commits `num_variants` without KV and without waiting for the disk; returns the mean bytes of a record."""
     rng = random.Random(seed)
     space = root / IDENTITY.namespace
-    plain = expected_layout(LLAMA3_8B, NUM_TOKENS, 1, AS_IT_IS)
+    plain = expected_layout(LLAMA3_8B, NUM_TOKENS, "auto")
     num_bytes = 0
     for record in records(num_variants, seed):
         object_id = f"{rng.getrandbits(128):032x}"

@@ -15,7 +15,7 @@ from ccjax.config import EngineConfig
 from ccjax.models.llama3.quantized import WEIGHT_FORMATS
 from ccjax.policy.strategies import STRATEGIES
 from ccjax.server import ServerSettings
-from ccjax.store.formats import COMPRESSIONS, KV_DTYPES
+from ccjax.store.formats import KV_DTYPES
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[st
         serve_options(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--alpha" not in text and "paper" not in text, "keywords of the library only"
-    for names in (STRATEGIES, WEIGHT_FORMATS, KV_DTYPES, COMPRESSIONS):
+    for names in (STRATEGIES, WEIGHT_FORMATS, KV_DTYPES):
         assert "{" + ",".join(names) + "}" in text
     for name, field in ServeOptions.model_fields.items():
         assert field.description, name

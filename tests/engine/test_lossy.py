@@ -11,7 +11,7 @@ from ccjax.store.tiered import TieredStore
 from ccjax.types import ReuseMode, ReuseReport
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
-from tests.engine.test_maintenance import approximate, kv_of, repair_all
+from tests.engine.test_maintenance import approximate, repair_all
 
 MODEL = TinyModel(seed=8)
 SEGMENTS = draw_segments(np.random.default_rng(8), [40, 30, 50])
@@ -173,20 +173,6 @@ def test_full_precision_engine_reads_int8_kv_and_replaces_it_when_computed(url):
         again = answer(engine, SEGMENTS, "exact")
         assert_same(again, wanted)
         assert again[2].reused_tokens == NUM_STORED
-
-
-def test_disk_compression_is_lossless(tmp_path):
-    url = f"file://{tmp_path}/store"
-    with MODEL.engine(store=url, disk_compression="zstd") as engine:
-        plain = answer(engine, SEGMENTS, "off")
-        ask(engine)
-        held = {meta.variant_id: kv_of(engine, meta.variant_id).copy() for meta in engine._variants}
-    with MODEL.engine(store=url) as engine:
-        for variant_id, kv in held.items():
-            np.testing.assert_array_equal(kv_of(engine, variant_id), kv)
-        reused = answer(engine, SEGMENTS, "exact")
-        assert_same(reused, plain)
-        assert reused[2].exact and reused[2].reused_tokens == NUM_STORED
 
 
 def test_demo_model_answers_nearly_the_same_from_int8(tmp_path):

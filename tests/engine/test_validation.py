@@ -16,8 +16,7 @@ MODEL = TinyModel(seed=2)
 SETTINGS = {
     "alpha": [-1.0],
     "cached_documents": [0],
-    "disk_compression: wanted one of": ["lz4"],
-    "disk_kv_dtype: wanted one of": ["int4", None],
+    "disk_kv_dtype: wanted one of": ["int4", "fp8", None],
     "dtype": ["float16"],
     "fixes_positions: wanted True or False": [1],
     "flow_share": [0.0, math.inf, "4"],

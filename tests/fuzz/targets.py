@@ -27,7 +27,7 @@ from ccjax.server.errors import ApiError
 from ccjax.server.schemas import ChatBody, CompletionBody, PinBody, TokenizeBody, WarmBody
 from ccjax.store.catalog import CatalogError, decode_part, encode_part
 from ccjax.store.errors import ShardCorruptError
-from ccjax.store.formats import AS_IT_IS, ObjectLayout
+from ccjax.store.formats import ObjectLayout
 from ccjax.store.notes import Notes
 from ccjax.store.objects import open_root
 from ccjax.store.records import decode_known, decode_record, encode_record, known_from_raw
@@ -107,7 +107,7 @@ def _record(data: bytes) -> None:
 
 def _catalog(data: bytes) -> None:
     """Parses the bytes themselves, and as the table of a part with a valid checksum."""
-    head = {"catalog_version": 1, "namespace": "n", "table_bytes": len(data)}
+    head = {"namespace": "n", "table_bytes": len(data)}
     head["table_sha256"] = hashlib.sha256(data).hexdigest()
     for raw in (data, json.dumps(head).encode() + b"\n" + data):
         try:
@@ -195,7 +195,7 @@ def _pdf() -> bytes:
 
 def _record_seed() -> bytes:
     record = ShardRecord("v", "c", 3, 3 * 128, {"fidelity": "exact"})
-    layout = ObjectLayout(1, AS_IT_IS, 3 * 128 + 48, (1, 2))
+    layout = ObjectLayout("auto", (1, 2))
     return encode_record(record, identity=_IDENTITY, kv_spec=_SPEC, object_id="0" * 32, layout=layout)
 
 

@@ -46,8 +46,9 @@ def decoded(raw: bytes):
         {"checksums": None},
         {"checksums": ["g", "h"]},
         {"checksums": ["1"]},
-        {"head_groups": 0},
-        {"head_groups": True},
+        {"kv_dtype": None},
+        {"kv_dtype": "fp8"},
+        {"kv_dtype": ["auto"]},
         {"num_tokens": "3"},
         {"object_id": "../../../etc"},
         {"object_id": ""},
@@ -64,7 +65,7 @@ def test_record_with_impossible_values_is_corrupt(changes):
 
 def catalog_of(table: object) -> bytes:
     text = json.dumps(table).encode()
-    head = {"catalog_version": 1, "namespace": "n", "table_bytes": len(text)}
+    head = {"namespace": "n", "table_bytes": len(text)}
     head["table_sha256"] = hashlib.sha256(text).hexdigest()
     return json.dumps(head).encode() + b"\n" + text
 

@@ -12,7 +12,6 @@ from ccjax.engine import Engine
 from ccjax.precompute.estimate import FileSystem, file_system_of, make_estimate, sample
 from ccjax.precompute.plan import Unit
 from ccjax.precompute.stored import Sizes, stored_ids
-from ccjax.store.formats import StorageFormat
 from ccjax.store.spec import KVSpec, StoreIdentity
 from ccjax.store.usage import DISK
 from ccjax.types import Chunk, ChunkId, VariantId
@@ -39,7 +38,7 @@ def test_estimated_bytes_match_the_store(tmp_path, kv_dtype, compares):
         used = engine.cache.usage()[DISK].used_bytes
         spec = kv_spec_of(engine.model_config, "float32")
         identity = StoreIdentity(engine._store._disk.identity.model_fingerprint)
-    sizes = Sizes(spec, identity, StorageFormat(kv_dtype))
+    sizes = Sizes(spec, identity, kv_dtype)
     assert system is not None
     expected = [sizes.of(system, (), False)]
     expected += [sizes.of(chunk, (system.chunk_id,), False) for chunk in chunks[:2]]
@@ -52,7 +51,7 @@ def test_estimated_bytes_match_the_store(tmp_path, kv_dtype, compares):
 
 
 def test_records_with_deviations_differ_by_more_than_the_tolerance():
-    sizes = Sizes(KVSpec(6, 2, 32, "float32"), StoreIdentity("m"), StorageFormat())
+    sizes = Sizes(KVSpec(6, 2, 32, "float32"), StoreIdentity("m"), "auto")
     chunk = Chunk(ChunkId("a" * 64), tuple(range(500, 540)))
     assert sizes.of(chunk, (), True)[1] > 1.1 * sizes.of(chunk, (), False)[1]
 

@@ -24,7 +24,7 @@ dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer att
 strategy=cacheblend recompute-ratio=0.25 max-deviation=0.1 calibration=/calibration.json focus-window=4
 store=s3://bucket/prefix?endpoint=http://host:9000 store-index=redis://host:6379/1 flow-share=2.0 max-num-seqs=16
 max-num-batched-tokens=512 order-after-s=0.25 device-cache-bytes=8GiB gpu-memory-utilization=0.8
-device-memory-bytes=80GB host-cache-bytes=1GiB disk-cache-bytes=1TB disk-kv-dtype=int8 disk-compression=zstd
+device-memory-bytes=80GB host-cache-bytes=1GiB disk-cache-bytes=1TB disk-kv-dtype=int8
 read-only=true shadow-ratio=0.01
 """.split()
 )

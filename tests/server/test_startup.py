@@ -145,7 +145,6 @@ def test_invalid_byte_sizes_are_rejected(text: str) -> None:
         (["--attention", "abacus"], ["--attention", "abacus"]),
         (["--dtype", "float8"], ["--dtype", "bfloat16", "float8"]),
         (["--disk-kv-dtype", "int4"], ["--disk-kv-dtype", "int8", "int4"]),
-        (["--disk-compression", "lz4"], ["--disk-compression", "zstd", "lz4"]),
         (["--docs", "/no/such/folder"], ["--docs", "directory", "/no/such/folder"]),
         (["--embedder", "/no/such/encoder", "--docs", "."], ["--embedder", "/no/such/encoder"]),
         (["--store", "carrier-pigeon://coop"], ["--store", "carrier-pigeon"]),

@@ -7,6 +7,7 @@ import pytest
 
 from ccjax.store import ShardCorruptError, ShardNotFoundError, StoreUnavailableError, TensorStoreTier
 from ccjax.store.commits import CommittedShards
+from ccjax.store.formats import KV_DTYPES
 from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S
 from tests.store.kv import (
     OTHERS,
@@ -35,10 +36,9 @@ def store(place):
         yield store
 
 
-@pytest.fixture(params=[("auto", "none"), ("auto", "zstd"), ("int8", "none"), ("fp8", "zstd")], ids="-".join)
+@pytest.fixture(params=KV_DTYPES)
 def any_format(request, place):
-    kv_dtype, compression = request.param
-    with open_store(place.url, host_bytes=0, kv_dtype=kv_dtype, compression=compression) as store:
+    with open_store(place.url, host_bytes=0, kv_dtype=request.param) as store:
         yield store
 
 

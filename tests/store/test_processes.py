@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ccjax.store import StorageFormat, TensorStoreTier
+from ccjax.store import TensorStoreTier
+from ccjax.store.formats import KV_DTYPES, dequantize, encode
 from ccjax.store.namespaces import ORPHAN_AGE_S
 from tests.store.kv import (
     OURS,
@@ -31,7 +32,6 @@ from tests.store.worker import WIDE, WIDE_TOKENS
 ON_MOTO = True
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMATS = [("auto", "none"), ("int8", "none"), ("auto", "zstd"), ("fp8", "zstd")]
 
 
 def spawn(*arguments: object) -> subprocess.Popen[str]:
@@ -64,19 +64,18 @@ def test_process_that_ends_without_close_still_writes_its_queue(process_place):
         assert_same_bytes(get(store, "x"), make_kv("x"))
 
 
-def format_of(number: int) -> tuple[str, str]:
-    """The storage format of the writer after this many kills."""
-    return FORMATS[number % len(FORMATS)]
+def kv_dtype_of(number: int) -> str:
+    """The format of the writer after this many kills."""
+    return KV_DTYPES[number % len(KV_DTYPES)]
 
 
 def written_by(variant_id: str) -> np.ndarray:
     """The expected KV of a variant of writer `pNUMBER`, decoded from its codes if the format is lossy."""
     number = int(variant_id.partition("-")[0].removeprefix("p"))
-    storage = StorageFormat(*format_of(number))
     kv = make_kv(variant_id, WIDE_TOKENS, WIDE)
-    _, stored = storage.encode(WIDE, kv)
-    for layer, out in zip(stored, kv, strict=True) if storage.is_lossy else ():
-        storage.decode(layer, out)
+    layout, stored = encode(WIDE, kv, kv_dtype_of(number))
+    for layer, out in zip(stored, kv, strict=True) if layout.is_lossy else ():
+        dequantize(layer, out)
     return kv
 
 
@@ -91,13 +90,13 @@ def read_added(tier: TensorStoreTier) -> int:
 
 def test_killed_writer_leaves_complete_variants_and_sweepable_orphans(process_place, monkeypatch):
     place = process_place
-    num_kills = int(os.environ.get("CCJAX_STORE_KILLS", len(FORMATS) if place.kind == "file" else 2))
+    num_kills = int(os.environ.get("CCJAX_STORE_KILLS", 4 if place.kind == "file" else 2))
     chance = random.Random(4)
     reader = TensorStoreTier(place.url, WIDE, OURS)
     num_read = 0
     for number in range(num_kills):
         reader.remove([record.variant_id for record in reader.records()])  # hundreds of rounds should fit on a disk
-        process = spawn("write_forever", place.url, f"p{number}", *format_of(number))
+        process = spawn("write_forever", place.url, f"p{number}", kv_dtype_of(number))
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         while not (seen := read_added(reader)) and process.poll() is None:
             pass

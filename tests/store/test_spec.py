@@ -6,7 +6,7 @@ import math
 import pytest
 
 from ccjax.store import KVSpec, ShardCorruptError, ShardRecord, StoreIdentity
-from ccjax.store.formats import AS_IT_IS, ObjectLayout, object_bytes
+from ccjax.store.formats import ObjectLayout
 from ccjax.store.records import decode_record, encode_record
 from tests.store.kv import BF16, OTHERS, OURS, SPEC, make_record
 
@@ -69,7 +69,7 @@ def encoded(variant_id="v", identity=OURS, kv_spec=SPEC, checksums=(1, 2, 3)) ->
         identity=identity,
         kv_spec=kv_spec,
         object_id="0" * 32,
-        layout=ObjectLayout(1, AS_IT_IS, 0, checksums),
+        layout=ObjectLayout("auto", checksums),
     )
 
 
@@ -77,10 +77,9 @@ def test_record_round_trip():
     raw = encoded(checksums=(0, 0xFFFFFFFFFFFFFFFF, 7))
     shard = decode_record(raw, variant_id="v", identity=OURS, kv_spec=SPEC)
     assert shard.record == make_record("v")
-    assert shard.layout == ObjectLayout(1, AS_IT_IS, object_bytes(SPEC, 5, 1), (0, 0xFFFFFFFFFFFFFFFF, 7))
+    assert shard.layout == ObjectLayout("auto", (0, 0xFFFFFFFFFFFFFFFF, 7))
     # by hand: 3 layers of 2*5*2*4 float32, and 16 bytes of index each
-    assert object_bytes(SPEC, 5, 1) == 3 * (2 * 5 * 2 * 4 * 4 + 16)
-    assert shard.charge_bytes == len(raw) + object_bytes(SPEC, 5, 1)
+    assert shard.charge_bytes == len(raw) + 3 * (2 * 5 * 2 * 4 * 4 + 16)
 
 
 def test_every_flipped_bit_and_every_truncation_of_a_record_is_found():

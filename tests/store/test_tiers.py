@@ -11,6 +11,7 @@ import pytest
 
 from ccjax.store import KVSpec, ShardNotFoundError, ShardRecord, TensorStoreTier, TieredStore
 from ccjax.store.files import FileRoot
+from ccjax.store.formats import KV_DTYPES
 from tests.store.kv import (
     BF16,
     OURS,
@@ -389,40 +390,40 @@ def test_concurrent_threads_can_wait_for_prefetched_layers(tmp_path):
         store.complete_load(ticket)
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
-def test_object_is_a_zarr3_shard_that_can_be_read_without_our_code(tmp_path, head_groups):
-    with open_store(tmp_path, head_groups=head_groups) as store:
+def test_object_is_a_zarr3_shard_that_can_be_read_without_our_code(tmp_path):
+    with open_store(tmp_path) as store:
         put(store, "v")
     (file,) = object_files(tmp_path)
     assert file.name == "c.0.0.0.0.0"
-    raw, kv, chunks = file.read_bytes(), make_kv("v"), 3 * head_groups
-    index = np.frombuffer(raw[-16 * chunks :], "<u8").reshape(chunks, 2).tolist()
-    for number, (offset, length) in enumerate(index):
-        layer, group = divmod(number, head_groups)
-        heads = 2 // head_groups
-        assert raw[offset : offset + length] == kv[layer, :, :, group * heads : (group + 1) * heads].tobytes()
-    with open_store(tmp_path, host_bytes=0, head_groups=1) as store:  # the record knows its own grouping
-        assert_same_bytes(get(store, "v"), kv)
+    raw, kv = file.read_bytes(), make_kv("v")
+    index = np.frombuffer(raw[-16 * 3 :], "<u8").reshape(3, 2).tolist()
+    for layer, (offset, length) in enumerate(index):
+        assert raw[offset : offset + length] == kv[layer].tobytes()
 
 
-@pytest.mark.parametrize("head_groups", [1, 2])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("kv_spec", [SPEC, BF16], ids=["f32", "bf16"])
-def test_direct_file_access_and_tensorstore_use_identical_files(tmp_path, monkeypatch, kv_spec, head_groups):
+def test_direct_file_access_and_tensorstore_use_identical_files(tmp_path, monkeypatch, kv_spec, kv_dtype):
     """Direct file access and tensorstore use one format: each reads the other's files, byte for byte."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for path, uses_tensorstore in ((ours, False), (theirs, True)):
         with monkeypatch.context() as patch:
             if uses_tensorstore:
                 patch.setattr(FileRoot, "folder", lambda *_: None)
-            with open_store(path, kv_spec=kv_spec, head_groups=head_groups) as store:
-                put(store, "v")
+            with open_store(path, kv_spec=kv_spec, kv_dtype=kv_dtype) as store:
+                put(store, "v", 16)
     assert object_files(ours)[0].read_bytes() == object_files(theirs)[0].read_bytes()
+    found = []
     for reads_with_tensorstore in (False, True):
         if reads_with_tensorstore:
             monkeypatch.setattr(FileRoot, "folder", lambda *_: None)
         for path in (ours, theirs):
             with open_store(path, kv_spec=kv_spec, host_bytes=0) as store:
-                assert_same_bytes(get(store, "v"), make_kv("v", kv_spec=kv_spec))
+                found.append(get(store, "v"))
+    if kv_dtype == "auto":
+        found.append(make_kv("v", 16, kv_spec))
+    for kv in found[1:]:
+        assert_same_bytes(kv, found[0])
 
 
 def test_no_file_stays_open_after_reading_or_release(tmp_path):
@@ -439,8 +440,3 @@ def test_no_file_stays_open_after_reading_or_release(tmp_path):
         assert num_open() == 1
         del part
         assert num_open() == 0
-
-
-def test_head_groups_must_divide_the_kv_heads(tmp_path):
-    with pytest.raises(ValueError, match="head_groups: wanted a divisor of 2"):
-        open_store(tmp_path, head_groups=3)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import ccjax.store.catalog
 import ccjax.store.commits
-from ccjax.store import KVSpec, StorageFormat, StoreUnavailableError, TensorStoreTier
+from ccjax.store import KVSpec, StoreUnavailableError, TensorStoreTier
 from tests.store.kv import OURS, SPEC, bytes_on_disk, get, make_kv, make_record, open_store, put
 
 WIDE = KVSpec(num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16")  # 64 tokens = 512 KiB
@@ -46,8 +46,8 @@ def save(url: str, *variant_ids: str) -> None:
         store.complete_store(ticket, make_kv(variant_id))
 
 
-def write_forever(url: str, prefix: str, kv_dtype: str, compression: str) -> None:
-    tier = TensorStoreTier(url, WIDE, OURS, storage=StorageFormat(kv_dtype, compression))
+def write_forever(url: str, prefix: str, kv_dtype: str) -> None:
+    tier = TensorStoreTier(url, WIDE, OURS, kv_dtype=kv_dtype)
     print("started", flush=True)
     for number in itertools.count():
         variant_id = f"{prefix}-{number}"

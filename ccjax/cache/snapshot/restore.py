@@ -18,7 +18,7 @@ from ccjax.cache.variant_records import meta_from_record
 from ccjax.errors import SnapshotError
 from ccjax.loading.model import Progress
 from ccjax.policy.capture import make_variant_id
-from ccjax.store.arrays import checksum
+from ccjax.store.formats import checksum
 from ccjax.store.objects import open_root
 from ccjax.store.spec import KVSpec, ShardRecord
 from ccjax.store.tickets import StoreTicket

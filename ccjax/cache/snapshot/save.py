@@ -18,8 +18,8 @@ from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
 from ccjax.loading.model import Progress
 from ccjax.policy.variants import hottest_first
-from ccjax.store.arrays import checksum
 from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
+from ccjax.store.formats import checksum
 from ccjax.store.objects import Root, open_root
 from ccjax.store.spec import ShardRecord
 
