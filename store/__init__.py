@@ -11,7 +11,7 @@ from ccjax.store.errors import (
     StoreUnavailableError,
     TierFullError,
 )
-from ccjax.store.host import HostTier
+from ccjax.store.memory import HostTier
 from ccjax.store.spec import FORMAT_VERSION, KVSpec, ShardRecord, ShardSummary, StoreIdentity
 from ccjax.store.tickets import LoadTicket, StoreTicket
 from ccjax.store.tiered import TieredStore

@@ -15,11 +15,11 @@ from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.commits import CommittedShards
 from ccjax.store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
 from ccjax.store.formats import ObjectLayout, check_kv_dtype, encode, expected_layout
-from ccjax.store.hints import Hints
 from ccjax.store.index.api import LeaseTable
 from ccjax.store.index.outage import PreferredLeases
 from ccjax.store.leases import Leases
 from ccjax.store.namespaces import ORPHAN_AGE_S, QUARANTINE_AGE_S, open_namespace
+from ccjax.store.notes import Hints
 from ccjax.store.objects import Root, for_each, open_root
 from ccjax.store.records import KnownShard, encode_record
 from ccjax.store.spec import (

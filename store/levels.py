@@ -132,7 +132,7 @@ class Levels:
         return {} if self._disk is None else self._disk.hints.read()
 
     def write_hints(self, hints: Mapping[str, Any]) -> None:
-        """Stores JSON values in the disk tier's namespace, if there is one (`store.hints.Hints`)."""
+        """Stores JSON values in the disk tier's namespace, if there is one (`store.notes.Hints`)."""
         if self._disk is not None:
             self._disk.hints.write(hints)
 

@@ -1,4 +1,4 @@
-"""Base of the tiers in memory: variants by id within a byte budget, and whether a copy is exact."""
+"""Tiers in memory: variants by id within a byte budget, and whether a copy is exact; and the tier in host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from ccjax.store.budget import ByteBudget
 from ccjax.store.errors import ShardNotFoundError
-from ccjax.store.spec import ShardRecord, ShardSummary
+from ccjax.store.spec import KVSpec, ShardRecord, ShardSummary
+from ccjax.store.usage import HOST
 
 Held = TypeVar("Held")
 
@@ -115,3 +116,19 @@ class MemoryTier(abc.ABC, Generic[Held]):
         self._lossy.discard(variant_id)
         self.budget.release(self.charge_bytes(shard[0].num_tokens))
         return True
+
+
+class HostTier(MemoryTier[np.ndarray]):
+    """Variants in host memory, each as the given array `[L, 2, T, K, H]`, not a copy."""
+
+    def __init__(self, kv_spec: KVSpec, budget_bytes: int) -> None:
+        super().__init__(HOST, ByteBudget(HOST, budget_bytes))
+        self._kv_spec = kv_spec
+
+    def charge_bytes(self, num_tokens: int) -> int:
+        """See `MemoryTier`."""
+        return self._kv_spec.num_bytes(num_tokens)
+
+    def _hold(self, kv: np.ndarray) -> np.ndarray:
+        kv.flags.writeable = False
+        return kv

@@ -1,6 +1,7 @@
-"""Small JSON objects by name, stored with the variants of one identity and shared by its processes.
+"""Small JSON values, stored with the variants of one identity and shared by its processes: notes and hints.
 
-Notes are never changed, so that processes can add and delete notes without overwriting those of other processes.
+Notes are never changed, so that processes can add and delete notes without overwriting those of other processes. Hints
+are replaced as a whole, and may be lost without harm.
 """
 
 from __future__ import annotations
@@ -139,3 +140,29 @@ def _decoded(raw: bytes | None) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+class Hints:
+    """One object that is replaced as a whole; `warn(message, key, error)` logs disk failures."""
+
+    def __init__(self, root: Root, key: str, warn: Callable[..., None]):
+        self._root = root
+        self._key = key
+        self._warn = warn
+
+    def read(self) -> dict[str, Any]:
+        """The last written values; empty if there are none or they cannot be read."""
+        try:
+            raw = self._root.read(self._key)
+            hints = {} if raw is None else json.loads(raw)
+        except (OSError, ValueError, RecursionError) as error:
+            self._warn("store: cannot read the hints in %s: %s", self._key, error)
+            return {}
+        return hints if isinstance(hints, dict) else {}
+
+    def write(self, hints: Mapping[str, Any]) -> None:
+        """Replaces the values. They may be lost, or overwritten by another process. A disk failure is logged."""
+        try:
+            self._root.replace(self._key, json.dumps(dict(hints)).encode())
+        except OSError as error:
+            self._warn("store: cannot write the hints in %s: %s", self._key, error)

@@ -17,10 +17,9 @@ from ccjax.store.disk import TensorStoreTier
 from ccjax.store.erasure import erase_from_disk
 from ccjax.store.errors import ShardNotFoundError, TierFullError
 from ccjax.store.formats import check_kv_dtype
-from ccjax.store.host import HostTier
 from ccjax.store.index import open_index
 from ccjax.store.levels import Levels
-from ccjax.store.memory import MemoryTier
+from ccjax.store.memory import HostTier, MemoryTier
 from ccjax.store.notes import Notes
 from ccjax.store.sharing import SharedReaders
 from ccjax.store.spec import IsCovered, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int

@@ -11,7 +11,7 @@ from ccjax.errors import ConfigError
 from ccjax.runner import budgets
 from ccjax.runner.budgets import memory_bytes
 from ccjax.runner.pool import PAGE_TOKENS
-from ccjax.store.host import HostTier
+from ccjax.store.memory import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
 

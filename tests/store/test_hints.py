@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from ccjax.store.files import FileRoot
-from ccjax.store.hints import Hints
+from ccjax.store.notes import Hints
 from tests.store.kv import OTHERS, OURS, assert_same_bytes, get, make_kv, open_store, put
 
 
