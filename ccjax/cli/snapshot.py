@@ -34,7 +34,7 @@ from ccjax.config.values import FolderPath, NumBytes
 from ccjax.loading.named import TOY
 
 if TYPE_CHECKING:
-    from ccjax.cache.snapshot import ChunkCache, SnapshotIndex
+    from ccjax.cache.snapshot import IndexedStore, SnapshotIndex
     from ccjax.config.engine import EngineConfig as _Engine
     from ccjax.loading.model import ModelFiles
     from ccjax.store.spec import StoreIdentity
@@ -258,9 +258,9 @@ def _stored_dtype(args: SaveOptions, identities: dict[str, StoreIdentity]) -> st
 
 
 @contextlib.contextmanager
-def _open(args: StoreOptions, files: ModelFiles, dtype: str, disk_bytes: int | None = None) -> Iterator[ChunkCache]:
+def _open(args: StoreOptions, files: ModelFiles, dtype: str, disk_bytes: int | None = None) -> Iterator[IndexedStore]:
     from ccjax.cache.snapshot import open_cache
-    from ccjax.cache.snapshot.cache import kv_spec_of
+    from ccjax.runner.device import kv_spec_of
 
     with open_cache(
         args.store,

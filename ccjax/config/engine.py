@@ -153,6 +153,20 @@ class BatchSettings(SettingsModel):
     max_retries: Annotated[int, KEYWORD_ONLY] = Field(default=2, ge=0)
     """How often a request whose step failed on the device is retried, in steps of its own."""
 
+    def scheduler_settings(self, num_pages: int, page_tokens: int, context_tokens: int) -> SchedulerSettings:
+        """The settings for the scheduler, over a pool of this many pages and packs of at most this much context."""
+        return SchedulerSettings(
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_context_tokens=context_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_decode_gap_s=None if self.max_decode_gap_ms is None else self.max_decode_gap_ms / 1e3,
+            max_queue=_UNLIMITED if self.max_queue is None else self.max_queue,
+            flow_share=self.flow_share,
+            reorder_window=self.reorder_window,
+        )
+
 
 class QualitySettings(SettingsModel):
     """Keeps answers over reused KV close to those of a full prefill."""
@@ -227,18 +241,4 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
             focus_rule=self.focus_rule,
             num_layers=num_layers,
             fixes_positions=self.fixes_positions,
-        )
-
-    def scheduler_settings(self, num_pages: int, page_tokens: int, context_tokens: int) -> SchedulerSettings:
-        """The settings for the scheduler, over a pool of this many pages and packs of at most this much context."""
-        return SchedulerSettings(
-            num_pages=num_pages,
-            page_tokens=page_tokens,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_context_tokens=context_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_decode_gap_s=None if self.max_decode_gap_ms is None else self.max_decode_gap_ms / 1e3,
-            max_queue=_UNLIMITED if self.max_queue is None else self.max_queue,
-            flow_share=self.flow_share,
-            reorder_window=self.reorder_window,
         )

@@ -13,11 +13,12 @@ from ccjax.engine.answer import Answer
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.batch.sequence import SequenceGroup, TokenSequence
+from ccjax.engine.contracts import ReuseContracts
 from ccjax.errors import OverloadError
 from ccjax.prompts import Prompt
 from ccjax.requests import MOST_PRIORITY, Delta, Request, Response, SamplingParams
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
-from ccjax.types import ReuseMode, ReuseReport
+from ccjax.types import ReuseMode
 
 BACKGROUND_PRIORITY = MOST_PRIORITY + 1
 """A lower priority than any that a client can request."""
@@ -29,12 +30,10 @@ class BackgroundPrefills:
     """Runs prefills for warming, preparing, repair and shadow checks. Thread-safe. Each call waits for its prefill, so
     it must not be made on the batch loop's thread or while the loop is paused."""
 
-    def __init__(
-        self, loop: BatchLoop, planner: PrefillPlanner, report: Callable[[Prefilled, ReuseMode], ReuseReport]
-    ) -> None:
+    def __init__(self, loop: BatchLoop, planner: PrefillPlanner, contracts: ReuseContracts) -> None:
         self._loop = loop
         self._planner = planner
-        self._report = report
+        self._contracts = contracts
 
     def run(
         self,
@@ -79,7 +78,7 @@ class BackgroundPrefills:
             is_cancelled=asked,
             new_prefill=lambda: PlannedPrefill(self._planner, prompt, mode, is_cancelled=asked),
             new_answer=lambda index: Answer(sampling, None, frozenset(), (), index=index),
-            report=lambda prefilled: self._report(prefilled, mode),
+            report=lambda prefilled: self._contracts.report(prefilled, self._contracts.contract(mode), mode),
             keep=kept,
             priority=None if is_urgent else BACKGROUND_PRIORITY,
         )

@@ -3,8 +3,8 @@ loop."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,23 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.cache.costs import MeasuredCosts
-from ccjax.cache.documents.document_cache import DocumentCache
+from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.documents.frame import PassageFrame, frame_documents
-from ccjax.cache.documents.pins import DocumentPins
 from ccjax.cache.documents.warming import PassageWarmer
-from ccjax.cache.prefill_capture import PrefillCapture
-from ccjax.cache.prefill_planner import PrefillPlanner
-from ccjax.cache.queue_preload import Preload, Preloader
-from ccjax.cache.rates import Rates
-from ccjax.cache.shared.index_updater import VariantIndexUpdater
-from ccjax.cache.snapshot import ChunkCache
-from ccjax.cache.snapshot.cache import kv_spec_of
-from ccjax.cache.variants import VariantIndex
+from ccjax.cache.queue_preload import Preload
 from ccjax.config import EngineConfig
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.loop import BatchCounts, BatchLoop
 from ccjax.engine.batch.sequence import Emit
+from ccjax.engine.contracts import ReuseContracts
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.engine.engine_documents import EngineDocuments
 from ccjax.engine.maintenance import Maintenance
@@ -37,27 +29,16 @@ from ccjax.engine.shadow import ShadowChecks
 from ccjax.engine.submission import RequestSubmission
 from ccjax.errors import ConfigError, RequestError
 from ccjax.loading.calibration import calibration_of
-from ccjax.loading.devices import split_params
 from ccjax.loading.model import LoadedModel, Progress, load_model, model_config, prompt_builder
-from ccjax.loading.prefill_profile import profile_of
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.sharding import num_kv_shards
-from ccjax.policy.contract import reuse_contract
 from ccjax.policy.strategies import expected_share, get_strategy
 from ccjax.prompts import Prompt, assemble
 from ccjax.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
-from ccjax.runner.budgets import check_budgets, host_cache_bytes, pool_bytes
 from ccjax.runner.cancellation import IsCancelled
-from ccjax.runner.compiled_sizes import CompiledSizes
-from ccjax.runner.device_memory import longest, memory_plan, sizes_of, with_pool
-from ccjax.runner.device_model import DeviceModel
-from ccjax.runner.kernels import check_kernels
-from ccjax.runner.memory import MemoryPlan, kv_shards
-from ccjax.runner.pool import PAGE_TOKENS, DevicePool
-from ccjax.runner.warmup import BackgroundCompiler, StepCompiler
-from ccjax.store.spec import StoreIdentity
+from ccjax.runner.device import Device
+from ccjax.runner.device_memory import longest, with_pool
+from ccjax.runner.memory import MemoryPlan
 from ccjax.store.throttle import ThrottledLink
-from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode
 
@@ -75,158 +56,50 @@ class Engine:
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: ThrottledLink | None = None) -> None:
-        config = with_pool(model.config, config)
-        self.config = config
-        self.rates = Rates()
+        self.config = config = with_pool(model.config, config)
         self.model_name = model.name
         self.tokenizer: Tokenizer | None = model.tokenizer
         self.model_config: LlamaConfig = model.config
-        limit = longest(model.config, config)
-        self.max_model_len = limit
-        self._builder: PromptBuilder | None = None
-        if model.tokenizer is not None and model.template is not None:
-            self._builder = prompt_builder(model.tokenizer, model.template, config.system_prompt)
-        strategy = get_strategy(config.strategy)
-        frame = frame_documents(config.frame) if strategy.prepares_behind_frame else ()
-        check_kernels(config.attention, model.config, config.dtype)
+        self.max_model_len = limit = longest(model.config, config)
         if max(config.ranking_layers or (0,)) >= model.config.num_layers:
             wanted = f"layers below {model.config.num_layers}, the model's number"
             raise ConfigError(f"ranking_layers: wanted {wanted}, got {config.ranking_layers}")
-        params = split_params(model.params, model.config, config.tensor_parallel_size)
-        self._compiled = CompiledSizes()
-        self._model = DeviceModel(params, model.config, implementation=config.attention, sizes=self._compiled)
-        self._settings = config.planner_settings(model.config.num_layers)
-        self.calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
-        self._expected = reuse_contract("bounded", None, self._settings, self.calibration).settings
-        profile = profile_of(model.fingerprint, model.directory, config.prefill_profile)
-        self._costs = MeasuredCosts(self.rates, None if profile is None else profile.grid)
-        mesh = self._model.mesh
-        num_shards = 1 if mesh is None else num_kv_shards(mesh)
-        check_budgets(config, num_shards)
-        identity = StoreIdentity(model.fingerprint, config.tenant_salt)
-        kv_spec = kv_spec_of(model.config, config.dtype)
-        self._pool = DevicePool(kv_spec, pool_bytes(config, kv_spec, limit, num_shards), mesh, self._compiled)
-        self._store = TieredStore.open(
-            config.store,
-            kv_spec=kv_spec,
-            identity=identity,
-            host_bytes=host_cache_bytes(config),
-            disk_bytes=config.disk_cache_bytes,
-            device=self._pool if config.device_cache_bytes else None,
-            kv_dtype=config.disk_kv_dtype,
-            on_read=self.rates.on_disk_read(disk_link),
-            index=config.store_index,
+        self._builder: PromptBuilder | None = None
+        if model.tokenizer is not None and model.template is not None:
+            self._builder = prompt_builder(model.tokenizer, model.template, config.system_prompt)
+        is_framed = get_strategy(config.strategy).prepares_behind_frame
+        frame = PassageFrame(frame_documents(config.frame) if is_framed else (), self._builder)
+        calibration = calibration_of(model.fingerprint, model.directory, config.calibration)
+        contracts = ReuseContracts(config.planner_settings(model.config.num_layers), calibration, frame)
+        self.calibration = calibration
+        expected = contracts.contract("bounded").settings
+
+        self._device = Device.open(model, config)
+        self._chunks = chunks = ChunkCache.open(
+            model, self._device, config, frame, lambda cci: expected_share(expected, cci), disk_link=disk_link
         )
-        self._variants = VariantIndex(
-            self._store,
-            self._costs,
-            policy=config.eviction_policy,
-            max_variants=config.max_variants,
-            expected_share=lambda cci: expected_share(self._expected, cci),
-        )
-        self._planner = PrefillPlanner(self._model, self._store, self._variants, self.rates, config, self._pool)
-        self._capture = PrefillCapture(self._model, self._store, self._variants, self._planner, config)
-        self._preloader = Preloader(
-            self._store, budget_bytes=config.preload_bytes, must_wait=lambda: self._planner.is_reading
-        )
-        self._sizes = sizes_of(model.config, config)
-        self._steps = StepCompiler(
-            self._model,
-            self._pool,
-            self._sizes,
-            with_deviation="prefill_deviations" in strategy.needs,
-            with_question="question" in strategy.needs,
-            with_tier=bool(config.device_cache_bytes),
-        )
-        self._compiler = BackgroundCompiler(self._model, self._steps)
-        self._loop = BatchLoop(
-            self._model,
-            self._variants,
-            self._store,
-            self._pool,
-            self.rates,
-            config.scheduler_settings(self._pool.num_pages, PAGE_TOKENS, self._sizes.context_tokens),
-            max_retries=config.max_retries,
-            with_mass=self._sizes.with_mass,
-            apply_changes=lambda: self._watcher.apply(),
-        )
-        self._background = background = BackgroundPrefills(
-            self._loop,
-            self._planner,
-            lambda prefilled, mode: self._submission.background_report(prefilled, mode),
-        )
-        maintenance = Maintenance(self._capture, background, self._variants, self._exclusive, max_model_len=limit)
+        self.rates = chunks.rates
+        self._loop = loop = BatchLoop(self._device, chunks, config)
+        self._background = background = BackgroundPrefills(loop, chunks.planner, contracts)
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
-        passage_frame = PassageFrame(frame, self._builder)
         self._submission = RequestSubmission(
-            model,
-            self._planner,
-            self._capture,
-            self._variants,
-            self._costs,
-            self._loop,
-            self._shadow,
-            self._settings,
-            self.calibration,
-            passage_frame.variant_ids,
-            is_shared=config.shares_computation,
+            model, chunks, loop, contracts, self._shadow, is_shared=config.shares_computation
         )
-        documents = DocumentCache(self._capture.unprepared, self._variants, self._store)
+
         warmer = PassageWarmer(
-            self._capture,
-            background.run,
-            self._variants,
-            passage_frame,
-            self._exclusive,
-            max_model_len=limit,
+            chunks.capture, background.run, chunks.variants, frame, loop.exclusive, max_model_len=limit
         )
-        pins = DocumentPins(self._variants, self._store, max_variants=config.max_variants, share=config.pin_share)
-        self._variants.spare(pins)
-        if not config.read_only:
-            documents.tend_erasures()
+        maintenance = Maintenance(chunks, background, loop.exclusive, max_model_len=limit)
+        without_answer = functools.partial(self.assemble, answer=False)
         self.documents = EngineDocuments(
-            config,
-            documents,
-            warmer,
-            pins,
-            self._variants,
-            self._store,
-            self.rates,
-            self._builder,
-            lambda request: self.assemble(request, answer=False),
-            self._exclusive,
-            max_model_len=limit,
+            config, chunks, warmer, self._builder, without_answer, loop.exclusive, max_model_len=limit
         )
-        self.cache = EngineCache(
-            config,
-            self.rates,
-            self._variants,
-            self._store,
-            documents,
-            warmer,
-            maintenance,
-            self._shadow,
-            ChunkCache(self._store, self._variants, identity, model.name, config.max_variants, self._exclusive),
-            self._loop,
-            self._exclusive,
-        )
+        self.cache = EngineCache(config, model.name, chunks, warmer, maintenance, self._shadow, loop)
         self.orders = PrefillOrders(
-            config,
-            self.rates,
-            self._store,
-            self._variants,
-            self._planner,
-            warmer,
-            self._loop,
-            self._exclusive,
-            max_model_len=limit,
-            vocab_size=model.config.vocab_size,
-        )
-        self._watcher = VariantIndexUpdater(
-            self._store.change_feed, maintenance.apply_changes, self._exclusive, self.cache.refresh
+            config, chunks, warmer, loop, max_model_len=limit, vocab_size=model.config.vocab_size
         )
         self._closed = False
-        self._watcher.start()
+        chunks.updater.start(loop.exclusive, self.cache.refresh)
 
     @classmethod
     def from_pretrained(cls, model: str | Path, *, progress: Progress | None = None, **settings: Any) -> Engine:
@@ -348,8 +221,8 @@ class Engine:
         """Starts reading what the request will probably reuse from disk, while other requests run; returns at once.
         Close the returned object once the request has its first token or is abandoned."""
         contract = self._submission.contract(request)
-        return self._preloader.add(
-            lambda: self._planner.would_load(self.assemble(request), contract.mode, contract.settings)
+        return self._chunks.preloader.add(
+            lambda: self._chunks.planner.would_load(self.assemble(request), contract.mode, contract.settings)
         )
 
     def stream(self, request: Request, *, is_cancelled: IsCancelled | None = None) -> Iterator[Delta]:
@@ -393,15 +266,6 @@ class Engine:
         prompt = prompt or self.assemble(request)
         return self._submission.submit(request, prompt, time.perf_counter() - started, emit, on_start, is_cancelled)
 
-    @contextlib.contextmanager
-    def _exclusive(self, *, wait: bool = True) -> Iterator[bool]:
-        """Gives exclusive access: no prefill runs meanwhile. Without `wait`, yields False instead of waiting for a
-        request or another thread."""
-        with self._loop.paused(wait=wait) as is_ours:
-            if is_ours:
-                self._watcher.apply()
-            yield is_ours
-
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Computes the logits [num_tokens, vocab], float32, of a full prefill; the chunk-cache is not read or written.
 
@@ -430,11 +294,8 @@ class Engine:
           only_first: compile only a few sizes that cover all others; requests are padded to these until `compile_one`
             has compiled theirs. Ignored for a model over several devices, which cannot compile while requests run.
         """
-        with self._exclusive():
-            is_all = not only_first or not self._steps.is_apart
-            self._steps.warm_up(self._steps.all() if is_all else self._steps.first(), progress)
-            if not is_all:
-                self._compiled.substitute(self._steps.all())
+        with self._loop.exclusive():
+            self._device.warm_up(progress, only_first=only_first)
 
     def compile_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
         """Compiles, in idle time, one size that `warmup` left out, first those that requests were padded for. Requests
@@ -446,17 +307,16 @@ class Engine:
         Raises:
           RuntimeError: a size is left, but the engine is closed.
         """
-        return self._compiler.compile_next(is_cancelled)
+        return self._device.compile_one(is_cancelled)
 
     @property
     def num_sizes_left(self) -> int:
         """Sizes that `compile_one` still has to compile."""
-        return self._compiled.num_left
+        return self._device.compiled.num_left
 
     def memory_plan(self) -> MemoryPlan:
         """How a device's memory is divided, computed from the shapes of model and steps."""
-        plan = memory_plan(self.model_config, self.config)
-        return dataclasses.replace(plan, pool=self._pool.num_pages * self._pool.page_bytes // kv_shards(plan.shapes))
+        return self._device.memory_plan(self.config)
 
     def close(self) -> None:
         """Waits for the submitted requests, completes pending writes, closes the store and frees all KV memory. May be
@@ -464,14 +324,14 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._watcher.close()
+        self._chunks.updater.close()
         self._loop.close()
-        self._compiler.close()
-        self._preloader.close()
-        self._store.close()
+        self._device.compiler.close()
+        self._chunks.preloader.close()
+        self._chunks.store.close()
         self.cache.save_hints()
         self.cache.tidy()
-        self._pool.close()
+        self._device.pool.close()
 
     def __enter__(self) -> Engine:
         return self

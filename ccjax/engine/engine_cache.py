@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from ccjax.cache.documents.document_cache import DocumentCache
+from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.documents.warming import PassageWarmer
-from ccjax.cache.exclusive import Exclusive
-from ccjax.cache.rates import Rates
-from ccjax.cache.snapshot import ChunkCache, RestoreReport, SaveReport, restore_snapshot, save_snapshot
-from ccjax.cache.variants import VariantIndex
+from ccjax.cache.snapshot import IndexedStore, RestoreReport, SaveReport, restore_snapshot, save_snapshot
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts
@@ -20,7 +18,6 @@ from ccjax.policy.routing import ChunkFilter, Summary, load_cost
 from ccjax.runner.budgets import file_system_used
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.store.change_feed import ChangeFeedCounts
-from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK, HOST, TierUsage
 from ccjax.types import ChunkId
 
@@ -34,28 +31,27 @@ class EngineCache:
     def __init__(
         self,
         config: EngineConfig,
-        rates: Rates,
-        variants: VariantIndex,
-        store: TieredStore,
-        documents: DocumentCache,
+        model_name: str,
+        chunks: ChunkCache,
         warmer: PassageWarmer,
         maintenance: Maintenance,
         shadow: ShadowChecks,
-        chunks: ChunkCache,
         loop: BatchLoop,
-        exclusive: Exclusive,
     ) -> None:
         self._config = config
-        self._rates = rates
-        self._variants = variants
-        self._store = store
-        self._documents = documents
+        self._rates = chunks.rates
+        self._variants = chunks.variants
+        self._store = chunks.store
+        self._documents = chunks.documents
+        self._updater = chunks.updater
         self._warmer = warmer
         self._maintenance = maintenance
         self._shadow = shadow
-        self._chunks = chunks
         self._loop = loop
-        self._exclusive = exclusive
+        self._exclusive = loop.exclusive
+        self._indexed = IndexedStore(
+            chunks.store, chunks.variants, chunks.identity, model_name, config.max_variants, loop.exclusive
+        )
 
     def usage(self) -> dict[str, TierUsage]:
         """Bytes, variants and counters of every tier."""
@@ -80,7 +76,8 @@ class EngineCache:
     @property
     def maintenance_counts(self) -> MaintenanceCounts:
         """Results of `repair_one` and `refresh` so far."""
-        return self._maintenance.counts
+        updater = self._updater
+        return dataclasses.replace(self._maintenance.counts, adopted=updater.num_adopted, vanished=updater.num_vanished)
 
     @property
     def change_feed_counts(self) -> ChangeFeedCounts | None:
@@ -151,7 +148,7 @@ class EngineCache:
         if added or removed or any(notes) or is_due:
             with self._exclusive():
                 self._documents.apply_changes(*notes)
-                self._maintenance.apply_changes(added, removed)
+                self._updater.apply_changes(added, removed)
                 if is_due:
                     self._documents.tend()
         self.tidy()
@@ -168,7 +165,7 @@ class EngineCache:
     ) -> SaveReport:
         """Writes all chunk-caches with their metadata to a directory or bucket while requests run; see
         `ccjax.cache.snapshot.save_snapshot`."""
-        return save_snapshot(self._chunks, where, overwrite=overwrite, progress=progress)
+        return save_snapshot(self._indexed, where, overwrite=overwrite, progress=progress)
 
     def restore_snapshot(
         self, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
@@ -177,7 +174,7 @@ class EngineCache:
         `ccjax.cache.snapshot.restore_snapshot`. Raises ReadOnlyError if the engine is `read_only`."""
         if self._config.read_only:
             raise ReadOnlyError("read_only", "wanted an engine that stores chunks, this one has read_only=True")
-        return restore_snapshot(self._chunks, where, max_bytes=max_bytes, progress=progress)
+        return restore_snapshot(self._indexed, where, max_bytes=max_bytes, progress=progress)
 
     def flush(self) -> None:
         """Waits until all pending writes to the disk tier are complete."""

@@ -7,23 +7,20 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ccjax.cache.documents.document_cache import CachedDocument, DocumentCache, Removal
+from ccjax.cache.chunk_cache import ChunkCache
+from ccjax.cache.documents.document_cache import CachedDocument, Removal
 from ccjax.cache.documents.frame import PassageFrame
-from ccjax.cache.documents.pins import DocumentPins
 from ccjax.cache.documents.pruning import Pruned, prune
 from ccjax.cache.documents.registry import Pin, check_id
 from ccjax.cache.documents.warming import PassageWarmer, WarmedDocument, Warming
 from ccjax.cache.exclusive import Exclusive
-from ccjax.cache.rates import Rates
 from ccjax.cache.shared.warming import SharedVariant, SharedWarming
-from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.errors import ContextLengthError, ReadOnlyError, RequestError
 from ccjax.policy.strategies import get_strategy
 from ccjax.prompts import Prompt, as_chunk
 from ccjax.requests import Request, SamplingParams, documents_from
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
-from ccjax.store.tiered import TieredStore
 from ccjax.text import PromptBuilder
 from ccjax.types import Chunk, ChunkId, Document
 
@@ -46,12 +43,8 @@ class EngineDocuments:
     def __init__(
         self,
         config: EngineConfig,
-        documents: DocumentCache,
+        chunks: ChunkCache,
         warmer: PassageWarmer,
-        pins: DocumentPins,
-        variants: VariantIndex,
-        store: TieredStore,
-        rates: Rates,
         builder: PromptBuilder | None,
         assemble: Callable[[Request], Prompt],
         exclusive: Exclusive,
@@ -64,12 +57,12 @@ class EngineDocuments:
           assemble: builds the prompt of a request without an answer.
         """
         self._config = config
-        self._documents = documents
+        self._documents = chunks.documents
         self._warmer = warmer
-        self._pins = pins
-        self._variants = variants
-        self._store = store
-        self._rates = rates
+        self._pins = chunks.pins
+        self._variants = chunks.variants
+        self._store = chunks.store
+        self._rates = chunks.rates
         self._builder = builder
         self._assemble = assemble
         self._exclusive = exclusive

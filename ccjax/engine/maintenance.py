@@ -1,14 +1,13 @@
-"""Replaces approximate variants by exact ones in idle time, and applies other processes' changes to the store."""
+"""Replaces approximate variants by exact ones in idle time."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 
+from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.exclusive import Exclusive
 from ccjax.cache.planned_prefill import Prefilled
-from ccjax.cache.prefill_capture import PrefillCapture
-from ccjax.cache.variants import VariantIndex
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.policy.variants import choose_repair
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
@@ -44,18 +43,17 @@ class Maintenance:
 
     def __init__(
         self,
-        capture: PrefillCapture,
+        chunks: ChunkCache,
         background: BackgroundPrefills,
-        variants: VariantIndex,
         exclusive: Exclusive,
         *,
         max_model_len: int,
     ) -> None:
         self.counts = MaintenanceCounts()
-        self._capture = capture
+        self._capture = chunks.capture
         self._background = background
         self._exclusive = exclusive
-        self._variants = variants
+        self._variants = chunks.variants
         self._max_model_len = max_model_len
         self._given_up: set[VariantId] = set()
 
@@ -83,11 +81,6 @@ class Maintenance:
         else:
             self.count(repaired=repaired)
         return True
-
-    def apply_changes(self, added: tuple[str, ...], removed: tuple[str, ...]) -> None:
-        """Applies the added and removed variants that `TieredStore.refresh` returned."""
-        adopted, vanished = self._variants.apply_changes(added, removed)
-        self.count(adopted=adopted, vanished=vanished)
 
     def _choose(self, is_cancelled: IsCancelled | None) -> VariantMeta | None:
         approximate = self._variants.approximate(is_cancelled)

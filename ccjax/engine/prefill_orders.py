@@ -7,19 +7,15 @@ import dataclasses
 import logging
 import time
 
+from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.documents.warming import PassageWarmer
-from ccjax.cache.exclusive import Exclusive
-from ccjax.cache.prefill_planner import PrefillPlanner
-from ccjax.cache.rates import Rates
 from ccjax.cache.shared.prefill_order import PrefillOrder, order_for
 from ccjax.cache.shared.warming import SharedVariant, SharedWarming
-from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.errors import ConfigError, ReadOnlyError
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.store.index.api import OrderBoard
-from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -57,26 +53,22 @@ class PrefillOrders:
     def __init__(
         self,
         config: EngineConfig,
-        rates: Rates,
-        store: TieredStore,
-        variants: VariantIndex,
-        planner: PrefillPlanner,
+        chunks: ChunkCache,
         warmer: PassageWarmer,
         loop: BatchLoop,
-        exclusive: Exclusive,
         *,
         max_model_len: int,
         vocab_size: int,
     ) -> None:
         self.counts = OrderCounts()
         self._config = config
-        self._rates = rates
-        self._store = store
-        self._variants = variants
-        self._planner = planner
+        self._rates = chunks.rates
+        self._store = chunks.store
+        self._variants = chunks.variants
+        self._planner = chunks.planner
         self._warmer = warmer
         self._loop = loop
-        self._exclusive = exclusive
+        self._exclusive = loop.exclusive
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._looked_at: frozenset[str] = frozenset()

@@ -15,7 +15,6 @@ from typing import Any
 
 from ccjax.cache.documents.pruning import Pruned
 from ccjax.cache.shared.warming import SharedVariant
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
 from ccjax.evaluation.questions import read_questions
 from ccjax.loading.model import LoadedModel, load_model
@@ -26,6 +25,7 @@ from ccjax.precompute.plan import SPARE_NEIGHBOURS, Surroundings, make_plan
 from ccjax.precompute.quality import Quality, measure_quality
 from ccjax.precompute.stored import Sizes, stored_ids
 from ccjax.retrieval import Retriever
+from ccjax.runner.device import kv_spec_of
 from ccjax.server.loading import open_documents, use_compile_cache, with_dtype
 from ccjax.store.errors import StoreError
 from ccjax.store.spec import StoreIdentity

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, Response
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.retrieval import Retriever
 from ccjax.runner.compilations import Compilations, compilations
+from ccjax.runner.device import kv_spec_of
 from ccjax.server.preparing import DocumentPreparation
 from ccjax.server.worker import Job
 from ccjax.types import ReuseReport

@@ -17,7 +17,7 @@ import numpy as np
 
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.rates import Rates
-from ccjax.cache.snapshot import ChunkCache, restore_snapshot, save_snapshot
+from ccjax.cache.snapshot import IndexedStore, restore_snapshot, save_snapshot
 from ccjax.cache.snapshot.index import KEY, _canonical
 from ccjax.cache.variants import VariantIndex
 from ccjax.policy.capture import make_variant_id
@@ -70,17 +70,17 @@ def open_cache(
     host_bytes: int = 1 << 30,
     max_variants: int | None = None,
     disk_bytes: int | None = None,
-) -> Iterator[ChunkCache]:
+) -> Iterator[IndexedStore]:
     """An empty cache, in host memory where there is no URL."""
     with TieredStore.open(
         url, kv_spec=kv_spec, identity=identity, host_bytes=host_bytes, disk_bytes=disk_bytes
     ) as store:
         costs = MeasuredCosts(Rates())
         variants = VariantIndex(store, costs, policy=DEFAULT_POLICY, max_variants=max_variants)
-        yield ChunkCache(store, variants, identity, "a model", max_variants)
+        yield IndexedStore(store, variants, identity, "a model", max_variants)
 
 
-def put(cache: ChunkCache, number: int, frequency: float = 0.0, num_tokens: int = 5, **changes: Any) -> str:
+def put(cache: IndexedStore, number: int, frequency: float = 0.0, num_tokens: int = 5, **changes: Any) -> str:
     """Stores a variant; its id."""
     spec = cache.store.kv_spec
     record = make_record(number, num_tokens, spec, **changes)
@@ -90,12 +90,12 @@ def put(cache: ChunkCache, number: int, frequency: float = 0.0, num_tokens: int 
     return record.variant_id
 
 
-def fill(cache: ChunkCache, num_variants: int, num_tokens: int = 5) -> list[str]:
+def fill(cache: IndexedStore, num_variants: int, num_tokens: int = 5) -> list[str]:
     """Variants 0, 1, ... with `f_r` of 1, 2, ...; their ids, hottest first."""
     return [put(cache, number, number + 1.0, num_tokens) for number in range(num_variants)][::-1]
 
 
-def kv_of(cache: ChunkCache, variant_id: str) -> np.ndarray:
+def kv_of(cache: IndexedStore, variant_id: str) -> np.ndarray:
     ticket = cache.store.prepare_load([variant_id])
     try:
         return ticket.read_layers(variant_id, 0, cache.store.kv_spec.num_layers)
@@ -103,7 +103,7 @@ def kv_of(cache: ChunkCache, variant_id: str) -> np.ndarray:
         cache.store.complete_load(ticket, ok=False)
 
 
-def contents(cache: ChunkCache) -> dict[str, tuple[bytes, dict[str, Any], float]]:
+def contents(cache: IndexedStore) -> dict[str, tuple[bytes, dict[str, Any], float]]:
     """Variant id -> KV bytes, metadata, `f_r`; of what index and store both hold."""
     frequencies = {meta.variant_id: meta.frequency_reuse for meta in cache.variants}
     records = {record.variant_id: record for record in cache.store.records()}

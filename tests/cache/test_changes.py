@@ -57,7 +57,7 @@ def test_queued_requests_are_replanned_only_when_their_own_chunks_change(monkeyp
         engine.generate_from_tokens(own, max_new_tokens=1)
         monkeypatch.setattr(TokenSequence, "plan", counted)
         ended = [threading.Event() for _ in range(5)]
-        with engine._loop.paused() as is_paused:
+        with engine._loop.exclusive() as is_paused:
             assert is_paused
             for number, segments in enumerate((others, own, own, own, own)):
 

@@ -308,12 +308,14 @@ def test_chunk_is_computed_if_its_background_read_fails(url, monkeypatch, caplog
         wanted = engine.run(dataclasses.replace(request, reuse="off"))
         monkeypatch.setattr(ShardReader, "wait", flip)
         discarded: list[VariantId] = []
-        monkeypatch.setattr(engine._variants, "discard", discarded.append)  # the store serves other tests
-        monkeypatch.setattr(engine._variants, "of_chunks", _without(engine._variants.of_chunks, discarded))
+        monkeypatch.setattr(engine._chunks.variants, "discard", discarded.append)  # the store serves other tests
+        monkeypatch.setattr(
+            engine._chunks.variants, "of_chunks", _without(engine._chunks.variants.of_chunks, discarded)
+        )
         got = engine.run(request)
         assert got.token_ids == wanted.token_ids and got.reuse.failed_loads == len(discarded) == 1
         assert [d.num_tokens for d in got.reuse.per_document if d.computed_tokens] == [30]
-        assert not engine._store._pins and not load_threads()
+        assert not engine._chunks.store._pins and not load_threads()
 
 
 def _without(of_chunks, discarded):
@@ -337,7 +339,7 @@ def test_loads_from_a_slow_disk_are_skipped_and_occasionally_retried(url):
             got = engine.run(request)
             assert got.token_ids == wanted.token_ids and got.reuse.failed_loads == 0
             assert got.reuse.given_up_loads == (3 if number == 17 else 4), number  # the 17th reads the quickest
-        assert not engine._store._pins
+        assert not engine._chunks.store._pins
         for _ in range(32):
             engine.rates.tiers["disk"].add(10**9, 1e-3)
         assert engine.run(request).reuse.given_up_loads == 0

@@ -139,10 +139,10 @@ def fixed_times(monkeypatch):
 def test_chunk_with_a_hanging_read_is_computed_and_reused_later(url, monkeypatch, caplog, lengths):
     with MODEL.engine(store=url) as engine:
         wanted = off(engine).token_ids
-        held = {meta.variant_id: meta for meta in engine._variants}
+        held = {meta.variant_id: meta for meta in engine._chunks.variants}
         plans = []
-        plan = engine._planner.plan
-        monkeypatch.setattr(engine._planner, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+        plan = engine._chunks.planner.plan
+        monkeypatch.setattr(engine._chunks.planner, "plan", lambda *args: plans.append(plan(*args)) or plans[-1])
         hanging = Hanging(monkeypatch, lengths)
         with caplog.at_level(logging.WARNING, logger="ccjax"):
             response = engine.generate_from_tokens(SEGMENTS, max_new_tokens=4)
@@ -151,7 +151,7 @@ def test_chunk_with_a_hanging_read_is_computed_and_reused_later(url, monkeypatch
         assert response.reuse.load_wait_s > 0.49 and len(plans) == 2  # all that hang are left out at once
         computed = {d.num_tokens for d in response.reuse.per_document if d.computed_tokens}
         assert computed == lengths
-        assert held.keys() == {meta.variant_id for meta in engine._variants} and not engine._store._pins
+        assert held.keys() == {meta.variant_id for meta in engine._chunks.variants} and not engine._chunks.store._pins
         hanging.gate.set()
         again = engine.generate_from_tokens(SEGMENTS, max_new_tokens=4)
         assert again.token_ids == wanted and again.reuse.failed_loads == 0
@@ -184,4 +184,4 @@ def test_a_request_is_cancelled_while_it_waits_for_the_disk(url, monkeypatch):
         hanging = Hanging(monkeypatch, {40})
         request = Request(segments=SEGMENTS, sampling=SamplingParams(max_new_tokens=1))
         assert list(engine.stream(request, is_cancelled=hanging.waited_for.is_set)) == []
-        assert not engine._store._pins and engine.cache.num_variants == 4
+        assert not engine._chunks.store._pins and engine.cache.num_variants == 4

@@ -144,7 +144,7 @@ def test_preload_keeps_two_layers_in_flight_and_the_prefill_continues(engine, wi
     runner = threading.Thread(target=lambda: answers.append(engine.run(REQUEST)))
     runner.start()
     wire.wait_for(3 * 4 + NUM_LAYERS * 4)  # the last layer was started by either
-    wait_until(lambda: engine._planner.is_reading, timeout_s=120)  # the prefill has counted what is there
+    wait_until(lambda: engine._chunks.planner.is_reading, timeout_s=120)  # the prefill has counted what is there
     wire.allow(10**6)
     runner.join(120)
     again.close()
@@ -161,26 +161,26 @@ def test_closing_a_queued_preload_frees_memory_and_pins_and_ends_its_thread(engi
     )
     preload = engine.preload(REQUEST)
     wire.wait_for(2 * 4)
-    assert engine._preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES and len(engine._store._pins) == 4
+    assert engine._chunks.preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES and len(engine._chunks.store._pins) == 4
     preload.close()
     preload.close()
     ended()
     gc.collect()
     assert len(readers) == 4 and not any(reader() for reader in readers)
-    assert not engine._store._pins and engine._preloader.held_bytes == 0
+    assert not engine._chunks.store._pins and engine._chunks.preloader.held_bytes == 0
 
 
 def test_queued_requests_read_shared_chunks_once(engine, wire):
     first = engine.preload(REQUEST)
     second = engine.preload(dataclasses.replace(REQUEST, segments=permuted(SEGMENTS, [2, 1, 0])))
     wire.wait_for(2 * 4)
-    prepared(engine._preloader)
+    prepared(engine._chunks.preloader)
     wire.allow(10**6)
     wire.wait_for_end(4 * NUM_LAYERS)
     first.close()
     third = engine.preload(REQUEST)
     assert engine.run(REQUEST).reuse.preloaded_bytes == NUM_TOKENS * TOKEN_BYTES
-    assert engine._preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES
+    assert engine._chunks.preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES
     second.close()
     third.close()
     assert len(wire.reads) == 4 * NUM_LAYERS
@@ -190,9 +190,9 @@ def test_shared_chunks_use_the_budget_once_and_are_kept_until_the_last_close(url
     settings = {"host_cache_bytes": 1, "preload_bytes": NUM_TOKENS * TOKEN_BYTES}
     with MODEL.engine(store=url, read_only=True, disk_link=wire, **settings) as engine:
         first, second = engine.preload(REQUEST), engine.preload(REQUEST)
-        prepared(engine._preloader)
+        prepared(engine._chunks.preloader)
         first.close()
-        assert engine._preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES
+        assert engine._chunks.preloader.held_bytes == NUM_TOKENS * TOKEN_BYTES
         wire.allow(10**6)
         wire.wait_for_end(4 * NUM_LAYERS)
         assert engine.run(REQUEST).reuse.preloaded_bytes == NUM_TOKENS * TOKEN_BYTES
@@ -200,18 +200,18 @@ def test_shared_chunks_use_the_budget_once_and_are_kept_until_the_last_close(url
 
 
 def test_preloading_does_not_count_as_a_lookup(engine, wire):
-    before = engine._store.usage()
+    before = engine._chunks.store.usage()
     engine.preload(REQUEST)
     wire.wait_for(2 * 4)
-    assert engine._store.usage() == before
+    assert engine._chunks.store.usage() == before
 
 
 def test_variant_evicted_just_before_its_preload_is_skipped(tmp_path, wire, monkeypatch):
     wire.allow(10**6)
     with MODEL.engine(store=f"file://{tmp_path}", host_cache_bytes=1, disk_link=wire) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        assert engine._store.flush(120)
-        store = engine._store
+        assert engine._chunks.store.flush(120)
+        store = engine._chunks.store
         sizes = {VariantId(record.variant_id): record.num_bytes for record in store.records()}
         gone = next(iter(sizes))
         prepare = store.prepare_load
@@ -222,9 +222,9 @@ def test_variant_evicted_just_before_its_preload_is_skipped(tmp_path, wire, monk
             return prepare(variant_ids, **options)
 
         monkeypatch.setattr(store, "prepare_load", evicted)
-        preload = engine._preloader.add(lambda: sizes)
+        preload = engine._chunks.preloader.add(lambda: sizes)
         wire.wait_for_end(3 * NUM_LAYERS)
-        assert engine._preloader.held_bytes == sum(sizes.values()) - sizes[gone]
+        assert engine._chunks.preloader.held_bytes == sum(sizes.values()) - sizes[gone]
         preload.close()
         assert not store._pins
 
@@ -236,10 +236,10 @@ def test_preload_without_memory_reads_nothing_but_the_next_one_succeeds(engine, 
         monkeypatch.undo()
         raise MemoryError
 
-    monkeypatch.setattr(engine._store, "prepare_load", refuse)
+    monkeypatch.setattr(engine._chunks.store, "prepare_load", refuse)
     without = engine.preload(REQUEST)
-    prepared(engine._preloader)
-    assert engine._preloader.held_bytes == 0 and not engine._store._pins and not wire.reads
+    prepared(engine._chunks.preloader)
+    assert engine._chunks.preloader.held_bytes == 0 and not engine._chunks.store._pins and not wire.reads
     engine.preload(REQUEST)
     wire.wait_for_end(4 * NUM_LAYERS)
     without.close()
@@ -253,7 +253,7 @@ def test_preload_of_an_invalid_request_does_not_affect_others(engine, wire):
     off = engine.preload(dataclasses.replace(REQUEST, reuse="off"))
     for preload in (bad, good, off):
         preload.close()
-    assert not engine._store._pins
+    assert not engine._chunks.store._pins
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_preload_reads_only_variants_that_fit_the_budget(url, wire, budget, leng
     with MODEL.engine(store=url, read_only=True, disk_link=wire, **settings) as engine:
         engine.preload(REQUEST)
         wire.wait_for_end(NUM_LAYERS * len(lengths))
-        assert engine._preloader.held_bytes == sum(lengths) * TOKEN_BYTES
+        assert engine._chunks.preloader.held_bytes == sum(lengths) * TOKEN_BYTES
         assert bool(preload_threads()) == bool(lengths)
     ended()  # closing the engine closes what is open
 
@@ -276,8 +276,10 @@ def test_variants_in_host_memory_are_not_preloaded(url, wire):
         engine.run(REQUEST)
         num_reads = len(wire.reads)
         with_nothing_to_do = engine.preload(REQUEST)
-        prepared(engine._preloader)
-        assert len(wire.reads) == num_reads and engine._preloader.held_bytes == 0 and not engine._store._pins
+        prepared(engine._chunks.preloader)
+        assert (
+            len(wire.reads) == num_reads and engine._chunks.preloader.held_bytes == 0 and not engine._chunks.store._pins
+        )
         with_nothing_to_do.close()
 
 
@@ -307,16 +309,16 @@ def turns():
 
 @pytest.fixture
 def preloader(engine, turns):
-    preloader = Preloader(engine._store, budget_bytes=1 << 30, must_wait=turns)
+    preloader = Preloader(engine._chunks.store, budget_bytes=1 << 30, must_wait=turns)
     yield preloader
     preloader.close()
-    assert not engine._store._pins
+    assert not engine._chunks.store._pins
 
 
 @pytest.fixture
 def sizes(engine) -> dict[VariantId, int]:
     """What is on disk, with its bytes; no two variants are equally large."""
-    return {VariantId(record.variant_id): record.num_bytes for record in engine._store.records()}
+    return {VariantId(record.variant_id): record.num_bytes for record in engine._chunks.store.records()}
 
 
 def test_reads_of_the_running_request_go_first(preloader, turns, sizes, wire):
@@ -366,4 +368,4 @@ def test_preload_of_a_request_that_never_ran_is_not_put_in_host_memory(url, wire
         preload = engine.preload(REQUEST)
         wire.wait_for_end(4 * NUM_LAYERS)
         preload.close()
-        assert engine._store.usage()["host"].num_variants == 0
+        assert engine._chunks.store.usage()["host"].num_variants == 0

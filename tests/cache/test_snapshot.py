@@ -237,7 +237,7 @@ def test_requests_run_while_a_snapshot_is_taken(place, monkeypatch):
     with model.engine(max_variants=8) as engine:
         for _ in range(3):
             engine.generate_from_tokens(draw_segments(random, [20, 25]), max_new_tokens=1)
-        before = {meta.variant_id for meta in engine._variants}
+        before = {meta.variant_id for meta in engine._chunks.variants}
 
         def write_beside_requests(folder, part, packs):
             if part < 3:
@@ -246,11 +246,11 @@ def test_requests_run_while_a_snapshot_is_taken(place, monkeypatch):
 
         monkeypatch.setattr(PackFolder, "write", write_beside_requests)
         report = engine.cache.save_snapshot(place)
-        kept = {key: kv_of(engine.cache._chunks, key).tobytes() for key in before if key in engine._variants}
+        kept = {key: kv_of(engine.cache._chunks, key).tobytes() for key in before if key in engine._chunks.variants}
     assert report.num_evicted > 0 and report.num_variants == len(before) - report.num_evicted
     with model.engine() as engine:
         assert engine.cache.restore_snapshot(place).num_restored == report.num_variants
-        restored = {meta.variant_id for meta in engine._variants}
+        restored = {meta.variant_id for meta in engine._chunks.variants}
         assert restored <= before
         for key in restored & kept.keys():
             assert kv_of(engine.cache._chunks, key).tobytes() == kept[key]

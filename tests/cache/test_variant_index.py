@@ -53,7 +53,7 @@ def test_only_records_of_requested_chunks_are_read_and_only_once(url, asked):
             report = engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
             assert report.computed_tokens == len(SEGMENTS[-1])
         assert len(asked) == len(set(asked)) == 5
-        assert sum(isinstance(held, KnownVariant) for held in engine._variants._by_id.values()) == 3
+        assert sum(isinstance(held, KnownVariant) for held in engine._chunks.variants._by_id.values()) == 3
 
 
 def test_answers_equal_those_of_the_engine_that_stored_the_variants(url):
@@ -83,8 +83,8 @@ def test_variant_with_unreadable_metadata_is_dropped_on_first_request(url, monke
 
 def test_chunks_evicted_by_another_process_are_computed(url):
     with MODEL.engine(store=url) as engine, MODEL.engine(store=url) as other:
-        for meta in tuple(other._variants):
-            other._variants.discard(meta.variant_id)
+        for meta in tuple(other._chunks.variants):
+            other._chunks.variants.discard(meta.variant_id)
         report = engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse
         assert report.reused_tokens == 0 and engine.generate_from_tokens(SEGMENTS, max_new_tokens=1).reuse.reused_tokens
 
@@ -92,25 +92,27 @@ def test_chunks_evicted_by_another_process_are_computed(url):
 def test_uses_of_variants_with_unread_records_survive_a_restart(url):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        uses = {key: held.frequency_reuse for key, held in engine._variants._by_id.items() if held.frequency_reuse}
+        uses = {
+            key: held.frequency_reuse for key, held in engine._chunks.variants._by_id.items() if held.frequency_reuse
+        }
         assert len(uses) == 5
     with MODEL.engine(store=url):
         pass
     with MODEL.engine(store=url) as engine:
-        held = engine._variants._by_id
+        held = engine._chunks.variants._by_id
         assert {key: one.frequency_reuse for key, one in held.items() if one.frequency_reuse} == uses
-        metas = {meta.variant_id: meta.frequency_reuse for meta in engine._variants}
+        metas = {meta.variant_id: meta.frequency_reuse for meta in engine._chunks.variants}
         assert metas == {key: uses.get(key, 0.0) for key in metas} and len(metas) == 8
 
 
 def test_least_used_variants_are_evicted_first_even_with_unread_records(url):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        kept = {key for key, held in engine._variants._by_id.items() if held.frequency_reuse}
+        kept = {key for key, held in engine._chunks.variants._by_id.items() if held.frequency_reuse}
     with MODEL.engine(store=url, max_variants=8) as engine:
         new = draw_segments(np.random.default_rng(9), (21, 33), system=0)
         engine.generate_from_tokens(new, max_new_tokens=1)
-        held = engine._variants._by_id
+        held = engine._chunks.variants._by_id
         assert len(held) == 8 and kept <= held.keys()
 
 

@@ -110,7 +110,7 @@ def test_every_answer_matches_that_of_a_single_server(tiny_model, start_server):
             wanted, found = told(servers[0].url, request), told(url, request)
             assert found == wanted, name
             for server in servers:  # what an answer leaves in the cache is stored behind it
-                with server.engine._exclusive():
+                with server.engine._loop.exclusive():
                     pass
             statuses.append(found[0])
     assert {200, 400, 401, 403, 404, 405, 413, 415} <= set(statuses)

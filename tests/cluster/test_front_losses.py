@@ -107,7 +107,7 @@ def under_way(cluster: Cluster, *bodies):
     """The answers to requests that are in progress until the block ends."""
     with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as busy:
         for server in cluster.servers:
-            busy.enter_context(server.engine._exclusive())
+            busy.enter_context(server.engine._loop.exclusive())
         answers = [pool.submit(cluster.post, CHAT, body) for body in bodies]
         wait_until(lambda: sum(server.engine.batch_counts.waiting for server in cluster.servers) == len(bodies))
         yield answers

@@ -120,7 +120,7 @@ def test_waiting_deadline_does_not_apply_while_a_replica_is_live(begin, time, st
         cluster.replicas.states = states
         with contextlib.ExitStack() as busy:
             for server in cluster.servers:
-                busy.enter_context(server.engine._exclusive())
+                busy.enter_context(server.engine._loop.exclusive())
             answer = pool.submit(cluster.post, CHAT, BODY)
             wait_until(lambda: time.now_s > 2.0, timeout_s=60)
             assert not answer.done()

@@ -63,10 +63,10 @@ def rows_of(engine: Engine, variant_ids) -> list[bytes]:
     """KV rows of variants, as bytes: of the last layer, because those of the first do not depend on the prefix."""
     rows = []
     for variant_id in variant_ids:
-        ticket = engine._store.prepare_load([variant_id])
+        ticket = engine._chunks.store.prepare_load([variant_id])
         kv = ticket.read_layers(variant_id, 0, engine.model_config.num_layers)
         rows += [np.array(kv[-1, part, 3]).tobytes() for part in (0, 1)]
-        engine._store.complete_load(ticket, ok=False)
+        engine._chunks.store.complete_load(ticket, ok=False)
     return rows
 
 
@@ -87,7 +87,7 @@ def as_json(ids) -> bytes:
 def seen_by(engine: Engine, document: Document) -> list:
     """Variants whose computation attended to a document."""
     key = key_of(engine, document)
-    return [meta for meta in engine._variants if key in engine._variants.origin_of(meta.variant_id).seen]
+    return [meta for meta in engine._chunks.variants if key in engine._chunks.variants.origin_of(meta.variant_id).seen]
 
 
 def summary(engine: Engine) -> dict[tuple[str, str | None], tuple[int, int]]:

@@ -13,13 +13,13 @@ import numpy as np
 from ccjax.cache.capture import ReadLayers, capture_variants, context_deviations
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.reads import WaitLimit
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, EngineConfig
 from ccjax.loading.model import LoadedModel
 from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.params import Params, build_params
 from ccjax.prompts import Prompt
 from ccjax.runner.context_loader import JobFailedError
+from ccjax.runner.device import kv_spec_of
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import Contexts, PrefillJob
 from ccjax.runner.pack import Pack, Piece
@@ -168,12 +168,12 @@ def run_reusing(
 
 def check_deviations(engine: Engine, meta: VariantMeta) -> None:
     """Compares a variant's deviations with full prefills of its chunk behind its prefix and behind the instructions."""
-    prompt = engine._variants.prompt_of(meta)
+    prompt = engine._chunks.variants.prompt_of(meta)
     alone = Prompt.of_chunks((prompt.cached[0], prompt.cached[-1]))
     computed = []
     for one in (prompt, alone):
-        plan = engine._planner.plan(one, "exact", {})
-        result = run_plan(engine._model, one.token_ids, plan, collect=True)
+        plan = engine._chunks.planner.plan(one, "exact", {})
+        result = run_plan(engine._device.model, one.token_ids, plan, collect=True)
         *_, (_, kv) = capture_variants(plan, result, {}, None)
         computed.append(kv)
     # The prefix was read, not computed: equal up to rounding in other shapes, and three digits.

@@ -48,7 +48,7 @@ def request(segments, reuse="bounded"):
 def in_line(engine, *requests):
     """The futures of requests that stay queued until the block ends."""
     with ThreadPoolExecutor() as pool:
-        with engine._exclusive():
+        with engine._loop.exclusive():
             futures = [pool.submit(engine.run, one) for one in requests]
             wait_until(lambda: len(engine._loop.waiting()) == len(requests), timeout_s=120)
             yield futures
@@ -96,11 +96,11 @@ def test_kv_from_another_platform_is_exact_only_within_rounding(tmp_path, monkey
         exact = engine.run(request(SEGMENTS, "exact")).reuse
         assert exact.exact and (exact.computed_tokens == NUM_QUESTION_TOKENS) is is_exact
         assert engine.run(request(SEGMENTS, "bounded")).reuse.reused_tokens > 0
-        records = engine._store.records()
+        records = engine._chunks.store.records()
         assert {record.meta["platform"] for record in records} == {"elsewhere"}
     with model.engine(store=f"file://{tmp_path}/own", dtype=dtype) as engine:
         engine.run(request(SEGMENTS))
-        assert {record.meta["platform"] for record in engine._store.records()} == {"cpu"}
+        assert {record.meta["platform"] for record in engine._chunks.store.records()} == {"cpu"}
 
 
 def test_chunks_already_ordered_or_stored_are_not_ordered(engines):

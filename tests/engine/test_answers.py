@@ -112,7 +112,7 @@ def test_each_answer_equals_a_separate_request_with_its_seed(settings):
             for number, (one, n) in enumerate(zip(asked, counts, strict=True))
         ]
         wanted = [alone(engine, request) for request in requests]
-        free = engine._pool.num_free
+        free = engine._device.pool.num_free
         clients = []
         for request in requests:
             clients.append(Client(engine, request))
@@ -123,7 +123,7 @@ def test_each_answer_equals_a_separate_request_with_its_seed(settings):
             different = len({one.token_ids for one in response.choices})
             assert different == (1 if request.sampling.temperature == 0.0 else request.sampling.n)
         settled(engine)
-        assert engine._pool.num_free == free
+        assert engine._device.pool.num_free == free
 
 
 @pytest.mark.parametrize(("question", "num_seqs"), [(1, 1), (2, 3), (16, 3), (16, 16), (17, 1), (32, 16)])
@@ -136,7 +136,7 @@ def test_prompt_is_computed_once_even_if_answers_run_one_after_another(question,
         check_all(Client(engine, request), wanted)
         assert sum(computed) == sum(map(len, segments)) + 4
         settled(engine)
-        assert engine._pool.num_free == engine._pool.num_pages
+        assert engine._device.pool.num_free == engine._device.pool.num_pages
 
 
 def test_shared_prompt_is_kept_between_answers_if_pages_suffice(computed):
@@ -146,11 +146,11 @@ def test_shared_prompt_is_kept_between_answers_if_pages_suffice(computed):
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=1) as engine:
         request = ask(segments, n=4, tokens=20, seed=3, temperature=1.0)
         wanted = alone(engine, request)
-        held = engine._pool.allocate([(LEAST - (1 + 10 + 4 + 2) - 3) * PAGE_TOKENS])
+        held = engine._device.pool.allocate([(LEAST - (1 + 10 + 4 + 2) - 3) * PAGE_TOKENS])
         computed.clear()
         check_all(Client(engine, request), wanted)
         assert sum(computed) == sum(map(len, segments)) + 3
-        assert engine._pool.num_free == 20 and len(held) == 1
+        assert engine._device.pool.num_free == 20 and len(held) == 1
 
 
 class Prompt:
@@ -253,7 +253,7 @@ def test_an_answer_that_ends_early_gives_its_pages_back_at_once():
                 for index, count in drawn.items()
                 if index not in ended
             ]
-            in_use = engine._pool.num_pages - engine._pool.num_free
+            in_use = engine._device.pool.num_pages - engine._device.pool.num_free
             used.append((in_use, shared + sum(growing)))
 
         client.on_delta = look
@@ -267,7 +267,7 @@ def test_page_shortage_preempts_single_answers_and_keeps_the_shared_prompt(monke
     random = np.random.default_rng(4)
     asked = [draw_segments(random, [60, 60], question=20) for _ in range(4)]
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=16) as engine:
-        engine._planner.read_only = True
+        engine._chunks.planner.read_only = True
         requests = [ask(one, n=3, tokens=70, seed=number, temperature=1.0) for number, one in enumerate(asked)]
         wanted = [alone(engine, request) for request in requests]
         preempted = []
@@ -283,8 +283,8 @@ def test_page_shortage_preempts_single_answers_and_keeps_the_shared_prompt(monke
             preempted.append((sequence.sequence_id, others, group.shared_prompt is not None))
 
         monkeypatch.setattr(engine._loop._sequences, "_preempt", noted)
-        held = engine._pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 4)
-        with engine._loop.paused():  # all request pages at the same time
+        held = engine._device.pool.allocate([(LEAST - 41) * PAGE_TOKENS])  # three first answers need 3 x (11 + 4)
+        with engine._loop.exclusive():  # all request pages at the same time
             clients = [Client(engine, request) for request in requests]
         for client, answers in zip(clients, wanted, strict=True):
             check_all(client, answers)
@@ -292,14 +292,14 @@ def test_page_shortage_preempts_single_answers_and_keeps_the_shared_prompt(monke
         assert any(name.endswith("/0") for name, *_ in preempted)
         settled(engine)
         del held
-        assert engine._pool.num_free == LEAST and not engine._loop._sequences.pages.shared
+        assert engine._device.pool.num_free == LEAST and not engine._loop._sequences.pages.shared
 
 
 def test_shared_prompt_is_dropped_while_all_answers_wait_and_shared_again(monkeypatch, computed):
     """While all answers wait, the pages of their prompt are needed. With two slots, two of them compute it."""
     segments = draw_segments(np.random.default_rng(5), [300], question=20)
     with MODEL.engine(max_model_len=512, device_cache_bytes=LEAST * PAGE, max_num_seqs=2) as engine:
-        engine._planner.read_only = True
+        engine._chunks.planner.read_only = True
         request = ask(segments, n=4, tokens=30, seed=1, temperature=1.0)
         wanted = alone(engine, request)
         dropped = []
@@ -320,9 +320,9 @@ def test_shared_prompt_is_dropped_while_all_answers_wait_and_shared_again(monkey
                 for sequence in [one for one in sequences.all() if one.is_decoding]:
                     scheduler._preempt(scheduler._get(sequence.sequence_id))
                     sequences._preempt(sequence)
-                held = engine._pool.allocate([PAGE_TOKENS] * engine._pool.num_free)
+                held = engine._device.pool.allocate([PAGE_TOKENS] * engine._device.pool.num_free)
                 sequences.reclaim(1)
-                starved.append(engine._pool.num_free)
+                starved.append(engine._device.pool.num_free)
                 for sequence in sequences.all():  # they wait, with the whole prompt to compute
                     assert scheduler._get(sequence.sequence_id).work.prefill_tokens == sum(map(len, segments))
                 del held
@@ -337,7 +337,7 @@ def test_shared_prompt_is_dropped_while_all_answers_wait_and_shared_again(monkey
         once = sum(map(len, segments))
         assert 3 * once < sum(computed) < 3 * once + 100
         settled(engine)
-        assert engine._pool.num_free == LEAST
+        assert engine._device.pool.num_free == LEAST
 
 
 @pytest.mark.parametrize("num_deltas", [0, 1, 30])
@@ -350,7 +350,9 @@ def test_cancelling_ends_all_answers_once_and_frees_all_pages(num_deltas):
         with pytest.raises(CancelledError):
             client.response()
         settled(engine)
-        assert engine._pool.num_free == engine._pool.num_pages and not engine._loop._sequences.pages.shared
+        assert (
+            engine._device.pool.num_free == engine._device.pool.num_pages and not engine._loop._sequences.pages.shared
+        )
         count = len(client.deltas)
         engine.run(ask(segments, n=2))
         assert len(client.deltas) == count and all(delta.response is None for delta in client.deltas)
@@ -373,7 +375,7 @@ def test_a_step_that_fails_ends_all_answers_with_one_error(monkeypatch, caplog):
         check_all(Client(engine, ask(segments, n=3)), wanted)
         assert len(client.errors) == 1
         settled(engine)
-        assert engine._pool.num_free == engine._pool.num_pages
+        assert engine._device.pool.num_free == engine._device.pool.num_pages
 
 
 def test_cached_chunks_are_kept_until_the_last_answer_reading_them_ends():
@@ -384,7 +386,7 @@ def test_cached_chunks_are_kept_until_the_last_answer_reading_them_ends():
         engine.run(ask(segments, reuse="exact"))
         request = ask(segments, n=4, reuse="exact", tokens=60, seed=2, temperature=1.0)
         wanted = alone(engine, request)
-        held = engine._pool.allocate([(LEAST - 35) * PAGE_TOKENS])
+        held = engine._device.pool.allocate([(LEAST - 35) * PAGE_TOKENS])
         client = Client(engine, request)
         others = [Client(engine, ask(draw_segments(random, [50]), reuse="exact", tokens=4)) for _ in range(8)]
         response = check_all(client, wanted)
@@ -411,7 +413,7 @@ def test_cached_chunks_stay_pinned_after_the_first_answer_ends():
             if delta.finish_reason is not None:
                 ended.append(delta.index)
             elif 0 in ended:  # so other answers continue
-                pinned.append(bool(engine._store._pins))
+                pinned.append(bool(engine._chunks.store._pins))
 
         client.on_delta = look
         check_all(client, wanted)

@@ -45,7 +45,7 @@ def logits(moved: bool, ratio: float = 0.0):
     with MODEL.engine(max_model_len=512, fixes_positions=moved, **settings) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
         prompt = engine.assemble(Request(segments=SHUFFLED))
-        plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
+        plan = engine._chunks.planner.plan(prompt, "bounded", engine._chunks.planner.usable(prompt))
         response = engine.run(Request(segments=SHUFFLED, sampling=SamplingParams(1, first_logits=True)))
     assert response.first_logits is not None
     return response.first_logits, plan
@@ -71,9 +71,9 @@ def test_four_cases_of_table_3_match_the_oracle(moved, ratio):
 def test_h2o_recomputes_the_tokens_that_received_most_attention():
     with MODEL.engine(max_model_len=512, strategy="h2o", recompute_ratio=0.2) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1, reuse="exact")
-        metas = {meta.num_tokens: meta for meta in engine._variants}
+        metas = {meta.num_tokens: meta for meta in engine._chunks.variants}
         prompt = engine.assemble(Request(segments=SHUFFLED))
-        plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
+        plan = engine._chunks.planner.plan(prompt, "bounded", engine._chunks.planner.usable(prompt))
         report = engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse
     assert report.recomputed_tokens == 8 + 6 + 4
     # The capture includes the question: mass that every token receives, mean over heads and layers.
@@ -95,5 +95,5 @@ def test_h2o_recomputes_the_tokens_that_received_most_attention():
 def test_other_strategies_do_not_measure_received_attention():
     with MODEL.engine(max_model_len=512) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        assert not any(meta.token_received for meta in engine._variants)
-        assert sorted(meta.start for meta in engine._variants) == [0, 7, 47, 77]
+        assert not any(meta.token_received for meta in engine._chunks.variants)
+        assert sorted(meta.start for meta in engine._chunks.variants) == [0, 7, 47, 77]

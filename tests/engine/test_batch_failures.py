@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import EngineConfig
 from ccjax.engine.batch import sequence as sequence_module
 from ccjax.errors import DeviceMemoryError
 from ccjax.runner import decode as decode_module
 from ccjax.runner import pack as pack_module
+from ccjax.runner.device import kv_spec_of
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool, num_pages
 from ccjax.store.errors import TierFullError
 from ccjax.store.usage import DEVICE, HOST
@@ -81,9 +81,9 @@ def lose(pool):
 def check_pages(engine):
     """Checks that only cached chunks hold pages, each its own."""
     settled(engine)
-    summaries = [engine._store.get_summary(key) for key in engine._store.ids(DEVICE)]
+    summaries = [engine._chunks.store.get_summary(key) for key in engine._chunks.store.ids(DEVICE)]
     used = sum(num_pages(one.num_tokens) for one in summaries)
-    assert engine._pool.num_pages - engine._pool.num_free == used
+    assert engine._device.pool.num_pages - engine._device.pool.num_free == used
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_pages_lost_in_a_failed_step_are_replaced_and_never_read(strict, monkeyp
         with pytest.raises(DeviceMemoryError):
             client.response()
     settled(engine)
-    assert not engine._pool.is_lost()
+    assert not engine._device.pool.is_lost()
     assert engine.batch_counts.free_pages == engine.batch_counts.num_pages  # the cached chunks are gone
     got = engine.run(ask(SEGMENTS, "exact"))
     check(got, wanted)
@@ -213,7 +213,7 @@ def test_request_that_fails_every_step_does_not_fail_others(engine, monkeypatch,
         nonlocal num_failed
         num_failed += 1
         if takes_pages:
-            lose(engine._pool)
+            lose(engine._device.pool)
         raise RuntimeError("a poisoned step")
 
     if where == "prefill":
@@ -234,7 +234,7 @@ def test_request_that_fails_every_step_does_not_fail_others(engine, monkeypatch,
             return step(self, requests, token_ids)
 
         monkeypatch.setattr(decode_module.DecodeBatch, "step", poisoned_step)
-    with engine._loop.paused():
+    with engine._loop.exclusive():
         clients = [Client(engine, ask(segments, "exact", tokens=20)) for segments in OTHERS[:2]]
         poison = Client(engine, ask(LONG, "off", tokens=20))
         clients.append(Client(engine, ask(OTHERS[2], "exact", tokens=20)))
@@ -263,7 +263,7 @@ def test_request_without_retries_left_is_not_failed_by_another_request(monkeypat
 
         monkeypatch.setattr(decode_module.DecodeBatch, "step", poisoned)
         with Turns(engine) as turns:
-            with engine._loop.paused():
+            with engine._loop.exclusive():
                 clients = [Client(engine, ask(segments, "off", tokens=40)) for segments in OTHERS[:2]]
             turns.until(lambda: all(client.deltas for client in clients))
             for _ in range(2):
@@ -319,7 +319,7 @@ class LosesPool:
         if self.is_armed:
             self.left -= 1
             if not self.left:
-                lose(self.engine._pool)
+                lose(self.engine._device.pool)
         return self.call(*args, **kwargs)
 
 
@@ -340,8 +340,8 @@ def test_lost_pool_only_requires_loading_the_chunks_again(monkeypatch, jobs, whe
     with build(max_num_seqs=3, **settings) as engine:
         for segments in (*documents, SEGMENTS):
             engine.run(ask(segments, "exact", tokens=1))
-        engine._planner.read_only = True
-        assert all("host" in engine._store.tiers_of(key) for key in engine._store.ids(DEVICE))
+        engine._chunks.planner.read_only = True
+        assert all("host" in engine._chunks.store.tiers_of(key) for key in engine._chunks.store.ids(DEVICE))
         requests = [
             ask(segments, "exact", tokens=20, temperature=1.0, seed=number) for number, segments in enumerate(asked)
         ]
@@ -374,8 +374,8 @@ def test_lost_pool_only_requires_loading_the_chunks_again(monkeypatch, jobs, whe
 def test_chunks_held_only_on_a_lost_device_are_computed_again(monkeypatch):
     with build() as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
-        assert engine._store.ids(DEVICE)
-        engine._store.evict(HOST, engine._store.ids(HOST))
+        assert engine._chunks.store.ids(DEVICE)
+        engine._chunks.store.evict(HOST, engine._chunks.store.ids(HOST))
         step = LosesPool(engine, pack_module.Pack.run_layer, 2)
         monkeypatch.setattr(pack_module.Pack, "run_layer", lambda pack: step(pack))
         step.is_armed = True
@@ -391,15 +391,15 @@ def test_device_chunks_in_use_are_copied_to_host_and_survive_a_lost_pool(monkeyp
     policy = EngineConfig().eviction_policy if policy == "cost" else policy
     with build(eviction_policy=policy) as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
-        for victim in reversed(engine._store.ids(HOST)):  # from the leaf to the root
-            engine._variants._placement._evict(HOST, (victim,))
-        assert not engine._store.ids(HOST) and len(engine._store.ids(DEVICE)) == 3
+        for victim in reversed(engine._chunks.store.ids(HOST)):  # from the leaf to the root
+            engine._chunks.variants._placement._evict(HOST, (victim,))
+        assert not engine._chunks.store.ids(HOST) and len(engine._chunks.store.ids(DEVICE)) == 3
         read = engine.cache.usage()[DEVICE].bytes_read
         check(engine.run(ask(SEGMENTS, "exact")), wanted)
         settled(engine)
-        assert set(engine._store.ids(HOST)) == set(engine._store.ids(DEVICE))
+        assert set(engine._chunks.store.ids(HOST)) == set(engine._chunks.store.ids(DEVICE))
         assert engine.cache.usage()[DEVICE].bytes_read == read  # copies do not count as uses
-        lose(engine._pool)
+        lose(engine._device.pool)
         got = engine.run(ask(SEGMENTS, "exact"))
         check(got, wanted)
         assert got.reuse.computed_tokens == 9
@@ -410,12 +410,12 @@ def test_device_chunks_in_use_are_copied_to_host_and_survive_a_lost_pool(monkeyp
 def test_failed_copy_from_a_lost_pool_leaves_no_pin(caplog):
     with build() as engine:
         wanted = engine.run(ask(SEGMENTS, "exact"))
-        engine._store.evict(HOST, engine._store.ids(HOST))
-        ticket = engine._store.prepare_load(engine._store.ids(DEVICE))
-        lose(engine._pool)
-        engine._variants.complete_load(ticket)
+        engine._chunks.store.evict(HOST, engine._chunks.store.ids(HOST))
+        ticket = engine._chunks.store.prepare_load(engine._chunks.store.ids(DEVICE))
+        lose(engine._device.pool)
+        engine._chunks.variants.complete_load(ticket)
         assert "could not be copied" in caplog.text
-        assert not engine._store._pins and not engine._store.ids(HOST)
+        assert not engine._chunks.store._pins and not engine._chunks.store.ids(HOST)
         del ticket
         check(engine.run(ask(SEGMENTS, "exact")), wanted)
         check_pages(engine)
@@ -427,8 +427,8 @@ def test_device_chunks_are_not_copied_to_host_memory_without_room(monkeypatch):
         for _ in range(3):
             assert engine.run(ask(SEGMENTS, "exact")).reuse.exact
         settled(engine)
-        assert {engine._store.get_summary(key).num_tokens for key in engine._store.ids(HOST)} <= {7}
-        assert len(engine._store.ids(DEVICE)) == 3
+        assert {engine._chunks.store.get_summary(key).num_tokens for key in engine._chunks.store.ids(HOST)} <= {7}
+        assert len(engine._chunks.store.ids(DEVICE)) == 3
         check_pages(engine)
 
 
@@ -456,8 +456,8 @@ def test_lost_pages_of_pinned_documents_are_dropped(engine, monkeypatch):
         def pinned_ids(self, tier):
             return self.ids
 
-    monkeypatch.setattr(engine._variants._placement, "pins", Pins(frozenset(engine._store.ids(DEVICE))))
-    lose(engine._pool)
+    monkeypatch.setattr(engine._chunks.variants._placement, "pins", Pins(frozenset(engine._chunks.store.ids(DEVICE))))
+    lose(engine._device.pool)
     check(engine.run(ask(SEGMENTS, "exact")), wanted)
     assert engine.run(ask(SEGMENTS, "exact")).reuse.computed_tokens == 9
     check_pages(engine)
@@ -468,17 +468,17 @@ def test_requests_wait_until_readers_release_lost_pages(engine, monkeypatch):
     wanted = engine.run(ask(SEGMENTS, "exact"))
     engine.run(ask(SEGMENTS, "exact"))
     before = engine.batch_counts.retries
-    ticket = engine._store.prepare_load(engine._store.ids(DEVICE))
+    ticket = engine._chunks.store.prepare_load(engine._chunks.store.ids(DEVICE))
     assert DEVICE in ticket.tiers.values()
     looks, look = [], engine._loop._wait_briefly
     monkeypatch.setattr(engine._loop, "_wait_briefly", lambda: looks.append(look()))
     monkeypatch.setattr("ccjax.engine.batch.sequences._RENEW_S", 3600.0)
-    lose(engine._pool)
+    lose(engine._device.pool)
     client = Client(engine, ask(SEGMENTS, "exact"))
     wait_until(lambda: engine.batch_counts.retries == before + 1, timeout_s=120)
     wait_until(lambda: len(looks) > 20, timeout_s=120)
     assert not client.done.is_set()
-    engine._store.complete_load(ticket, ok=False)
+    engine._chunks.store.complete_load(ticket, ok=False)
     check(client.response(), wanted)
     assert engine.batch_counts.retries == before + 1
     check_pages(engine)
@@ -489,7 +489,7 @@ def test_requests_fail_if_the_lost_pool_cannot_be_renewed_in_time(engine, monkey
     monkeypatch.setattr("ccjax.engine.batch.sequences._RENEW_S", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr(DevicePool, "_empty_layers", out_of_memory)
-        lose(engine._pool)
+        lose(engine._device.pool)
         with pytest.raises(DeviceMemoryError):
             engine.run(ask(SEGMENTS, "exact"))
         with pytest.raises(DeviceMemoryError):

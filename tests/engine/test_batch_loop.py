@@ -93,18 +93,18 @@ class Turns:
 
 def settled(engine):
     """Waits until nothing runs; pages still in use then are leaked."""
-    with engine._exclusive():
+    with engine._loop.exclusive():
         pass
     wait_until(lambda: not len(engine._loop._sequences), timeout_s=120)
-    with engine._exclusive():
+    with engine._loop.exclusive():
         assert engine.batch_counts.running == engine.batch_counts.waiting == 0
-        assert not engine._store._pins
+        assert not engine._chunks.store._pins
 
 
 def filled(engine, asked, count=3):
     for segments in asked[:count]:
         engine.run(ask(segments))
-    engine._planner.read_only = True  # so that reuse does not depend on the order of arrival
+    engine._chunks.planner.read_only = True  # so that reuse does not depend on the order of arrival
 
 
 def check(got, wanted):
@@ -117,7 +117,7 @@ def check(got, wanted):
 def test_queued_request_reuses_chunks_computed_by_the_one_before_it():
     segments = draw_segments(np.random.default_rng(2), [40, 30, 50])
     with MODEL.engine(max_num_seqs=1) as engine:
-        with engine._loop.paused():
+        with engine._loop.exclusive():
             clients = [Client(engine, ask(segments)) for _ in range(4)]
         shares = [client.response().reuse.reused_tokens for client in clients]
         assert shares == [0] + [7 + 40 + 30 + 50] * 3
@@ -126,7 +126,7 @@ def test_queued_request_reuses_chunks_computed_by_the_one_before_it():
 def test_requests_packed_together_store_only_their_own_chunks():
     crowd = [draw_segments(np.random.default_rng(seed), [40, 30]) for seed in (2, 3, 4)]
     with MODEL.engine(max_num_seqs=4) as engine:
-        with engine._loop.paused():
+        with engine._loop.exclusive():
             clients = [Client(engine, ask(segments)) for segments in crowd]
         for client in clients:
             client.response()
@@ -151,13 +151,13 @@ def test_pack_contexts_stay_within_the_precompiled_sizes():
     shared = draw_segments(random, [40, 50])[:-1]
     with MODEL.engine(max_model_len=128, max_num_batched_tokens=256) as engine:
         engine.generate_from_tokens([*shared, draw_segments(random, [])[-1]], max_new_tokens=1)
-        with engine._loop.paused():
+        with engine._loop.exclusive():
             questions = [draw_segments(random, [])[-1] for _ in range(12)]
             clients = [Client(engine, ask([*shared, question], "exact", tokens=1)) for question in questions]
         reused = [client.response().reuse.reused_tokens for client in clients]
-        most = max(slots for _, slots, _ in engine._compiled.compiled("pack"))
+        most = max(slots for _, slots, _ in engine._device.compiled.compiled("pack"))
         assert all(count > 90 for count in reused)
-        assert most == engine._sizes.context_tokens < sum(reused)
+        assert most == engine._device.sizes.context_tokens < sum(reused)
 
 
 def answer_and_prefill(engine, random, lengths, tokens, on_delta=lambda: None):

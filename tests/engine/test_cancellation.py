@@ -43,9 +43,9 @@ def test_a_cancelled_reuse_leaves_variants_credit_and_pins_as_they_were():
     with MODEL.engine() as engine:
         wanted = engine.generate_from_tokens(segments, max_new_tokens=3, reuse="off").token_ids
         engine.generate_from_tokens(segments, max_new_tokens=1)
-        before = set(engine._variants)
+        before = set(engine._chunks.variants)
         for num_layers in range(5):
             request = Request(segments=permuted(segments, [2, 1, 0]), sampling=SamplingParams(max_new_tokens=3))
             assert list(engine.stream(request, is_cancelled=After(num_layers))) == []
-            assert set(engine._variants) == before and not engine._store._pins
+            assert set(engine._chunks.variants) == before and not engine._chunks.store._pins
         assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted

@@ -68,7 +68,7 @@ def decoding(engine, **fields):
 def started(engine, requests):
     """The order in which requests start if all are queued before the first one starts."""
     order, clients = [], []
-    with engine._exclusive():
+    with engine._loop.exclusive():
         for number, one in enumerate(requests):
             clients.append(Client(engine, one, on_start=lambda number=number: order.append(number)))
     for client in clients:
@@ -159,8 +159,8 @@ def test_prompt_preempted_while_its_pack_waits_for_a_load_runs_no_further_layer(
         wanted = [engine.run(prompt) for prompt in asked]
         monkeypatch.setattr(pack_module.Pack, "run_layer", noted)
         monkeypatch.setattr(pack_module.Pack, "is_ready", lambda pack: False)
-        with engine._exclusive():
-            taken = engine._pool.allocate([PAGE_TOKENS] * (engine._pool.num_free - 17))
+        with engine._loop.exclusive():
+            taken = engine._device.pool.allocate([PAGE_TOKENS] * (engine._device.pool.num_free - 17))
         with Turns(engine) as turns:
             urgent = Client(engine, asked[0])
             wait_until(lambda: urgent.deltas, timeout_s=120)
@@ -180,7 +180,7 @@ def test_queued_request_misses_its_deadline_even_while_the_loop_is_paused(engine
         with pytest.raises(DeadlineError, match="timeout_s"):
             late.response()
         assert engine.batch_counts.waiting == 0 and engine.batch_counts.running == 1
-    with engine._exclusive():
+    with engine._loop.exclusive():
         late = Client(engine, request(timeout_s=0.05), on_start=lambda: begun.append("late"))
         patient = Client(engine, request())
         given_up = Client(engine, request(), on_start=lambda: begun.append("given up"))
@@ -238,7 +238,7 @@ def test_deadline_that_is_met_does_not_change_the_answer(engine):
 
 
 def test_full_queue_rejects_at_once_even_while_the_loop_is_paused(engine):
-    with engine._exclusive():
+    with engine._loop.exclusive():
         taken = []
         with pytest.raises(OverloadError, match=r"flow 'flood'.*flow_share"):
             for _ in range(MAX_QUEUE):
@@ -259,7 +259,7 @@ def test_full_queue_rejects_at_once_even_while_the_loop_is_paused(engine):
 
 
 def test_request_that_can_never_fit_the_pool_is_rejected_at_once(engine):
-    with engine._exclusive(), pytest.raises(ContextLengthError, match="pages"):
+    with engine._loop.exclusive(), pytest.raises(ContextLengthError, match="pages"):
         engine.submit(Request(segments=[[1] * 2] * (NUM_PAGES + 1), sampling=request().sampling), lambda _: None)
 
 

@@ -27,7 +27,7 @@ def test_f_r_grows_with_the_recomputed_share_not_with_the_cfo(strategy, share):
         assert min(one.cfo for one in reused) > 0.4, "eq. 12 would have much more recomputed"
         shares = {}
         for one in reused:
-            credit = max(meta.frequency_reuse for meta in engine._variants if meta.chunk_id == one.chunk_id)
+            credit = max(meta.frequency_reuse for meta in engine._chunks.variants if meta.chunk_id == one.chunk_id)
             shares[one.num_tokens] = 1 / credit
         # The question's attention (`auto`) gives one of the passages more of the tokens than the other.
         wanted = pytest.approx(share, rel=0.05)
@@ -40,8 +40,8 @@ def test_eviction_policy_gets_recomputed_shares_of_repaired_variants():
     with MODEL.engine(strategy="auto") as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
         engine.generate_from_tokens(permuted(SEGMENTS, [1, 0]), max_new_tokens=1)
-        entries = engine._variants._placement._policies["host"]._entries
-        repaired = [entries[meta.variant_id] for meta in engine._variants if meta.fidelity == "approx"]
+        entries = engine._chunks.variants._placement._policies["host"]._entries
+        repaired = [entries[meta.variant_id] for meta in engine._chunks.variants if meta.fidelity == "approx"]
         assert repaired and all(np.isfinite(entry.rank[0]) for entry in repaired)
         assert {entry.info.recomputed_share for entry in repaired} == {0.15}
         used = [entry.info.recomputed_share for entry in entries.values() if entry.uses.num_uses > 1]
@@ -51,7 +51,7 @@ def test_eviction_policy_gets_recomputed_shares_of_repaired_variants():
 def test_new_variant_gets_the_expected_recomputed_share():
     with MODEL.engine(strategy="cachecraft", recompute_ratio=0.3) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        entries = engine._variants._placement._policies["host"]._entries.values()
+        entries = engine._chunks.variants._placement._policies["host"]._entries.values()
         assert {entry.info.recomputed_share for entry in entries} == {0.3}
 
 

@@ -32,7 +32,7 @@ def oracle_deviations(own, other):
 
 
 def metas(engine):
-    return {(meta.chunk_id, meta.prefix_ids): meta for meta in engine._variants}
+    return {(meta.chunk_id, meta.prefix_ids): meta for meta in engine._chunks.variants}
 
 
 @pytest.fixture(params=[{}, {"device_cache_bytes": 8 << 20}], ids=["host", "device"])
@@ -80,13 +80,13 @@ def test_deviations_are_measured_only_between_exact_variants(tmp_path):
     with MODEL.engine(strategy="auto", max_model_len=512, recompute_ratio=0.2) as engine:
         engine.generate_from_tokens(segments, max_new_tokens=1)
         engine.generate_from_tokens(permuted(segments, [1, 0]), max_new_tokens=1)  # repaired: approximate
-        assert {meta.fidelity for meta in engine._variants} == {"exact", "approx"}
-        assert not any(meta.token_deviations for meta in engine._variants)
+        assert {meta.fidelity for meta in engine._chunks.variants} == {"exact", "approx"}
+        assert not any(meta.token_deviations for meta in engine._chunks.variants)
         repaired = 0
         while engine.cache.repair_one():
             repaired += 1
-        assert repaired and all(meta.fidelity == "exact" for meta in engine._variants)
-        assert any(meta.token_deviations for meta in engine._variants), "idle time makes up for it"
+        assert repaired and all(meta.fidelity == "exact" for meta in engine._chunks.variants)
+        assert any(meta.token_deviations for meta in engine._chunks.variants), "idle time makes up for it"
 
 
 def test_bfloat16_deviations_are_computed_in_float32():
@@ -112,7 +112,7 @@ def test_warming_computes_documents_alone_and_behind_the_frame_and_compares(demo
         assert [one.status for one in engine.documents.warm(documents(3))] == ["computed"] * 3
         frame = tuple(chunk.chunk_id for chunk in engine.documents.frame.chunks(""))
         assert len(frame) == 2 and engine.cache.num_variants == 1 + 2 + 3 * 2, "instructions, frame, documents"
-        metas = list(engine._variants)
+        metas = list(engine._chunks.variants)
         framed = [meta for meta in metas if meta.prefix_ids[1:] == frame]
         assert len(framed) == 3
         for meta in framed:
@@ -120,7 +120,7 @@ def test_warming_computes_documents_alone_and_behind_the_frame_and_compares(demo
             assert meta.cci > 0.5 and meta.inter_by_prefix[0] == 0.0 < min(meta.inter_by_prefix[1:])
             own = (one for one in metas if one.chunk_id == meta.chunk_id and not one.chunks_before)
             assert not next(own).token_deviations, "once is enough"
-        assert not engine._store._pins
+        assert not engine._chunks.store._pins
         assert [one.status for one in engine.documents.warm(documents(3))] == ["present"] * 3
 
 
@@ -140,7 +140,7 @@ def test_requested_passages_are_prepared_in_idle_time_reused_ones_first(demo, mo
         while engine.cache.repair_one():
             pass
         assert framed(engine) == {"0", "1", "2"} and engine.cache.maintenance_counts.prepared == 3
-        assert not engine.cache.repair_one() and not engine._store._pins
+        assert not engine.cache.repair_one() and not engine._chunks.store._pins
 
 
 def test_passage_that_cannot_be_prepared_does_not_block_others(demo, monkeypatch, caplog):
@@ -157,13 +157,13 @@ def test_passage_that_cannot_be_prepared_does_not_block_others(demo, monkeypatch
         monkeypatch.setattr(engine.documents._warmer, "_run_prefill", fail_once)
         while engine.cache.repair_one():
             pass
-        assert framed(engine) == {"0"} and "could not be prepared" in caplog.text and not engine._store._pins
+        assert framed(engine) == {"0"} and "could not be prepared" in caplog.text and not engine._chunks.store._pins
 
 
 def framed(engine):
     """The documents with a variant behind the frame that was compared."""
     frame = tuple(chunk.chunk_id for chunk in engine.documents.frame.chunks(""))
-    own = {meta.chunk_id for meta in engine._variants if meta.prefix_ids[1:] == frame and meta.token_deviations}
+    own = {meta.chunk_id for meta in engine._chunks.variants if meta.prefix_ids[1:] == frame and meta.token_deviations}
     named = {document["id"]: engine.documents.passage_chunks([document])[0] for document in documents(3)}
     return {name for name, chunk in named.items() if chunk.chunk_id in own}
 
@@ -174,7 +174,7 @@ def test_passages_reused_with_unknown_deviations_are_noted_as_reused(demo):
         engine.generate("Who sings?", passages, max_new_tokens=1)
         engine.generate("Who sings?", [passages[1], passages[3]], max_new_tokens=1)  # 3 others had stood before it
         reused = set()
-        while found := engine._capture.unprepared.pop(only_reused=True):
+        while found := engine._chunks.capture.unprepared.pop(only_reused=True):
             reused.add(found[0].chunks[-1].chunk_id)
         assert reused == {chunk.chunk_id for chunk in engine.documents.passage_chunks([passages[1], passages[3]])}
 
@@ -185,7 +185,7 @@ def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
     with Engine(demo, EngineConfig(strategy="auto")) as engine:
         for asked in ([anna], [bob], [anna, bob]):
             engine.generate("Who sings?", asked, max_new_tokens=1)
-        noted, run = engine._capture.unprepared, engine._background.run
+        noted, run = engine._chunks.capture.unprepared, engine._background.run
         (chunk,) = engine.documents.passage_chunks([bob])
         assert len(noted) == 2
 
@@ -201,7 +201,7 @@ def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
             monkeypatch.setattr(engine.documents._warmer, "_run_prefill", erase_first)
         while engine.cache.repair_one():
             pass
-        is_held = bool(engine._variants.of_chunks({chunk.chunk_id}).get(chunk.chunk_id))
+        is_held = bool(engine._chunks.variants.of_chunks({chunk.chunk_id}).get(chunk.chunk_id))
         assert is_held == (erased == "never") == ("1" in {one.document_id for one in engine.documents.list()})
 
 
@@ -217,7 +217,7 @@ def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
 def test_warming_uses_the_frame_where_the_strategy_does_and_it_fits(demo, settings, count):
     with Engine(demo, EngineConfig(**settings)) as engine:
         engine.documents.warm(documents(3))
-        assert sum(bool(meta.token_deviations) for meta in engine._variants) == count
+        assert sum(bool(meta.token_deviations) for meta in engine._chunks.variants) == count
         assert engine.cache.num_variants == 4 + (2 + count if count else 0)
 
 
@@ -230,7 +230,7 @@ def test_frame_can_be_read_from_a_file(demo, tmp_path):
         report = engine.generate("Who sings?", documents(2)[::-1], max_new_tokens=1).reuse
         assert [one.framed for one in report.per_document] == [False, False, True]
         engine.documents.warm([{"text": "Emil is a baker."}])  # a passage of the frame is not placed after itself
-        assert not any(len(set(meta.prefix_ids)) < len(meta.prefix_ids) for meta in engine._variants)
+        assert not any(len(set(meta.prefix_ids)) < len(meta.prefix_ids) for meta in engine._chunks.variants)
 
 
 @pytest.mark.parametrize("content", [None, "", " \n\n", b"\xff\xfe\x00"])

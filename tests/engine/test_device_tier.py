@@ -52,7 +52,7 @@ def test_closed_engine_holds_no_kv_even_while_still_referenced(device_bytes, mon
         answer(engine, SEGMENTS, "bounded")
         held = sum(array.nbytes for array in jax.live_arrays())
         assert stored and all(ref() is not None for ref in stored)
-    pool_bytes = engine._pool.num_pages * PAGE
+    pool_bytes = engine._device.pool.num_pages * PAGE
     assert held >= before + pool_bytes
     assert sum(array.nbytes for array in jax.live_arrays()) < before + pool_bytes // 4  # of params and tables
     assert all(ref() is None for ref in stored)
@@ -95,11 +95,11 @@ def test_one_prompt_can_reuse_chunks_from_device_host_and_disk(url):
         first = answer(engine, SEGMENTS, "bounded")
         engine.cache.flush()
         by_chunk = {document.chunk_id: place for place, document in enumerate(first[2].per_document)}
-        for meta in list(engine._variants):
+        for meta in list(engine._chunks.variants):
             place = by_chunk[meta.chunk_id]
             for tier in ("device", "host")[: place % 3]:
-                assert engine._store.evict(tier, [meta.variant_id]) == (meta.variant_id,)
-                engine._variants._placement.apply_changes(meta.variant_id)
+                assert engine._chunks.store.evict(tier, [meta.variant_id]) == (meta.variant_id,)
+                engine._chunks.variants._placement.apply_changes(meta.variant_id)
         again = answer(engine, SEGMENTS, "bounded")
         assert tiers(again[2]) == ["device", "host", "disk", "device", "host"]
         assert again[2].reused_tokens == NUM_STORED and again[2].exact
@@ -121,7 +121,7 @@ def test_reading_wrong_device_pages_changes_the_answer():
     """Mutant for the tests above."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as engine:
         wanted = answer(engine, SEGMENTS, "bounded")
-        for _, shard in engine._pool._shards.values():
+        for _, shard in engine._device.pool._shards.values():
             shard.slots = np.roll(shard.slots, 1)
         got = answer(engine, SEGMENTS, "bounded")
     assert "device" in tiers(got[2])
@@ -134,7 +134,7 @@ def test_small_pool_serves_random_prompts_without_leaking_pages():
     limits = {"max_model_len": 512, "device_cache_bytes": LEAST * PAGE + 5, "host_cache_bytes": 130 * PAGE}
     seen = set()
     with MODEL.engine(**limits) as engine, MODEL.engine() as plain:
-        pool = engine._pool
+        pool = engine._device.pool
         for number in range(40):
             chosen = random.choice(len(passages), random.integers(1, 5), replace=False)
             segments = [SEGMENTS[0], *(passages[index] for index in chosen), SEGMENTS[-1]]
@@ -148,8 +148,8 @@ def test_small_pool_serves_random_prompts_without_leaking_pages():
         assert seen == {"device", "host", None}
         usage = engine.cache.usage()
         assert usage["device"].evicted > 0 and usage["host"].evicted > 0
-        for meta in list(engine._variants):
-            engine._store.discard(meta.variant_id)
+        for meta in list(engine._chunks.variants):
+            engine._chunks.store.discard(meta.variant_id)
         assert sorted(pool._free) == list(range(LEAST)) and pool.budget.used_bytes == 0
 
 

@@ -45,7 +45,7 @@ def test_document_list_reports_chunks_variants_bytes_and_use(start, url):
     engine.cache.flush()
     anna, bob = engine.documents.list()
     assert (anna.document_id, anna.version, anna.chunks, anna.variants) == ("anna", "1", 1, 1)
-    size = next(meta.num_bytes for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA))
+    size = next(meta.num_bytes for meta in engine._chunks.variants if meta.chunk_id == key_of(engine, ANNA))
     assert anna.num_bytes == {"host": size, "disk": size} and anna.frequency_reuse == len(ids_of(engine, ANNA))
     assert anna.last_used == 1000.0 and anna.pinned_until is None and not anna.erasing
     assert engine.documents.list("bob") == (bob,) and bob.document_id == "bob"
@@ -120,7 +120,7 @@ def test_repaired_variant_does_not_count_as_warmed(start):
     engine = start(recompute_ratio=0.15)
     ask(engine, CARLA, ANNA)
     assert not ask(engine, ANNA).exact  # which is stored after the system prompt as well
-    fidelities = [meta.fidelity for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA)]
+    fidelities = [meta.fidelity for meta in engine._chunks.variants if meta.chunk_id == key_of(engine, ANNA)]
     assert len(fidelities) == 2
     assert [item.status for item in engine.documents.warm([ANNA])] == ["computed"]
     assert ask(engine, ANNA, reuse="exact").per_document[1].computed_tokens == 0
@@ -148,7 +148,7 @@ def test_warming_can_stop_between_layers_and_resume_later(start):
     warming = engine.documents.begin_warming([ANNA, BOB])
     for num_layers in range(engine.model_config.num_layers):
         assert not engine.documents.warm_one(warming, is_cancelled=After(num_layers))
-        assert engine.cache.num_variants == 0 and not engine._store._pins and warming.done == []
+        assert engine.cache.num_variants == 0 and not engine._chunks.store._pins and warming.done == []
     while not warming.is_finished:
         assert engine.documents.warm_one(warming)
     assert [item.status for item in warming.done] == ["computed", "computed"]
@@ -217,7 +217,7 @@ def test_pins_outlive_a_restart_and_hold_in_other_processes(start, url):
 def test_a_pin_holds_in_the_lowest_tier_and_in_host_memory_if_wanted(start, url, host):
     probe = start()
     probe.documents.warm([ANNA])
-    room = int(3.5 * sum(meta.num_bytes for meta in probe._variants))
+    room = int(3.5 * sum(meta.num_bytes for meta in probe._chunks.variants))
     engine = start(store=url, host_cache_bytes=room, eviction_policy="lru")
     engine.documents.warm([ANNA, BOB])
     engine.cache.flush()
@@ -237,8 +237,8 @@ def test_pins_beyond_pin_share_are_rejected(start):
         engine.documents.pin("dino")
     engine.documents.pin("carla", ttl_s=9)  # replaces the earlier pin
     assert engine.documents.counts.pins == 3
-    total = sum(meta.num_bytes for meta in engine._variants)
-    (anna,) = (meta for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA))
+    total = sum(meta.num_bytes for meta in engine._chunks.variants)
+    (anna,) = (meta for meta in engine._chunks.variants if meta.chunk_id == key_of(engine, ANNA))
     small = start(host_cache_bytes=total, pin_share=1.2 * anna.num_bytes / total)
     small.documents.warm([ANNA, BOB])
     small.documents.pin("anna")
@@ -285,7 +285,7 @@ def test_an_invalidated_document_is_computed_again_and_leaves_every_tier(start, 
     engine = start(store=url)
     ask(engine, ANNA, BOB)
     engine.cache.flush()
-    gone = [meta for meta in engine._variants if meta.chunk_id == key_of(engine, ANNA)]
+    gone = [meta for meta in engine._chunks.variants if meta.chunk_id == key_of(engine, ANNA)]
     rows = rows_of(engine, [meta.variant_id for meta in gone])
     removal = engine.documents.invalidate("anna")
     assert (removal.chunks, removal.kept_chunks, removal.variants) == (1, 0, 1)
@@ -345,7 +345,7 @@ def test_another_engine_stops_using_an_invalidated_document_after_refresh(start,
     first.documents.invalidate("anna")
     assert ask(other, ANNA).per_document[1].computed_tokens == 0  # as documented: not before its refresh
     other.cache.refresh()
-    assert summary(other) == {("bob", "1"): (1, 1)} and not other._store.tiers_of("anna")
+    assert summary(other) == {("bob", "1"): (1, 1)} and not other._chunks.store.tiers_of("anna")
     assert ask(other, ANNA).per_document[1].reused_tokens == 0
     other.cache.flush()
     first.cache.refresh()

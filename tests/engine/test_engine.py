@@ -56,7 +56,7 @@ def test_tokens_are_ranked_by_the_chosen_layers():
     def rankings(layers):
         with MODEL.engine(ranking_layers=layers) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
-            return {meta.variant_id: meta.token_ranking for meta in engine._variants}
+            return {meta.variant_id: meta.token_ranking for meta in engine._chunks.variants}
 
     every_layer = tuple(range(MODEL.config.num_layers))
     assert rankings(None) == rankings(every_layer) != rankings((0,))
@@ -253,7 +253,7 @@ def test_reuse_earns_credit_and_the_least_used_variant_is_evicted():
     with MODEL.engine(max_variants=2) as engine:
         for passage in (rare, popular, popular, popular):
             engine.generate_from_tokens([[], passage, question], max_new_tokens=1)
-        credits = sorted(meta.frequency_reuse for meta in engine._variants)
+        credits = sorted(meta.frequency_reuse for meta in engine._chunks.variants)
         assert credits == [0.0, 60.0]  # two exact reuses of 30 tokens, CFO floored at one token
         engine.generate_from_tokens([[], fresh, question], max_new_tokens=1)
         reused = [
@@ -278,15 +278,15 @@ def test_pins_are_released_after_answers_cancellations_and_failures(tmp_path, mo
             engine.generate_from_tokens(segments, max_new_tokens=2)
         stream = engine.stream(Request(segments=segments))
         next(stream)
-        assert engine._store._pins
+        assert engine._chunks.store._pins
         stream.close()
         engine.generate_from_tokens(segments, max_new_tokens=2)  # after the closed stream
         monkeypatch.setattr("ccjax.runner.decode.paged_decode_step", None)
         with pytest.raises(TypeError):  # each retry of the prefill samples a token without that step
             engine.generate_from_tokens(segments, max_new_tokens=8)
-        assert not engine._store._pins
-        everything = [meta.variant_id for meta in engine._variants]
-        assert set(engine._store.evict("host", everything)) == set(everything)
+        assert not engine._chunks.store._pins
+        everything = [meta.variant_id for meta in engine._chunks.variants]
+        assert set(engine._chunks.store.evict("host", everything)) == set(everything)
 
 
 def test_failed_capture_prevents_reuse_but_not_the_answer(monkeypatch, caplog):
@@ -297,7 +297,7 @@ def test_failed_capture_prevents_reuse_but_not_the_answer(monkeypatch, caplog):
         def fail(*_, **__):
             raise MemoryError("no room")
 
-        monkeypatch.setattr(engine._variants, "add", fail)
+        monkeypatch.setattr(engine._chunks.variants, "add", fail)
         assert engine.generate_from_tokens(segments, max_new_tokens=3).token_ids == wanted
         assert "could not be stored" in caplog.text
         monkeypatch.undo()

@@ -67,20 +67,20 @@ def test_nothing_derived_from_an_erased_document_remains(start, url, tmp_path, c
     fill(engine)
     assert as_written(engine) in cataloged()
     tainted = seen_by(engine, ANNA)
-    assert all("device" in engine._store.tiers_of(meta.variant_id) for meta in tainted)
+    assert all("device" in engine._chunks.store.tiers_of(meta.variant_id) for meta in tainted)
     derived = [meta for meta in tainted if key_of(engine, ANNA) not in (meta.chunk_id, *meta.prefix_ids)]
     assert derived, "KV behind DINO was taken over from behind ANNA: its record must say so"
     rows = rows_of(engine, [meta.variant_id for meta in tainted])
     needles = [*rows, as_written(engine), b"anna"]
     assert all(where(tmp_path, [needle]) for needle in needles)  # the search finds existing traces
-    untouched = {meta.variant_id for meta in engine._variants} - {meta.variant_id for meta in tainted}
+    untouched = {meta.variant_id for meta in engine._chunks.variants} - {meta.variant_id for meta in tainted}
     removal = engine.documents.erase("anna")
     assert (removal.chunks, removal.variants) == (1, len(tainted)) and removal.num_bytes["disk"] > 0
     assert where(tmp_path, needles) == []
-    assert not any(engine._store.tiers_of(meta.variant_id) for meta in tainted)
-    assert {meta.variant_id for meta in engine._variants} == untouched and untouched
-    assert not any(array.tobytes() in rows for _, array in engine._store._memory["host"]._shards.values())
-    assert key_of(engine, ANNA) not in engine._variants.tokens.known()
+    assert not any(engine._chunks.store.tiers_of(meta.variant_id) for meta in tainted)
+    assert {meta.variant_id for meta in engine._chunks.variants} == untouched and untouched
+    assert not any(array.tobytes() in rows for _, array in engine._chunks.store._memory["host"]._shards.values())
+    assert key_of(engine, ANNA) not in engine._chunks.variants.tokens.known()
     hints = json.loads(next(data for path, data in files(tmp_path).items() if path.name == "hints.json"))
     assert not hints["frequency_reuse"].keys() & {meta.variant_id for meta in tainted}
     engine.cache.flush()
@@ -93,8 +93,8 @@ def test_catalog_copies_of_evicted_records_are_erased_too(start, url, tmp_path, 
     engine = start(store=url)
     fill(engine)
     for meta in seen_by(engine, ANNA):
-        engine._variants.discard(meta.variant_id)
-    engine._store._writer.flush()
+        engine._chunks.variants.discard(meta.variant_id)
+    engine._chunks.store._writer.flush()
     assert [path.parent.name for path in where(tmp_path, [as_written(engine)])] == ["catalog"]
     assert engine.documents.erase("anna").variants == 0
     assert where(tmp_path, [as_written(engine)]) == []
@@ -103,9 +103,9 @@ def test_catalog_copies_of_evicted_records_are_erased_too(start, url, tmp_path, 
 def test_another_process_does_not_write_erased_records_to_a_new_catalog(start, url, tmp_path, cataloged):
     first, other = start(store=url), start(store=url)
     fill(first)
-    other._store.refresh()
+    other._chunks.store.refresh()
     first.documents.erase("anna")
-    other._store.renew_catalog()
+    other._chunks.store.renew_catalog()
     other.cache.flush()
     assert where(tmp_path, [as_written(first)]) == [] and cataloged()
 
@@ -140,16 +140,16 @@ def test_unread_records_of_an_erased_document_are_never_used(start, url, tmp_pat
     def found(look) -> set:
         return {meta.variant_id for metas in look(chunk_ids).values() for meta in metas}
 
-    assert found(late._variants.peek) & tainted
+    assert found(late._chunks.variants.peek) & tainted
     cached = late.documents._documents
     cached.registry.apply_changes(*cached.fetch())  # knows of the erasure, but has dropped nothing yet
-    before = late._variants.ids()
-    assert found(late._variants.peek) and not found(late._variants.peek) & tainted
-    assert not {meta.variant_id for meta in late._variants} & tainted
-    assert late._variants.ids() == before and not late._variants._origins  # reading changes nothing
+    before = late._chunks.variants.ids()
+    assert found(late._chunks.variants.peek) and not found(late._chunks.variants.peek) & tainted
+    assert not {meta.variant_id for meta in late._chunks.variants} & tainted
+    assert late._chunks.variants.ids() == before and not late._chunks.variants._origins  # reading changes nothing
     other.cache.refresh()
-    assert tainted.isdisjoint(other._variants.ids()) and where(tmp_path, needles) == []
-    assert found(late._variants.of_chunks) and not found(late._variants.of_chunks) & tainted
+    assert tainted.isdisjoint(other._chunks.variants.ids()) and where(tmp_path, needles) == []
+    assert found(late._chunks.variants.of_chunks) and not found(late._chunks.variants.of_chunks) & tainted
 
 
 def request_of(*documents: Document) -> Request:
@@ -168,7 +168,7 @@ def test_opening_a_store_reads_records_only_after_an_erasure(start, url, monkeyp
     start(store=url).documents.erase("bob")
     seen.clear()
     engine = start(store=url)
-    assert set(seen) == set(engine._variants.ids()) and seen
+    assert set(seen) == set(engine._chunks.variants.ids()) and seen
 
 
 def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
@@ -185,13 +185,13 @@ def test_a_snapshot_does_not_bring_back_what_was_erased(start, url, tmp_path):
     assert (report.num_erased, report.num_present) == (len(tainted), held - len(tainted))
     assert engine.cache.usage()["disk"].writes == written  # not written even temporarily
     index = inspect_snapshot(tmp_path / "snapshot")
-    engine._variants.restore((variant.record, variant.frequency_reuse) for variant in index.variants)
-    assert where(tmp_path, needles) == [] and tainted.isdisjoint(engine._variants.ids())
+    engine._chunks.variants.restore((variant.record, variant.frequency_reuse) for variant in index.variants)
+    assert where(tmp_path, needles) == [] and tainted.isdisjoint(engine._chunks.variants.ids())
     ask(engine, ANNA)
     again = ids_seen_by(engine, ANNA)
     engine.cache.save_snapshot(tmp_path / "later")
     for variant_id in again:
-        engine._variants.discard(variant_id)
+        engine._chunks.variants.discard(variant_id)
     assert engine.cache.restore_snapshot(tmp_path / "later").num_erased == 0
     assert ids_seen_by(engine, ANNA) == again != set()  # sent again after the erasure
 
@@ -349,7 +349,7 @@ def test_erasure_reaches_the_memory_and_late_writes_of_another_engine(start, url
     assert seen_by(other, ANNA)
     other.cache.refresh()
     assert not seen_by(other, ANNA)
-    assert not any(array.tobytes() in rows for _, array in other._store._memory["host"]._shards.values())
+    assert not any(array.tobytes() in rows for _, array in other._chunks.store._memory["host"]._shards.values())
     ask(other, ANNA)
     other.cache.flush()
     first.cache.refresh()
@@ -360,18 +360,18 @@ def test_variants_stored_by_another_engine_during_an_erasure_are_erased(start, u
     first, other = start(store=url), start(store=url)
     fill(first)
     other.cache.refresh()
-    erase, rounds = first._store.erase, []
+    erase, rounds = first._chunks.store.erase, []
 
     def erase_before_other_writes(covered, **options):
         remaining = erase(covered, **options)
         if not rounds:
             ask(other, CARLA, ANNA)  # not aware of it yet
             other.cache.flush()
-            first._store.refresh()
+            first._chunks.store.refresh()
         rounds.append(set(covered))
         return remaining
 
-    monkeypatch.setattr(first._store, "erase", erase_before_other_writes)
+    monkeypatch.setattr(first._chunks.store, "erase", erase_before_other_writes)
     assert first.documents.erase("anna").variants == len(rounds[0])
     assert len(rounds) == 2 and len(rounds[1]) > len(rounds[0])
     assert where(tmp_path, [as_written(first)]) == []
@@ -382,8 +382,8 @@ def test_other_engines_are_notified_when_an_erasure_starts_and_ends(start, url, 
     fill(engine)
     registry = engine.documents._documents.registry
     for name, what, call in (
-        ("told", engine._store, "request_relisting"),
-        ("deleted", engine._store, "erase"),
+        ("told", engine._chunks.store, "request_relisting"),
+        ("deleted", engine._chunks.store, "erase"),
         ("noted", registry, "note"),
         ("finished", registry, "finish"),
     ):
@@ -408,11 +408,11 @@ def test_late_notice_of_an_erasure_spares_variants_computed_after_it(start, url,
     ask(other, ANNA, BOB)
     other.cache.flush()
     renewed = ids_seen_by(other, ANNA)
-    assert third._store._disk.apply_commits(dict.fromkeys(renewed)) and "host" in third._store.tiers_of(
+    assert third._chunks.store._disk.apply_commits(dict.fromkeys(renewed)) and "host" in third._chunks.store.tiers_of(
         next(iter(renewed))
     )
     third.cache.refresh()
-    assert {third._store.tiers_of(key) for key in renewed} == {("disk",)}
+    assert {third._chunks.store.tiers_of(key) for key in renewed} == {("disk",)}
     assert ids_seen_by(third, ANNA) == renewed
     assert ask(third, ANNA, BOB).recomputed_tokens == 0 and rows_of(third, renewed) == rows_of(other, renewed)
     fresh = start(store=url)
@@ -426,7 +426,7 @@ def test_second_round_of_an_erasure_spares_variants_computed_after_it(start, url
     first.cache.flush()
     late.cache.refresh()
     ask(late, ANNA)
-    erase, rounds = first._store.erase, []
+    erase, rounds = first._chunks.store.erase, []
 
     def erase_before_others_write(covered, **options):
         remaining = erase(covered, **options)
@@ -436,16 +436,16 @@ def test_second_round_of_an_erasure_spares_variants_computed_after_it(start, url
             other.cache.flush()
             ask(late, ANNA, CARLA)  # not aware of it yet
             late.cache.flush()
-            first._store.refresh()
+            first._chunks.store.refresh()
         rounds.append(set(covered))
         return remaining
 
-    monkeypatch.setattr(first._store, "erase", erase_before_others_write)
+    monkeypatch.setattr(first._chunks.store, "erase", erase_before_others_write)
     first.documents.erase("anna")
     (renewed,) = ids_seen_by(other, ANNA)
     assert renewed in rounds[0] and len(rounds) == 2
     assert ids_seen_by(first, ANNA) == {renewed}
-    assert first._store.tiers_of(renewed) == ("disk",)
+    assert first._chunks.store.tiers_of(renewed) == ("disk",)
 
 
 def test_origin_is_tracked_for_a_variant_rewritten_by_another_process(start, url):
@@ -455,20 +455,20 @@ def test_origin_is_tracked_for_a_variant_rewritten_by_another_process(start, url
     ask(first, ANNA)
     first.cache.flush()
     (known,) = ids_seen_by(first, ANNA)
-    record, dino = first._store.get_record(known), key_of(first, DINO)
-    assert record is not None and dino not in first._variants.origin_of(known).seen
-    ticket = first._store.prepare_load([known])
+    record, dino = first._chunks.store.get_record(known), key_of(first, DINO)
+    assert record is not None and dino not in first._chunks.variants.origin_of(known).seen
+    ticket = first._chunks.store.prepare_load([known])
     kv = np.array(ticket.read_layers(known, 0, first.model_config.num_layers))
-    first._store.complete_load(ticket)
-    other._store.refresh()
-    other._store._disk.remove([known])
+    first._chunks.store.complete_load(ticket)
+    other._chunks.store.refresh()
+    other._chunks.store._disk.remove([known])
     origin = Origin(frozenset({dino, key_of(first, ANNA)}))
-    assert other._store._disk.write(with_origin(record, origin), kv)
-    assert first._store._disk.apply_commits({known: None}) == (known,)
+    assert other._chunks.store._disk.write(with_origin(record, origin), kv)
+    assert first._chunks.store._disk.apply_commits({known: None}) == (known,)
     first.cache._maintenance.apply_changes((known,), ())
-    assert dino in first._variants.origin_of(known).seen
+    assert dino in first._chunks.variants.origin_of(known).seen
     first.documents.erase("dino")
-    assert first._store.tiers_of(known) == ("host",)
+    assert first._chunks.store.tiers_of(known) == ("host",)
 
 
 def test_erasure_record_is_dropped_after_an_hour(start, url, tmp_path):

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine, Request, Response
 from ccjax.engine.batch.failures import CancelledError
 from ccjax.engine.speculation import SpeculativeAnswer
+from ccjax.runner.device import kv_spec_of
 from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.types import Document
 from tests.engine.helpers import TinyModel, draw_segments
@@ -249,7 +249,7 @@ def run(engine: Engine, wave: Sequence[Asked], reuse: str, seen: collections.Cou
     for answer in answers:
         answer.look()
     started: list[int] = []
-    with engine._loop.paused():
+    with engine._loop.exclusive():
         for number, answer in enumerate(answers):
             answer.finish(functools.partial(started.append, number))
     for answer in answers:

@@ -40,7 +40,7 @@ def answer(engine, segments=SEGMENTS, **options):
 
 def only_by_requests(engine) -> None:
     """From now on, only requests apply received changes."""
-    engine._watcher.close()
+    engine._chunks.updater.close()
 
 
 def refuse(*_, **__):
@@ -103,16 +103,16 @@ def test_planning_applies_changes_on_the_loop_thread_without_reading_the_disk(st
     only_by_requests(second)
     follow, threads = second.cache._maintenance.apply_changes, []
     monkeypatch.setattr(
-        second._watcher,
+        second._chunks.updater,
         "_apply_changes",
         lambda *news: threads.append(threading.current_thread().name) or follow(*news),
     )
     answer(first)
     first.cache.flush()
-    wait_until(lambda: len(second._store.change_feed._added) == NUM_CHUNKS)
+    wait_until(lambda: len(second._chunks.store.change_feed._added) == NUM_CHUNKS)
     assert second.cache.num_variants == NUM_CHUNKS and threads == []  # its own variants
     for name in ("read", "names"):
-        monkeypatch.setattr(second._store._disk._root, name, refuse)
+        monkeypatch.setattr(second._chunks.store._disk._root, name, refuse)
     assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert threads == ["ccjax-batch"] and second.cache.num_variants == 2 * NUM_CHUNKS
 
@@ -125,7 +125,7 @@ def test_engine_under_constant_load_applies_changes_of_others(start, index_url, 
     with constant_load(second) as failed:
         answer(first)
         first.cache.flush()
-        wait_until(lambda: first._variants.chunk_ids() <= second._variants.chunk_ids(), timeout_s=120)
+        wait_until(lambda: first._chunks.variants.chunk_ids() <= second._chunks.variants.chunk_ids(), timeout_s=120)
         assert answer(second).reuse.computed_tokens == NUM_QUESTION_TOKENS
     assert failed == []
 
@@ -135,8 +135,8 @@ def test_exclusive_access_applies_pending_changes_first(start, index_url):
     only_by_requests(second)
     answer(first)
     first.cache.flush()
-    wait_until(lambda: len(second._store.change_feed._added) == NUM_CHUNKS)
-    with second._exclusive() as is_ours:
+    wait_until(lambda: len(second._chunks.store.change_feed._added) == NUM_CHUNKS)
+    with second._loop.exclusive() as is_ours:
         assert is_ours and second.cache.num_variants == NUM_CHUNKS
 
 
@@ -147,10 +147,10 @@ def test_changes_that_cannot_be_applied_fail_no_request(start, index_url, monkey
     def fail(*_):
         raise ValueError("made to fail")
 
-    monkeypatch.setattr(second._watcher, "_apply_changes", fail)
+    monkeypatch.setattr(second._chunks.updater, "_apply_changes", fail)
     answer(first)
     first.cache.flush()
-    wait_until(lambda: second._store.change_feed.has_changes)
+    wait_until(lambda: second._chunks.store.change_feed.has_changes)
     assert answer(second).reuse.prompt_tokens == sum(map(len, SEGMENTS))
     assert "could not be applied" in caplog.text
 
@@ -158,13 +158,13 @@ def test_changes_that_cannot_be_applied_fail_no_request(start, index_url, monkey
 def test_changes_by_another_engine_count_only_for_their_own_chunks(start, index_url):
     first, second = start(index_url), start(index_url)
     answer(second, others(1))
-    chunks = [meta.chunk_id for meta in second._variants]
-    before = second._variants.changes.last(chunks)
+    chunks = [meta.chunk_id for meta in second._chunks.variants]
+    before = second._chunks.variants.changes.last(chunks)
     answer(first)
     first.cache.flush()
     wait_until(lambda: second.cache.num_variants == 2 * NUM_CHUNKS)
-    assert second._variants.changes.last(chunks) == before
-    assert second._variants.changes.last([meta.chunk_id for meta in first._variants]) > before
+    assert second._chunks.variants.changes.last(chunks) == before
+    assert second._chunks.variants.changes.last([meta.chunk_id for meta in first._chunks.variants]) > before
 
 
 # -- what another engine evicted -------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ def test_eviction_by_another_engine_is_applied_except_to_chunks_in_memory(start,
     first.cache.flush()
     wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
     answer(second, [*SEGMENTS[:2], SEGMENTS[-1]])  # the system prompt and a passage, now in its memory
-    for meta in tuple(first._variants):
-        first._variants.discard(meta.variant_id)
+    for meta in tuple(first._chunks.variants):
+        first._chunks.variants.discard(meta.variant_id)
     wait_until(lambda: second.cache.num_variants == 2)
     assert second.cache.maintenance_counts == MaintenanceCounts(adopted=NUM_CHUNKS, vanished=NUM_CHUNKS - 2)
     report = answer(second).reuse
@@ -191,25 +191,30 @@ def test_variants_reused_by_a_running_prefill_stay_known_until_it_ends(start, in
     answer(first)
     first.cache.flush()
     wait_until(lambda: second.cache.num_variants == NUM_CHUNKS)
-    run_layer, keep, known = Pack.run_layer, second._capture.keep, []
+    run_layer, keep, known = Pack.run_layer, second._chunks.capture.keep, []
 
     def evict_first(pack) -> None:
-        if pack._pool is second._pool and first.cache.num_variants and not pack._loaders():  # all is in the pages
-            gone = {meta.variant_id for meta in tuple(first._variants)}
+        if (
+            pack._pool is second._device.pool and first.cache.num_variants and not pack._loaders()
+        ):  # all is in the pages
+            gone = {meta.variant_id for meta in tuple(first._chunks.variants)}
             for variant_id in gone:
-                first._variants.discard(variant_id)
-            news, followed = second._store.change_feed, second._store._watcher  # keeps pinned variants for now
+                first._chunks.variants.discard(variant_id)
+            news, followed = (
+                second._chunks.store.change_feed,
+                second._chunks.store._watcher,
+            )  # keeps pinned variants for now
             wait_until(
                 lambda: gone <= {*tuple(news._removed), *(key for key, _ in tuple(followed._unapplied_removals))}
             )
         run_layer(pack)
 
     def look(prefilled) -> None:
-        known.extend(variant_id in second._variants for variant_id in prefilled.plan.pin)
+        known.extend(variant_id in second._chunks.variants for variant_id in prefilled.plan.pin)
         keep(prefilled)
 
     monkeypatch.setattr(Pack, "run_layer", evict_first)
-    monkeypatch.setattr(second._capture, "keep", look)
+    monkeypatch.setattr(second._chunks.capture, "keep", look)
     report = answer(second, [*permuted(SEGMENTS, (3, 2, 1, 0))[:-1], [5] * 40, SEGMENTS[-1]]).reuse
     assert report.reused_tokens > 0 and report.failed_loads == 0
     assert len(known) == NUM_CHUNKS and all(known)
@@ -247,8 +252,8 @@ def test_an_erasure_reaches_the_memory_of_others_at_once(model, url, index_url, 
                 for erasure in first.documents._documents.registry._erasures.values()
                 for chunk in erasure.chunk_ids
             }
-            with other._exclusive():
-                assert erased and not other._variants.of_chunks(erased)
+            with other._loop.exclusive():
+                assert erased and not other._chunks.variants.of_chunks(erased)
         finally:
             is_over.set()
             if is_busy:
@@ -262,7 +267,7 @@ def shares(giver, taker, segments) -> bool:
     """True if `taker` soon reuses, without a refresh, what `giver` computes now."""
     expected = answer(giver, segments).token_ids
     giver.cache.flush()
-    wait_until(lambda: giver._variants.chunk_ids() <= taker._variants.chunk_ids(), timeout_s=120)
+    wait_until(lambda: giver._variants.chunk_ids() <= taker._chunks.variants.chunk_ids(), timeout_s=120)
     got = answer(taker, segments)
     assert got.token_ids == expected
     return got.reuse.computed_tokens == NUM_QUESTION_TOKENS

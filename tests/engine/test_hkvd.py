@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Request, SamplingParams
 from ccjax.policy.scheduling import SequenceWork
+from ccjax.runner.device import kv_spec_of
 from ccjax.runner.job import PrefillJob
 from ccjax.runner.pack import Pack, Piece
 from ccjax.runner.pages import RequestPages
@@ -170,7 +170,7 @@ def test_recompute_share_is_what_loading_time_hides(monkeypatch):
     ]:
         with model.engine(strategy="cacheblend", max_model_len=512, **settings) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
-            monkeypatch.setattr(engine._planner.loads, "load_s", lambda plan, disk_bytes: 1.0)
+            monkeypatch.setattr(engine._chunks.planner.loads, "load_s", lambda plan, disk_bytes: 1.0)
             monkeypatch.setattr(engine.rates, "compute_s", lambda num_tokens: 2.0)
             report = engine.generate_from_tokens(shuffled, max_new_tokens=1, reuse=reuse).reuse
         assert report.recomputed_tokens == pytest.approx(150 * share * 1.2, abs=2)
@@ -183,19 +183,19 @@ def test_plan_driven_by_deviations_has_no_focus_cut_and_fixed_pieces():
         with model.engine(strategy=strategy, max_model_len=512, recompute_ratio=0.2, focus_window=3) as engine:
             engine.generate_from_tokens(segments, max_new_tokens=1)
             prompt = engine.assemble(Request(segments=permuted(segments, [2, 1, 0])))
-            plan = engine._planner.plan(prompt, "bounded", engine._planner.usable(prompt))
+            plan = engine._chunks.planner.plan(prompt, "bounded", engine._chunks.planner.usable(prompt))
             assert dataclasses.replace(plan, focus_window=None).is_divisible == is_divisible
             assert (plan.focus_window is None) != is_divisible
             fixed = sum(plan.recomputed_tokens(segment) for segment in plan.segments)
             assert fixed == pytest.approx(150 * (1 + 8 * 0.2) / 9 if strategy == "cacheblend" else 150 * 0.2, abs=2)
             seen = []
             engine.rates.compute_s = seen.append
-            engine._planner.loads._prefill_s(plan)
+            engine._chunks.planner.loads._prefill_s(plan)
             computed = round(fixed + len(segments[-1]))
             assert seen == [computed]
             described = []
-            engine._variants.describe_prefill = lambda *counts, described=described: described.append(counts)
-            engine._capture._describe(plan)
+            engine._chunks.variants.describe_prefill = lambda *counts, described=described: described.append(counts)
+            engine._chunks.capture._describe(plan)
             assert described == [(plan.num_tokens - computed, computed)]
 
 

@@ -229,8 +229,8 @@ def test_reuse_off_runs_no_cache_code(monkeypatch):
     with MODEL.engine() as engine:
         wanted = answer(engine, segments, "bounded")
         for owner, names in (
-            (engine._store, ("prepare_load", "prepare_store")),
-            (engine._variants, ("of_chunks", "add")),
+            (engine._chunks.store, ("prepare_load", "prepare_store")),
+            (engine._chunks.variants, ("of_chunks", "add")),
         ):
             for name in names:
                 monkeypatch.setattr(owner, name, refuse)

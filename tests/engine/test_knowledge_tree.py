@@ -19,8 +19,8 @@ TOKEN = MODEL.token_bytes
 
 def held(engine) -> dict[str, VariantMeta]:
     """The variants in memory, by id."""
-    metas = {meta.variant_id: meta for meta in engine._variants}
-    return {key: meta for key, meta in metas.items() if "host" in engine._store.tiers_of(key)}
+    metas = {meta.variant_id: meta for meta in engine._chunks.variants}
+    return {key: meta for key, meta in metas.items() if "host" in engine._chunks.store.tiers_of(key)}
 
 
 def check_tree(engine) -> None:
@@ -69,8 +69,8 @@ def test_after_a_restart_leaves_are_evicted_first_even_with_unread_records(tmp_p
             answer(engine, permuted(SEGMENTS, order), "bounded", tokens=1)
         depths = {key: len(meta.prefix_ids) for key, meta in held(engine).items()}
     with opened() as engine:
-        policy = engine._variants._placement._policies["disk"]
-        order = policy.victims(sum(engine._store.charges("disk", list(depths)).values()))
+        policy = engine._chunks.variants._placement._policies["disk"]
+        order = policy.victims(sum(engine._chunks.store.charges("disk", list(depths)).values()))
         assert order is not None and set(order) == set(depths)
         place = {key: number for number, key in enumerate(order)}
         parents = policy.state(0)["parents"]

@@ -35,7 +35,7 @@ def ask(engine, segments=SEGMENTS, reuse="bounded") -> ReuseReport:
 
 
 def lossy(engine):
-    return {meta.variant_id for meta in engine._variants if engine._store.is_lossy(meta.variant_id)}
+    return {meta.variant_id for meta in engine._chunks.variants if engine._chunks.store.is_lossy(meta.variant_id)}
 
 
 @pytest.mark.parametrize("host_bytes", [1, 1 << 30])
@@ -70,17 +70,17 @@ def test_kv_computed_in_exact_mode_replaces_lossy_copies_once(url, monkeypatch):
     with MODEL.engine(store=url, disk_kv_dtype="int8") as engine:
         ask(engine)
         assert len(lossy(engine)) == 4 and len(stored) == 4  # promoted
-        before = {meta.variant_id: meta.frequency_reuse for meta in engine._variants}
+        before = {meta.variant_id: meta.frequency_reuse for meta in engine._chunks.variants}
         written = engine.cache.usage()["disk"].writes
         report = ask(engine, reuse="exact")
         assert report.computed_tokens == report.prompt_tokens and len(stored) == 8
         assert lossy(engine) == set() and engine.cache.num_variants == 4
-        assert {meta.variant_id: meta.frequency_reuse for meta in engine._variants} == before
+        assert {meta.variant_id: meta.frequency_reuse for meta in engine._chunks.variants} == before
         for reuse in ("exact", "bounded"):
             report = ask(engine, reuse=reuse)
             assert report.exact and report.reused_tokens == NUM_STORED and len(stored) == 8
         assert engine.cache.usage()["disk"].writes == written  # the disk already has its copy
-        assert not engine._store._pins
+        assert not engine._chunks.store._pins
 
 
 def test_lossy_variants_are_not_recaptured_without_room(url):
@@ -134,15 +134,15 @@ def test_repair_from_a_lossy_copy_is_stored_once_as_approximate(url):
 
 def evict_between_plan_and_load(engine: Engine, monkeypatch) -> list:
     """Evicts the copies in host memory after the first plan is made, as other threads may do; returns the plans."""
-    plans, plan = [], engine._planner.plan
+    plans, plan = [], engine._chunks.planner.plan
 
     def plan_then_evict(*args):
         plans.append(plan(*args))
         if len(plans) == 1:
-            assert engine._store.evict("host", [meta.variant_id for meta in engine._variants])
+            assert engine._chunks.store.evict("host", [meta.variant_id for meta in engine._chunks.variants])
         return plans[-1]
 
-    monkeypatch.setattr(engine._planner, "plan", plan_then_evict)
+    monkeypatch.setattr(engine._chunks.planner, "plan", plan_then_evict)
     return plans
 
 
@@ -155,7 +155,7 @@ def test_request_is_replanned_if_an_exact_copy_is_evicted_before_its_load(tmp_pa
         assert lossy(engine) == set()
         plans = evict_between_plan_and_load(engine, monkeypatch)
         got = answer(engine, SEGMENTS, reuse)
-        assert len(plans) == 2 and not engine._store._pins
+        assert len(plans) == 2 and not engine._chunks.store._pins
         if reuse == "exact":
             assert_same(got, plain)
             assert got[2].exact and got[2].reused_tokens == 0

@@ -24,7 +24,7 @@ SHUFFLED = permuted(SEGMENTS, [2, 1, 0])
 
 
 def approximate(engine):
-    return [meta for meta in engine._variants if meta.fidelity == "approx"]
+    return [meta for meta in engine._chunks.variants if meta.fidelity == "approx"]
 
 
 def fill(engine):
@@ -44,9 +44,9 @@ def repair_all(engine) -> int:
 
 def kv_of(engine, variant_id):
     """Stored KV [L, 2, T, K, H] of a variant."""
-    ticket = engine._store.prepare_load([variant_id])
+    ticket = engine._chunks.store.prepare_load([variant_id])
     kv = ticket.read_layers(variant_id, 0, MODEL.config.num_layers)
-    engine._store.complete_load(ticket)
+    engine._chunks.store.complete_load(ticket)
     return kv
 
 
@@ -62,15 +62,15 @@ def distance_to_full_prefill(engine, meta, segments) -> float:
 def test_repaired_variant_equals_full_prefill_behind_its_prefix():
     with MODEL.engine() as engine:
         fill(engine)
-        before = {(meta.chunk_id, meta.prefix_ids) for meta in engine._variants}
+        before = {(meta.chunk_id, meta.prefix_ids) for meta in engine._chunks.variants}
         for meta in approximate(engine):
             assert distance_to_full_prefill(engine, meta, SEGMENTS) > 100 * TOLERANCE  # there is something to repair
         assert repair_all(engine) >= 1
-        assert {(meta.chunk_id, meta.prefix_ids) for meta in engine._variants} == before
-        for meta in engine._variants:
+        assert {(meta.chunk_id, meta.prefix_ids) for meta in engine._chunks.variants} == before
+        for meta in engine._chunks.variants:
             assert meta.fidelity == "exact"
             assert distance_to_full_prefill(engine, meta, SEGMENTS) < TOLERANCE
-        assert engine.cache.maintenance_counts == MaintenanceCounts(repaired=3) and not engine._store._pins
+        assert engine.cache.maintenance_counts == MaintenanceCounts(repaired=3) and not engine._chunks.store._pins
         report = engine.generate_from_tokens(SHUFFLED, max_new_tokens=1, reuse="exact").reuse
         assert report.exact and report.computed_tokens == len(SHUFFLED[-1])
         assert not engine.cache.repair_one()
@@ -86,8 +86,8 @@ def test_repaired_metadata_equals_that_of_a_fresh_request(has_system):
         engine.generate_from_tokens(shuffled, max_new_tokens=1)
         repair_all(engine)
         fresh.generate_from_tokens(shuffled, max_new_tokens=1)
-        wanted = {meta.variant_id: meta for meta in fresh._variants}
-        got = {meta.variant_id: meta for meta in engine._variants}
+        wanted = {meta.variant_id: meta for meta in fresh._chunks.variants}
+        got = {meta.variant_id: meta for meta in engine._chunks.variants}
         assert wanted.keys() <= got.keys() and len(wanted) == 3 + has_system
         for variant_id, meta in wanted.items():
             assert got[variant_id].token_ranking == meta.token_ranking
@@ -98,15 +98,15 @@ def test_repaired_metadata_equals_that_of_a_fresh_request(has_system):
 def test_most_used_variant_is_repaired_first_and_keeps_its_f_r():
     with MODEL.engine() as engine:
         fill(engine)
-        earlier = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._variants}
+        earlier = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._chunks.variants}
         engine.generate_from_tokens(permuted(SHUFFLED, [0]), max_new_tokens=1)  # the first one has one more use
-        metas = {(meta.chunk_id, meta.prefix_ids): meta for meta in engine._variants}
+        metas = {(meta.chunk_id, meta.prefix_ids): meta for meta in engine._chunks.variants}
         first = max(approximate(engine), key=lambda meta: meta.frequency_reuse)
         assert first.frequency_reuse > 0 and len(first.prefix_ids) == 1
         assert engine.cache.repair_one()
-        assert first.variant_id not in engine._variants and len(approximate(engine)) == 2
+        assert first.variant_id not in engine._chunks.variants and len(approximate(engine)) == 2
         repair_all(engine)
-        for meta in engine._variants:
+        for meta in engine._chunks.variants:
             assert meta.frequency_reuse == metas[meta.chunk_id, meta.prefix_ids].frequency_reuse
         assert earlier != {key: meta.frequency_reuse for key, meta in metas.items()}
 
@@ -115,7 +115,7 @@ def test_approximate_variants_of_the_prefix_are_replaced_along_the_way():
     with MODEL.engine() as engine:
         fill(engine)
         last = max(approximate(engine), key=lambda meta: len(meta.prefix_ids))
-        engine._variants.credit([(last.variant_id, 1.0)])
+        engine._chunks.variants.credit([(last.variant_id, 1.0)])
         assert engine.cache.repair_one() and approximate(engine) == []
         assert engine.cache.maintenance_counts.repaired == 3 and engine.cache.num_variants == 7
 
@@ -128,23 +128,23 @@ def test_exact_variant_from_a_request_replaces_the_approximate_one():
         assert min(used.values()) > 0
         engine.generate_from_tokens(SHUFFLED, max_new_tokens=1, reuse="exact")
         assert approximate(engine) == [] and engine.cache.num_variants == 7
-        got = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._variants}
+        got = {(meta.chunk_id, meta.prefix_ids): meta.frequency_reuse for meta in engine._chunks.variants}
         assert {key: got[key] for key in used} == used
 
 
 def test_repair_stays_within_max_variants_and_evicts_nothing():
     with MODEL.engine(max_variants=7) as engine:
         fill(engine)
-        kept = {meta.variant_id for meta in engine._variants if meta.fidelity == "exact"}
+        kept = {meta.variant_id for meta in engine._chunks.variants if meta.fidelity == "exact"}
         repair_all(engine)
-        assert engine.cache.num_variants == 7 and kept <= {meta.variant_id for meta in engine._variants}
+        assert engine.cache.num_variants == 7 and kept <= {meta.variant_id for meta in engine._chunks.variants}
 
 
 @pytest.mark.parametrize("num_layers", range(3))
 def test_repair_can_be_cancelled_between_layers_without_effect(num_layers, request):
     with MODEL.engine() as engine:
         fill(engine)
-        before = set(engine._variants)
+        before = set(engine._chunks.variants)
         events = request.getfixturevalue("events")  # recorded from now on
 
         def num_run():
@@ -152,7 +152,7 @@ def test_repair_can_be_cancelled_between_layers_without_effect(num_layers, reque
 
         assert not engine.cache.repair_one(is_cancelled=lambda: num_run() >= num_layers)
         assert num_run() == num_layers
-        assert set(engine._variants) == before and not engine._store._pins
+        assert set(engine._chunks.variants) == before and not engine._chunks.store._pins
         assert engine.cache.maintenance_counts == MaintenanceCounts()
         assert engine.cache.repair_one(is_cancelled=lambda: False)
 
@@ -162,9 +162,9 @@ def test_repair_compiles_nothing_in_a_warmed_up_engine():
     with MODEL.engine() as engine:
         engine.warmup(only_first=True)
         fill(engine)
-        before = engine._compiled.compiled("pack")
+        before = engine._device.compiled.compiled("pack")
         assert repair_all(engine) and approximate(engine) == []
-        assert engine._compiled.compiled("pack") == before
+        assert engine._device.compiled.compiled("pack") == before
         assert engine.cache.maintenance_counts.repaired > 0
 
 
@@ -181,7 +181,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
                 raise MemoryError("no room")
             return run(prompt, *args, **kwargs)
 
-        engine._variants.credit([(doomed.variant_id, 1.0)])  # so it is tried first
+        engine._chunks.variants.credit([(doomed.variant_id, 1.0)])  # so it is tried first
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
             patch.setattr(background, "run", fail)
             assert engine.cache.repair_one()
@@ -189,7 +189,7 @@ def test_a_failed_repair_is_logged_and_not_tried_again(monkeypatch, caplog):
             repair_all(engine)
         assert [meta.variant_id for meta in approximate(engine)] == [doomed.variant_id]
         assert tried.count(doomed.chunk_id) == 1
-        assert engine.cache.maintenance_counts.repair_failed == 1 and not engine._store._pins
+        assert engine.cache.maintenance_counts.repair_failed == 1 and not engine._chunks.store._pins
         assert engine.generate_from_tokens(SHUFFLED, max_new_tokens=1).reuse.recomputed_tokens == 0
 
 
@@ -220,7 +220,7 @@ def test_a_restarted_engine_repairs_what_the_store_holds(url):
     with MODEL.engine(store=url) as engine:
         assert len(approximate(engine)) == 3 and repair_all(engine) >= 1
         engine.cache.flush()
-        for meta in engine._variants:
+        for meta in engine._chunks.variants:
             assert distance_to_full_prefill(engine, meta, SEGMENTS) < TOLERANCE
     with MODEL.engine(store=url) as engine:
         assert engine.cache.num_variants == 7 and approximate(engine) == []
@@ -284,8 +284,8 @@ def test_token_ids_are_dropped_with_their_variants():
     with MODEL.engine(max_variants=5) as engine:
         for seed in range(4):
             engine.generate_from_tokens(draw_segments(np.random.default_rng(seed), [20] * 4), max_new_tokens=1)
-            held = {key for meta in engine._variants for key in (meta.chunk_id, *meta.prefix_ids)}
-            assert set(engine._variants.tokens.known()) == held and len(held) <= 10
+            held = {key for meta in engine._chunks.variants for key in (meta.chunk_id, *meta.prefix_ids)}
+            assert set(engine._chunks.variants.tokens.known()) == held and len(held) <= 10
 
 
 def test_approximate_copy_of_a_variant_repaired_elsewhere_is_replaced(url):
@@ -301,7 +301,7 @@ def test_approximate_copy_of_a_variant_repaired_elsewhere_is_replaced(url):
             assert len(approximate(second)) == 3 and second.cache.num_variants == 10
             assert repair_all(second) == 3
             assert approximate(second) == [] and second.cache.maintenance_counts.repaired == 3
-            taken_over = sorted(meta.frequency_reuse for meta in second._variants if len(meta.prefix_ids) > 0)
+            taken_over = sorted(meta.frequency_reuse for meta in second._chunks.variants if len(meta.prefix_ids) > 0)
             assert all(credit in taken_over for credit in credits) and min(credits) > 0
 
 
@@ -315,7 +315,7 @@ def test_refresh_does_not_block_requests_while_listing_the_disk(url, monkeypatch
             assert there.wait(120)
             return (), ("gone",)
 
-        monkeypatch.setattr(engine._store, "refresh", slow)
+        monkeypatch.setattr(engine._chunks.store, "refresh", slow)
         refreshing = threading.Thread(target=engine.cache.refresh)
         refreshing.start()
         assert listing.wait(120)
@@ -326,7 +326,7 @@ def test_refresh_does_not_block_requests_while_listing_the_disk(url, monkeypatch
 
 
 def frequencies(engine):
-    return {meta.variant_id: meta.frequency_reuse for meta in engine._variants}
+    return {meta.variant_id: meta.frequency_reuse for meta in engine._chunks.variants}
 
 
 def test_engines_that_share_a_store_do_not_lower_each_others_f_r(url):
@@ -346,7 +346,7 @@ def test_engines_that_share_a_store_do_not_lower_each_others_f_r(url):
 def test_damaged_hints_lose_only_f_r(url, tmp_path, values):
     with MODEL.engine(store=url) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        some_id = next(iter(engine._variants)).variant_id
+        some_id = next(iter(engine._chunks.variants)).variant_id
     (file,) = tmp_path.rglob("hints.json")
     file.write_text(json.dumps({"frequency_reuse": values}).replace("ID", some_id))
     with MODEL.engine(store=url) as engine:

@@ -84,7 +84,7 @@ def test_chunk_value_depends_on_the_prefill_that_computed_or_reused_it(tmp_path)
     write_profile(tmp_path / PROFILE_FILE, PROFILE)
     with engine(tmp_path, strategy="reuse", focus_window=None) as one:
         one.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        policy = one._variants._placement._policies["host"]
+        policy = one._chunks.variants._placement._policies["host"]
         num_new = sum(map(len, SEGMENTS))
         cost = GRID.prefill_s(0, num_new) / num_new
         assert [entry.uses.value for entry in policy._entries.values()] == pytest.approx([cost] * len(policy._entries))

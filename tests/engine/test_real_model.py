@@ -76,12 +76,12 @@ def test_report_states_the_bound_that_the_shipped_calibration_measured(model):
 
 def metas(engine):
     ids = {chunk.chunk_id for chunk in engine.documents.passage_chunks(PASSAGES)}
-    return [meta for meta in engine._variants if meta.chunk_id in ids]
+    return [meta for meta in engine._chunks.variants if meta.chunk_id in ids]
 
 
 def asked(engine, passages, questions, reuse="bounded") -> list[np.ndarray]:
     """The result for each question after passages of which the first is exact; stores nothing."""
-    engine._planner.read_only = True
+    engine._chunks.planner.read_only = True
     sampling = SamplingParams(1, prompt_logits=8)
     return [
         engine.run(

@@ -35,16 +35,16 @@ def test_no_hit_across_salts_in_any_tier(model, tmp_path, place):
     budgets = {"device": {"device_cache_bytes": 4 << 20}, "host": {}, "disk": {"host_cache_bytes": 1}}
     with model.engine(store=tmp_path.as_uri(), **budgets[place]) as engine:
         plain = engine.run(request("anna"))
-        engine._store.flush()
+        engine._chunks.store.flush()
         assert tiers_hit(engine, "anna") == [place] * 3
         for other in ("bob", "", "ann", "anna "):
             assert tiers_hit(engine, other) == [None] * 3
-            engine._store.flush()
+            engine._chunks.store.flush()
         # Nor approximately, after another prefix, where any variant of the same text would be reused.
         assert tiers_hit(engine, "carla", segments=permuted(SEGMENTS, [2, 0, 1]), reuse="fast") == [None] * 3
         assert engine.run(request("bob")).token_ids == plain.token_ids
-        engine._store.flush()
-        ids = {one.chunk_id for one in engine._store.summaries()}
+        engine._chunks.store.flush()
+        ids = {one.chunk_id for one in engine._chunks.store.summaries()}
         assert collections.Counter(map(tenant_of, ids)).keys() == {
             tenant_tag(salt) for salt in ("anna", "bob", "", "ann", "anna ", "carla")
         }
@@ -79,7 +79,7 @@ def test_salted_chunks_can_be_repaired(model):
     with model.engine() as engine:
         engine.run(request("anna", reuse="fast"))
         engine.run(request("anna", segments=permuted(SEGMENTS, [2, 0, 1]), reuse="fast"))
-        assert {tenant_of(key) for key in engine._variants.tokens.known()} == {tenant_tag("anna")}
+        assert {tenant_of(key) for key in engine._chunks.variants.tokens.known()} == {tenant_tag("anna")}
         assert engine.cache.repair_one()
 
 
@@ -92,7 +92,7 @@ class Work:
 
     def __init__(self, engine, monkeypatch) -> None:
         self._engine, self._done = engine, []
-        run_layer, prepare_load = Pack.run_layer, engine._store.prepare_load
+        run_layer, prepare_load = Pack.run_layer, engine._chunks.store.prepare_load
 
         def noted(pack) -> None:
             self._done.append(("layer", sum(len(piece.offsets) for piece in pack._pieces), len(pack._slots)))
@@ -103,7 +103,7 @@ class Work:
             return prepare_load(variant_ids, **options)
 
         monkeypatch.setattr(Pack, "run_layer", noted)
-        monkeypatch.setattr(engine._store, "prepare_load", noted_load)
+        monkeypatch.setattr(engine._chunks.store, "prepare_load", noted_load)
 
     def of(self, salt, segments) -> list:
         self._done.clear()

@@ -67,7 +67,7 @@ def test_shared_warming_writes_results_to_disk_and_releases_all_leases(start, tm
     assert statuses(results) == ["computed", "computed", "present"] and leases(tmp_path) == []
     names = {path.stem for path in tmp_path.rglob("records/*.json")}
     assert {id_of(engine, ANNA), id_of(engine, BOB)} < names and len(names) == 3
-    on_disk = [engine._store.charge_bytes("disk", id_of(engine, one)) for one in (ANNA, BOB)]
+    on_disk = [engine._chunks.store.charge_bytes("disk", id_of(engine, one)) for one in (ANNA, BOB)]
     assert [one.num_bytes for one in results] == [*on_disk, 0]
     system, _ = engine.documents.prompt_overhead()
     lengths = [len(chunk.token_ids) for chunk in engine.documents.passage_chunks([ANNA, BOB])]
@@ -77,7 +77,7 @@ def test_shared_warming_writes_results_to_disk_and_releases_all_leases(start, tm
 
 def test_documents_claimed_by_another_process_are_skipped_and_reused_later(start, tmp_path):
     engine, other = start(), start()
-    assert other._store.claims.claim([id_of(engine, BOB)], 3600)
+    assert other._chunks.store.claims.claim([id_of(engine, BOB)], 3600)
     assert statuses(engine.documents.warm_shared([ANNA, BOB, CARLA])) == ["computed", "elsewhere", "computed"]
     assert len(leases(tmp_path)) == 1, "the other one's"
     assert statuses(other.documents.warm_shared([BOB])) == ["computed"] and leases(tmp_path) == []
@@ -87,13 +87,13 @@ def test_documents_claimed_by_another_process_are_skipped_and_reused_later(start
 
 def test_loser_of_a_claim_race_leaves_all_documents_to_the_winner(start, monkeypatch):
     engine, other = start(), start()
-    acquire = engine._store._disk.leases.acquire
+    acquire = engine._chunks.store._disk.leases.acquire
 
     def lose(keys, seconds):
-        assert other._store.claims.claim(keys[:1], 3600) == (keys[0],)
+        assert other._chunks.store.claims.claim(keys[:1], 3600) == (keys[0],)
         return acquire(keys, seconds)
 
-    monkeypatch.setattr(engine._store._disk.leases, "acquire", lose)
+    monkeypatch.setattr(engine._chunks.store._disk.leases, "acquire", lose)
     assert statuses(engine.documents.warm_shared([ANNA, BOB, CARLA])) == ["elsewhere"] * 3
     assert statuses(other.documents.warm_shared([ANNA, BOB, CARLA])) == ["computed"] * 3
 
@@ -115,8 +115,8 @@ def test_warming_continues_if_the_store_refuses_leases(start, monkeypatch):
     def refuse(*_, **__):
         raise StoreUnavailableError("no answer")
 
-    monkeypatch.setattr(engine._store._disk.leases, "acquire", refuse)
-    monkeypatch.setattr(engine._store._disk.leases, "held", refuse)
+    monkeypatch.setattr(engine._chunks.store._disk.leases, "acquire", refuse)
+    monkeypatch.setattr(engine._chunks.store._disk.leases, "held", refuse)
     assert statuses(engine.documents.warm_shared([ANNA])) == ["computed"]
 
 
@@ -128,10 +128,10 @@ def test_document_that_cannot_be_written_is_reported_as_unwritten(start, monkeyp
         def fail(*_, **__):
             raise StoreUnavailableError("disk full")
 
-        patch.setattr(engine._store._disk, "write", fail)
+        patch.setattr(engine._chunks.store._disk, "write", fail)
         (result,) = engine.documents.warm_shared([BOB])
         assert (result.status, result.num_bytes) == ("unwritten", 0) and result.reason
-        assert id_of(engine, BOB) not in engine._variants, "memory must not pass for the store"
+        assert id_of(engine, BOB) not in engine._chunks.variants, "memory must not pass for the store"
     assert statuses(engine.documents.warm_shared([BOB])) == ["computed"]
 
 
@@ -148,7 +148,7 @@ def test_failure_of_one_document_does_not_affect_others(start, monkeypatch, tmp_
     monkeypatch.setattr(type(engine.documents._warmer), "compute", fail_once)
     results = engine.documents.warm_shared([ANNA, BOB, CARLA])
     assert statuses(results) == ["computed", "failed", "computed"] and results[1].reason == "RuntimeError: device lost"
-    assert leases(tmp_path) == [] and not engine._store._pins
+    assert leases(tmp_path) == [] and not engine._chunks.store._pins
 
 
 def test_cancelled_warming_stops_between_layers_with_finished_work_on_disk(start, tmp_path):
@@ -157,21 +157,21 @@ def test_cancelled_warming_stops_between_layers_with_finished_work_on_disk(start
     in_the_second = After(3)  # also called while steps compile: counts only from the first on
     results = engine.documents.warm_shared(
         [ANNA, BOB, CARLA],
-        is_cancelled=lambda: id_of(engine, ANNA) in engine._variants and in_the_second(),
+        is_cancelled=lambda: id_of(engine, ANNA) in engine._chunks.variants and in_the_second(),
     )
-    assert statuses(results) == ["computed"] and leases(tmp_path) == [] and not engine._store._pins
+    assert statuses(results) == ["computed"] and leases(tmp_path) == [] and not engine._chunks.store._pins
     assert statuses(start().documents.warm_shared([ANNA, BOB])) == ["present", "computed"]
 
 
 def test_warming_behind_neighbours_stores_and_compares_only_the_document(start):
     engine = start()
     engine.documents.warm_shared([ANNA, BOB, CARLA])
-    before = set(engine._variants.ids())
+    before = set(engine._chunks.variants.ids())
     (result,) = engine.documents.warm_shared([CARLA], behind=[[ANNA, BOB]])
-    assert set(engine._variants.ids()) - before == {id_of(engine, CARLA, [ANNA, BOB])}
+    assert set(engine._chunks.variants.ids()) - before == {id_of(engine, CARLA, [ANNA, BOB])}
     lengths = [len(chunk.token_ids) for chunk in engine.documents.passage_chunks([BOB, CARLA])]
     assert result.computed_tokens == sum(lengths) + 1, "the first neighbour is stored alone"
-    (meta,) = (one for one in engine._variants if one.variant_id == id_of(engine, CARLA, [ANNA, BOB]))
+    (meta,) = (one for one in engine._chunks.variants if one.variant_id == id_of(engine, CARLA, [ANNA, BOB]))
     check_deviations(engine, meta)
     response = engine.generate("Who sings?", [ANNA, BOB, CARLA], reuse="exact", max_new_tokens=2)
     assert response.reuse.per_document[-1].reused_tokens == lengths[1]
@@ -198,16 +198,19 @@ def test_pruning_removes_unlisted_passages_and_kv_computed_behind_them(start):
     engine.documents.warm_shared([CARLA, ANNA], behind=[[BOB], [CARLA]])
     engine.generate("Who sings?", [Document("Eve came with a request.", "eve")], max_new_tokens=1)
     engine.cache.flush()
-    size = sum(engine._store.charge_bytes("disk", id_of(engine, *one)) for one in ((BOB,), (CARLA, [BOB])))
+    size = sum(engine._chunks.store.charge_bytes("disk", id_of(engine, *one)) for one in ((BOB,), (CARLA, [BOB])))
     keep = {chunk.chunk_id for chunk in engine.documents.passage_chunks([ANNA, CARLA])}
     other = start()
     pruned = other.documents.prune(keep)
     assert (pruned.passages, pruned.variants, pruned.num_bytes) == (1, 2, size)
     assert {one.document_id for one in other.documents.list()} == {"Anna.md", "Carla.md", "eve"}
-    assert id_of(engine, CARLA, [BOB]) not in other._variants and id_of(engine, ANNA, [CARLA]) in other._variants
+    assert (
+        id_of(engine, CARLA, [BOB]) not in other._chunks.variants
+        and id_of(engine, ANNA, [CARLA]) in other._chunks.variants
+    )
     assert dataclasses.astuple(other.documents.prune(keep)) == (0, 0, 0)
     engine.cache.refresh()
-    assert id_of(engine, CARLA, [BOB]) not in set(engine._store.ids("disk"))
+    assert id_of(engine, CARLA, [BOB]) not in set(engine._chunks.store.ids("disk"))
 
 
 def test_pruning_keeps_pinned_documents_and_those_of_requests(start):
@@ -217,7 +220,7 @@ def test_pruning_keeps_pinned_documents_and_those_of_requests(start):
     engine.documents.pin("Anna.md")
     assert engine.documents.prune(set()).variants == 0
     engine.documents.unpin("Anna.md")
-    assert engine.documents.prune(set()).variants == 1 and id_of(engine, BOB) in engine._variants
+    assert engine.documents.prune(set()).variants == 1 and id_of(engine, BOB) in engine._chunks.variants
 
 
 def test_new_documents_can_be_linked_to_stored_passages(start):

@@ -118,7 +118,7 @@ def warm(engine) -> None:
 
 def claims_of(engine, segments, monkeypatch) -> list[VariantId]:
     """Claims the variants that computing the prompt would store, as another process does while it computes."""
-    prefill, seen = engine._planner, []
+    prefill, seen = engine._chunks.planner, []
 
     def stop(plan, known):
         seen.extend(variants_to_compute(plan, known))
@@ -148,7 +148,7 @@ def test_computation_is_shared_by_default_only_with_an_index(url):
     with pytest.raises(ConfigError, match="share_computation: wanted True or False, got 1"):
         EngineConfig(share_computation=1)  # type: ignore[arg-type]
     with MODEL.engine(store=url) as engine, MODEL.engine(store=url) as other:
-        other._store.claims.claim(["x"], 3600)
+        other._chunks.store.claims.claim(["x"], 3600)
         answer(engine)
         assert not [
             path for path in Path(url.removeprefix("file://")).rglob("leases/*") if not path.name.startswith("x")
@@ -261,7 +261,7 @@ def test_waiting_request_takes_over_at_once_when_claims_are_released(monkeypatch
     engine, other = pair
     warm(engine)
     claimed = claims_of(other, SEGMENTS, monkeypatch)
-    clock.on_look = lambda: clock.num_looks == 50 and other._store.claims.release(claimed)
+    clock.on_look = lambda: clock.num_looks == 50 and other._chunks.store.claims.release(claimed)
     response = answer(engine)
     assert 0.5 < response.reuse.load_wait_s < 1.0
     assert response.reuse.computed_tokens == NUM_CHUNK_TOKENS + NUM_QUESTION_TOKENS
@@ -311,7 +311,7 @@ def test_variants_are_stored_before_the_rest_of_the_answer_is_decoded(url):
         stream = engine.stream(_request(SEGMENTS))
         next(stream)
         next(stream)
-        assert engine.cache.num_variants == 5 and not engine._store._pins
+        assert engine.cache.num_variants == 5 and not engine._chunks.store._pins
         stream.close()
 
 
@@ -353,7 +353,7 @@ def test_unavailable_store_fails_no_request(url, monkeypatch):
 
         with monkeypatch.context() as patch:
             for name in ("names", "create", "read", "replace", "delete", "make_prefix"):
-                patch.setattr(engine._store._disk._root, name, refuse)
+                patch.setattr(engine._chunks.store._disk._root, name, refuse)
             response = answer(engine)
         assert list(response.token_ids) == full_prefill() and response.reuse.load_wait_s == 0.0
 

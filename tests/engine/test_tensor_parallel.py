@@ -59,7 +59,10 @@ def test_each_expert_is_split_over_the_devices(size):
     ):
         for reuse in ("off", "bounded", "bounded"):
             assert_same(answer(engine, segments, reuse), answer(single, segments, reuse))
-        assert engine._model.params.layers[0].w_gate.addressable_shards[0].data.shape[2] * size == MIXTURE.config.d_ff
+        assert (
+            engine._device.model.params.layers[0].w_gate.addressable_shards[0].data.shape[2] * size
+            == MIXTURE.config.d_ff
+        )
 
 
 def test_weights_in_8_bits_are_split_with_their_scales():
@@ -70,7 +73,7 @@ def test_weights_in_8_bits_are_split_with_their_scales():
         Engine.from_pretrained(name, tensor_parallel_size=4, **settings) as engine,
     ):
         assert_same(answer(engine, segments, "bounded"), answer(single, segments, "bounded"))
-        scales = engine._model.params.layers[0].wq.scales
+        scales = engine._device.model.params.layers[0].wq.scales
         assert scales.shape[0] == 4 and scales.addressable_shards[0].data.shape[0] == 1
 
 
@@ -166,13 +169,13 @@ def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
 
 def test_each_device_holds_its_shard_of_weights_and_pages():
     with engine_of(4, device_cache_bytes=2 << 20) as engine:
-        wq, k_pages = engine._model.params.layers[0].wq, engine._pool._layers[0][0]
+        wq, k_pages = engine._device.model.params.layers[0].wq, engine._device.pool._layers[0][0]
         assert [shard.data.shape for shard in wq.addressable_shards] == [(64, 2, wq.shape[2])] * 4
         assert [shard.data.shape[0] for shard in k_pages.addressable_shards] == [1] * 4  # of two kv heads in total
         assert len({shard.device for shard in k_pages.addressable_shards}) == 4
-        assert len(engine._model.put(np.zeros(3)).sharding.device_set) == 4  # or each layer would copy it
+        assert len(engine._device.model.put(np.zeros(3)).sharding.device_set) == 4  # or each layer would copy it
         answer(engine, SEGMENTS, "bounded")
-        assert engine._pool._layers[0][0].sharding == k_pages.sharding
+        assert engine._device.pool._layers[0][0].sharding == k_pages.sharding
 
 
 def test_model_is_loaded_sharded_over_its_devices():

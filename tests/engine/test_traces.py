@@ -47,7 +47,7 @@ def test_warm_up_leaves_nothing_to_compile(strategy, num_layers, num_pages):
     few = {"max_num_batched_tokens": 128, "max_num_seqs": 2, "device_cache_bytes": num_pages * model.page_bytes}
     with model.engine(max_model_len=128, strategy=strategy, focus_window=None, **few) as engine:
         engine.warmup(lambda stage, done, total: seen.append((stage, done, total)))
-        assert len(seen) > len(engine._sizes.packs()) + len(engine._sizes.decodes())
+        assert len(seen) > len(engine._device.sizes.packs()) + len(engine._device.sizes.decodes())
         assert seen == [("compile", done, len(seen)) for done in range(1, len(seen) + 1)]
         before = compilations().count
         segments = draw_segments(random, [30, 24, 36])

@@ -24,9 +24,9 @@ def test_stored_variants_have_the_prefixes_of_the_state(model, filled):
     state, store, told = filled
     assert told == len(steps(state, PROMPTS)) == {"empty": 0, "seen": 2, "idle": 2}.get(state, 6)
     with Engine(model, EngineConfig(store=store)) as engine:
-        found = sorted(len(meta.prefix_ids) for meta in engine._variants)
+        found = sorted(len(meta.prefix_ids) for meta in engine._chunks.variants)
         (frame,) = {len(engine.documents.frame.documents)}
-        compared = sum(bool(meta.token_deviations) for meta in engine._variants)
+        compared = sum(bool(meta.token_deviations) for meta in engine._chunks.variants)
     # The instructions, those of the frame one behind the other, and every passage behind all of these.
     framed = [*range(1, 1 + frame), *[1 + frame] * 6]
     alone, seen = [0, *[1] * 6], [0, 1, 1, 2, 2, 3, 3]

@@ -7,7 +7,6 @@ import os
 
 import pytest
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.engine import Engine
 from ccjax.precompute.estimate import FileSystem, file_system_of, make_estimate, sample
 from ccjax.precompute.plan import Unit
@@ -37,7 +36,7 @@ def test_estimated_bytes_match_the_store(tmp_path, kv_dtype, compares):
         chunks, (system, _) = engine.documents.passage_chunks(documents), engine.documents.prompt_overhead()
         used = engine.cache.usage()[DISK].used_bytes
         spec = kv_spec_of(engine.model_config, "float32")
-        identity = StoreIdentity(engine._store._disk.identity.model_fingerprint)
+        identity = StoreIdentity(engine._chunks.store._disk.identity.model_fingerprint)
     sizes = Sizes(spec, identity, kv_dtype)
     assert system is not None
     expected = [sizes.of(system, (), False)]

@@ -41,17 +41,19 @@ class Batch:
     """Requests over the pool, store and index of an engine that runs nothing itself meanwhile."""
 
     def __init__(self, engine, pool=None):
-        self.engine, self.pool = engine, engine._pool if pool is None else pool
-        self.decoder = DecodeBatch(engine._model, self.pool)
+        self.engine, self.pool = engine, engine._device.pool if pool is None else pool
+        self.decoder = DecodeBatch(engine._device.model, self.pool)
 
     def begin(self, segments, reuse="bounded", answered=()):
         """The request with its plan, pages and loads; `answered`: tokens that it drew before it was preempted."""
         engine, stack = self.engine, contextlib.ExitStack()
         prompt = engine.assemble(Request(segments=segments, sampling=SAMPLING, reuse=reuse))
-        plan = engine._planner.plan(prompt, reuse, engine._planner.usable(prompt) if reuse != "off" else {})
-        ticket = engine._store.prepare_load(plan.pin)
+        plan = engine._chunks.planner.plan(
+            prompt, reuse, engine._chunks.planner.usable(prompt) if reuse != "off" else {}
+        )
+        ticket = engine._chunks.store.prepare_load(plan.pin)
         assert not ticket.missing
-        chunks = {key: engine._pool.get(key) for key, tier in ticket.tiers.items() if tier == "device"}
+        chunks = {key: engine._device.pool.get(key) for key, tier in ticket.tiers.items() if tier == "device"}
         pages = RequestPages(self.pool, plan, chunks)
         for _ in answered:
             pages.append()
@@ -59,7 +61,7 @@ class Batch:
         if any(s.action == "reuse" and n not in pages.shared for n, s in enumerate(plan.segments)):
             wait_limit = WaitLimit(None)
             wait_limit.expect({one.variant_id: one.num_tokens for one in plan.segments if one.variant_id})
-            model = engine._model
+            model = engine._device.model
             contexts = LayerLoader(
                 ticket,
                 plan,
@@ -79,7 +81,7 @@ class Batch:
         work = [Piece(one.job, one.done, one.done + count) for one, count in pieces]
         for one, count in pieces:
             one.done += count
-        pack = pack_pieces(self.engine._model, self.pool, work, max_rows=1024)
+        pack = pack_pieces(self.engine._device.model, self.pool, work, max_rows=1024)
         while not pack.is_done:
             pack.run_layer()
         jobs, logits = pack.logits()
@@ -98,7 +100,7 @@ class Batch:
 
     def end(self, one):
         one.stack.close()
-        self.engine._store.complete_load(one.ticket, ok=False)
+        self.engine._chunks.store.complete_load(one.ticket, ok=False)
         one.job = None
 
 
@@ -138,9 +140,9 @@ def test_random_packs_and_batches_give_the_same_answers_as_alone(seed, settings)
         for segments in asked[:3]:
             alone(engine, segments)  # fills the store
         object.__setattr__(engine.config, "read_only", True)
-        engine._planner.read_only = True
+        engine._chunks.planner.read_only = True
         wanted = [alone(engine, *one) for one in zip(asked, reuse, strict=True)]
-        batch, free = Batch(engine), engine._pool.num_free
+        batch, free = Batch(engine), engine._device.pool.num_free
         waiting = list(enumerate(zip(asked, reuse, strict=True)))
         begun, decoding = {}, {}
         while waiting or begun or decoding:
@@ -165,7 +167,7 @@ def test_random_packs_and_batches_give_the_same_answers_as_alone(seed, settings)
                 batch.end(one)
                 assert one.tokens == wanted[number][0], number
                 np.testing.assert_allclose(one.logprobs, wanted[number][1], atol=TOLERANCE)
-        assert engine._pool.num_free == free
+        assert engine._device.pool.num_free == free
 
 
 def test_requests_share_the_pages_of_a_chunk_at_different_positions():
@@ -208,13 +210,13 @@ def test_new_page_is_allocated_only_when_the_last_one_is_full():
         batch = Batch(engine)
         one = batch.begin(draw_segments(np.random.default_rng(7), [20], question=15))
         pages = one.job.pages
-        free, taken = engine._pool.num_free, []
+        free, taken = engine._device.pool.num_free, []
         for _ in range(40):
             taken.append(pages.needs_page)
             slot = pages.append()
             assert pages.slots[-1] == slot and len(set(pages.slots)) == pages.num_tokens
         assert [number for number, is_new in enumerate(taken) if is_new] == [1, 17, 33]
-        assert engine._pool.num_free == free - 3
+        assert engine._device.pool.num_free == free - 3
         batch.end(one)
 
 
@@ -222,12 +224,12 @@ def test_failed_page_allocation_takes_no_pages():
     from ccjax.store import TierFullError
 
     with MODEL.engine(max_model_len=512, device_cache_bytes=100 * PAGE) as engine:
-        held = engine._pool.allocate([96 * PAGE_TOKENS])
+        held = engine._device.pool.allocate([96 * PAGE_TOKENS])
         with pytest.raises(TierFullError, match="wanted 5 pages, 4 are free"):
             Batch(engine).begin(draw_segments(np.random.default_rng(7), [33]))
-        assert engine._pool.num_free == 4
+        assert engine._device.pool.num_free == 4
         held[0].free()
-        assert engine._pool.num_free == 100
+        assert engine._device.pool.num_free == 100
 
 
 def test_pack_continues_after_a_job_is_dropped():
@@ -238,7 +240,10 @@ def test_pack_continues_after_a_job_is_dropped():
         batch = Batch(engine)
         running = [batch.begin(segments, "off") for segments in asked]
         pack = pack_pieces(
-            engine._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running], max_rows=1024
+            engine._device.model,
+            batch.pool,
+            [Piece(one.job, 0, len(one.job.offsets)) for one in running],
+            max_rows=1024,
         )
         pack.run_layer()
         pack.drop(running[1].job)
@@ -283,7 +288,7 @@ def test_failed_load_fails_only_its_own_request():
         alone(host, segments)
         object.__setattr__(host.config, "read_only", True)
         wanted = [alone(host, permuted(segments, order)) for order in orders]
-        batch = Batch(host, other._pool)
+        batch = Batch(host, other._device.pool)
         running = [batch.begin(permuted(segments, order)) for order in orders]
         for number, one in enumerate(running):
             assert not one.job.pages.shared and one.job.contexts is not None
@@ -314,7 +319,7 @@ def test_only_segments_without_recomputed_tokens_are_shared():
         alone(engine, segments)
         batch = Batch(engine)
         moved = batch.begin(permuted(segments, [1, 0]))
-        chunks = {key: engine._pool.get(key) for key in moved.ticket.tiers}
+        chunks = {key: engine._device.pool.get(key) for key in moved.ticket.tiers}
         assert shared_segments(moved.job.plan, chunks) == moved.job.pages.shared == {0}
         assert shared_segments(moved.job.plan, {}) == frozenset()
         batch.end(moved)

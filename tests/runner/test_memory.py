@@ -279,9 +279,12 @@ def test_memory_share_sets_the_pool_size_unless_bytes_are_given():
     settings = {"max_model_len": 512, "device_memory_bytes": 64 << 20}
     with MODEL.engine(gpu_memory_utilization=0.5, **settings) as engine:
         plan = engine.memory_plan()
-        assert engine._store.shortfall_bytes("device", 1) == 0  # there is such a tier
-        page = engine._pool.page_bytes
-        assert 0 <= (32 << 20) - (plan.besides_pool + plan.pool) < page and plan.pool == engine._pool.num_pages * page
+        assert engine._chunks.store.shortfall_bytes("device", 1) == 0  # there is such a tier
+        page = engine._device.pool.page_bytes
+        assert (
+            0 <= (32 << 20) - (plan.besides_pool + plan.pool) < page
+            and plan.pool == engine._device.pool.num_pages * page
+        )
     with MODEL.engine(gpu_memory_utilization=0.5, device_cache_bytes=3 << 20, **settings) as engine:
         assert engine.config.device_cache_bytes == 3 << 20
         assert (3 << 20) - page < engine.memory_plan().pool <= 3 << 20
@@ -318,4 +321,4 @@ def test_model_that_does_not_fit_is_rejected_before_reading_weights(tmp_path):
 
 def test_planned_batch_sizes_equal_those_of_the_engine():
     with MODEL.engine(max_model_len=512, strategy="full") as engine:
-        assert engine._sizes == sizes_of(MODEL.config, engine.config) == BatchSizes(512, with_mass=False)
+        assert engine._device.sizes == sizes_of(MODEL.config, engine.config) == BatchSizes(512, with_mass=False)

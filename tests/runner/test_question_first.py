@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ccjax.cache.snapshot.cache import kv_spec_of
 from ccjax.policy.question import revise
 from ccjax.runner.context_loader import JobFailedError
+from ccjax.runner.device import kv_spec_of
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
 from ccjax.runner.pack import Pack, Piece

@@ -35,7 +35,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 
 def taken(engine: Engine) -> tuple[list, list]:
     """Sizes of packs and decode steps that requests take now."""
-    sizes = engine._compiled
+    sizes = engine._device.compiled
     return [sizes.pack([count], 100, 3) for count in (9, 60, 140)], [sizes.decode(count, 20) for count in (1, 3)]
 
 
@@ -49,7 +49,7 @@ def test_padded_sizes_give_the_same_answers_and_compile_nothing(width, tier):
     seen = []
     with tiny.engine(**FEW, **tier) as engine:
         engine.warmup(lambda stage, done, total: seen.append((stage, done, total)), only_first=True)
-        first, listed = engine._steps.first(), engine._steps.all()
+        first, listed = engine._device.steps.first(), engine._device.steps.all()
         assert seen == [("compile", done, len(first)) for done in range(1, len(first) + 1)]
         assert engine.num_sizes_left == len(listed) - len(first) > 0
         before = compilations().count
@@ -61,7 +61,7 @@ def test_padded_sizes_give_the_same_answers_and_compile_nothing(width, tier):
         assert padded != natural
 
         left, in_background = engine.num_sizes_left, compilations().background_count
-        assert left > len(listed) - len(first) or engine._compiled.next() in listed
+        assert left > len(listed) - len(first) or engine._device.compiled.next() in listed
         while engine.compile_one():
             assert engine.num_sizes_left < left
             left = engine.num_sizes_left
@@ -69,7 +69,7 @@ def test_padded_sizes_give_the_same_answers_and_compile_nothing(width, tier):
         assert taken(engine) == natural
         assert answers(engine) == wanted
         assert compilations().count == before  # nobody waited for any of them
-        assert engine._compiled.next() is None
+        assert engine._device.compiled.next() is None
 
 
 def test_prompt_that_drops_rows_compiles_nothing():
@@ -133,7 +133,7 @@ def test_compiling_a_pack_does_not_hold_the_pages_lock(monkeypatch):
         compile_ahead = jax.stages.Lowered.compile
 
         def watched(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-            with engine._pool._pages_lock:  # would wait for ever
+            with engine._device.pool._pages_lock:  # would wait for ever
                 was_free.append(lowered.as_text().partition(" attributes")[0])
             return compile_ahead(lowered)
 
@@ -154,8 +154,8 @@ def test_size_that_fails_to_compile_is_skipped(monkeypatch, caplog):
         while engine.compile_one():
             pass
         assert engine.num_sizes_left == 0 and "out of memory" in caplog.text
-        left = len(engine._compiled.compiled("pack"))
-        assert left == sum(kind == "pack" for kind, _ in engine._steps.first())
+        left = len(engine._device.compiled.compiled("pack"))
+        assert left == sum(kind == "pack" for kind, _ in engine._device.steps.first())
         answers(engine)
         assert engine.num_sizes_left == 0
 

@@ -63,7 +63,7 @@ def test_store_is_moved_by_the_command_line(filled, tmp_path):
     assert restored["num_restored"] == 3 and restored["failed_writes"] == 0 and "Restoring" in errors
     with Engine.from_pretrained("demo", store=other) as engine:
         response = engine.generate(QUESTION, DOCUMENTS)
-        frequencies = {meta.variant_id: meta.frequency_reuse for meta in engine._variants}
+        frequencies = {meta.variant_id: meta.frequency_reuse for meta in engine._chunks.variants}
     assert response.token_ids == answer and response.reuse.exact
     assert response.reuse.computed_tokens == response.reuse.prompt_tokens - response.reuse.reused_tokens
     assert {part.tier for part in response.reuse.per_document} == {"disk"}

@@ -141,7 +141,7 @@ def test_client_disconnect_cancels_all_choices(server: Server) -> None:
             await stream.close()
 
     asyncio.run(ask())
-    with server.engine._exclusive():
+    with server.engine._loop.exclusive():
         pass
     wait_until(lambda: not len(server.engine._loop._sequences), timeout_s=60)
     assert not server.engine._loop._sequences.pages.shared

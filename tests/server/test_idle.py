@@ -36,7 +36,7 @@ def leave_approximate(server: Server) -> None:
 
 
 def num_approximate(server: Server) -> int:
-    return sum(meta.fidelity == "approx" for meta in server.engine._variants)
+    return sum(meta.fidelity == "approx" for meta in server.engine._chunks.variants)
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def test_variants_of_another_engine_are_used_without_a_restart(
             assert metrics(server)[("ccjax_variants_adopted_total",)] == other.cache.num_variants == 3
             report = post(server, documents=PASSAGES, max_tokens=1).json()["reuse"]
             assert {entry["tier"] for entry in report["per_document"]} == {"disk"} and report["exact"]
-            for meta in tuple(other._variants):
-                other._variants.discard(meta.variant_id)
+            for meta in tuple(other._chunks.variants):
+                other._chunks.variants.discard(meta.variant_id)
             # What it read is in its own memory now; what it did not read would be gone.
             wait_until(lambda: server.engine.cache.usage()["disk"].num_variants == 0)
             assert server.engine.cache.num_variants == 3

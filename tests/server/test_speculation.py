@@ -106,7 +106,7 @@ def test_an_answer_from_other_passages_is_abandoned(staged: Server, monkeypatch:
     right, wrong = rise(staged, before)
     assert (right, wrong) == (0, 3)
     wait_until(lambda: is_quiet(staged), timeout_s=60)
-    assert staged.engine.batch_counts.free_pages == free_pages and not staged.engine._store._pins
+    assert staged.engine.batch_counts.free_pages == free_pages and not staged.engine._chunks.store._pins
 
 
 def test_passages_reordered_by_the_search_are_computed_once(staged: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_client_disconnect_during_the_search_leaves_no_request_running(
     wait_until(lambda: is_quiet(staged), timeout_s=60)
     go_on.set()
     assert ended.wait(120)
-    wait_until(lambda: is_quiet(staged) and not staged.engine._store._pins, timeout_s=60)
+    wait_until(lambda: is_quiet(staged) and not staged.engine._chunks.store._pins, timeout_s=60)
 
 
 def test_request_refused_after_the_search_cancels_its_speculation(

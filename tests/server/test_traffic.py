@@ -41,7 +41,7 @@ def metrics(server: Server) -> dict[tuple[str, ...], float]:
 @contextlib.contextmanager
 def busy(server: Server) -> Iterator[None]:
     """A context in which the engine begins no request."""
-    with server.engine._exclusive():
+    with server.engine._loop.exclusive():
         yield
 
 
@@ -172,7 +172,7 @@ def test_metrics_counters_follow_requests(server: Server) -> None:
     answer = patience.post(url, json=body("Which?", documents=passages, reuse="exact")).json()
     assert patience.post(url, json=body("")).status_code == 400
     assert patience.post(url, json=body("x", max_tokens=5000)).status_code == 400
-    wait_until(lambda: all(meta.fidelity == "exact" for meta in server.engine._variants))  # no repair in between
+    wait_until(lambda: all(meta.fidelity == "exact" for meta in server.engine._chunks.variants))  # no repair in between
     after = metrics(server)
 
     def moved(*key: str) -> float:

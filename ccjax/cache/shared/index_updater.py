@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ccjax.cache.exclusive import Exclusive
+from ccjax.cache.variants import VariantIndex
 from ccjax.store.change_feed import POLL_S, ChangeFeed
 
 logger = logging.getLogger(__name__)
@@ -25,38 +26,42 @@ class VariantIndexUpdater:
     The store's own thread polls the index and reads what it needs. `apply` updates the variants, without I/O, on the
     batch loop's thread or while that is paused.
 
-    Args:
-      apply_changes: applies the ids that were added and removed to the variants.
-      exclusive: entered to apply pending changes.
-      refresh: lists the store and applies the differences.
+    Attributes:
+      num_adopted, num_vanished: variants that other processes added to, or removed from, the same store so far.
     """
 
-    def __init__(
-        self,
-        change_feed: ChangeFeed | None,
-        apply_changes: Callable[[tuple[str, ...], tuple[str, ...]], None],
-        exclusive: Exclusive,
-        refresh: Callable[[], None],
-    ) -> None:
+    def __init__(self, change_feed: ChangeFeed | None, variants: VariantIndex) -> None:
+        self.num_adopted = 0
+        self.num_vanished = 0
         self._change_feed = change_feed
-        self._apply_changes = apply_changes
-        self._exclusive = exclusive
-        self._refresh = refresh
+        self._variants = variants
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Starts watching if there is a shared index."""
+    def start(self, exclusive: Exclusive, refresh: Callable[[], None]) -> None:
+        """Starts watching if there is a shared index.
+
+        Args:
+          exclusive: applies pending changes when it is entered.
+          refresh: lists the store and applies the differences.
+        """
         if self._change_feed is not None:
-            self._thread = threading.Thread(target=self._run, name="ccjax-watch", daemon=True)
+            arguments = (self._change_feed, exclusive, refresh)
+            self._thread = threading.Thread(target=self._run, args=arguments, name="ccjax-watch", daemon=True)
             self._thread.start()
+
+    def apply_changes(self, added: Sequence[str], removed: Sequence[str]) -> None:
+        """Applies the ids of variants that were added and removed, as `TieredStore.refresh` returns them."""
+        adopted, vanished = self._variants.apply_changes(added, removed)
+        self.num_adopted += adopted
+        self.num_vanished += vanished
 
     def apply(self) -> None:
         """Applies the changes since the last call to the variants; logs a failure."""
         if self._change_feed is None or not self._change_feed.has_changes:
             return
         try:
-            self._apply_changes(*self._change_feed.take())
+            self.apply_changes(*self._change_feed.take())
         except Exception:
             logger.exception("changes of other processes could not be applied; the next listing will find them")
 
@@ -66,18 +71,17 @@ class VariantIndexUpdater:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        assert self._change_feed is not None
+    def _run(self, change_feed: ChangeFeed, exclusive: Exclusive, refresh: Callable[[], None]) -> None:
         while not self._closing.is_set():
-            if not self._change_feed.wait(POLL_S):
+            if not change_feed.wait(POLL_S):
                 continue
             pause_s = POLL_S  # while requests run, changes are applied before each is planned
             try:
-                if self._change_feed.needs_listing:
-                    self._refresh()
+                if change_feed.needs_listing:
+                    refresh()
                     pause_s = _LISTING_PAUSE_S
                 else:
-                    with self._exclusive(wait=False):
+                    with exclusive(wait=False):
                         pass
             except RuntimeError:  # closed meanwhile
                 logger.debug("watching the store ends", exc_info=True)

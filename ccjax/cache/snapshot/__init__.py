@@ -8,13 +8,13 @@ KV is saved from and restored to host memory, never a sharded device array, so a
 mesh.
 """
 
-from ccjax.cache.snapshot.cache import ChunkCache, open_cache
+from ccjax.cache.snapshot.cache import IndexedStore, open_cache
 from ccjax.cache.snapshot.index import SnapshotIndex, SnapshotVariant, inspect_snapshot
 from ccjax.cache.snapshot.restore import RestoreReport, restore_snapshot
 from ccjax.cache.snapshot.save import SaveReport, save_snapshot
 
 __all__ = [
-    "ChunkCache",
+    "IndexedStore",
     "RestoreReport",
     "SaveReport",
     "SnapshotIndex",

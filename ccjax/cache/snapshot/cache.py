@@ -11,14 +11,13 @@ from typing import Any
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.rates import Rates
 from ccjax.cache.variants import VariantIndex
-from ccjax.models.llama3.config import LlamaConfig
 from ccjax.policy.eviction import DEFAULT_POLICY, POLICIES
 from ccjax.store.spec import KVSpec, StoreIdentity
 from ccjax.store.tiered import TieredStore
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkCache:
+class IndexedStore:
     """A store, its index, and the identity that owns them.
 
     Attributes:
@@ -35,15 +34,10 @@ class ChunkCache:
     exclusive: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-def kv_spec_of(config: LlamaConfig, dtype: str) -> KVSpec:
-    """Shape and dtype of the KV that a model of this configuration computes."""
-    return KVSpec(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-
-
 @contextlib.contextmanager
 def open_cache(
     url: str, *, kv_spec: KVSpec, identity: StoreIdentity, model: str, disk_bytes: int | None = None
-) -> Iterator[ChunkCache]:
+) -> Iterator[IndexedStore]:
     """The cache at a store URL, for use without a model and without host memory for KV. When the block ends, restored
     variants and their `f_r` are on disk.
 
@@ -54,7 +48,7 @@ def open_cache(
         policy = _policy_of(store.read_hints().get("eviction"))
         variants = VariantIndex(store, MeasuredCosts(Rates()), policy=policy, max_variants=None)
         before = len(variants)
-        yield ChunkCache(store, variants, identity, model)
+        yield IndexedStore(store, variants, identity, model)
         store.flush()
         if len(variants) != before:
             variants.save_hints()

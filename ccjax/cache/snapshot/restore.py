@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.cache.snapshot.cache import ChunkCache
+from ccjax.cache.snapshot.cache import IndexedStore
 from ccjax.cache.snapshot.index import PARTS, SnapshotIndex, SnapshotVariant, read_index, url_of
 from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.cache.variant_records import meta_from_record
@@ -50,7 +50,7 @@ class RestoreReport:
 
 
 def restore_snapshot(
-    cache: ChunkCache, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
+    cache: IndexedStore, where: str | Path, *, max_bytes: int | None = None, progress: Progress | None = None
 ) -> RestoreReport:
     """Stores the variants of a snapshot that the cache does not have, hottest first, each in every tier that has room.
 
@@ -88,7 +88,7 @@ def restore_snapshot(
 class _Restorer:
     """Restores part by part."""
 
-    def __init__(self, cache: ChunkCache, folder: PackFolder, report: RestoreReport, uses: Any) -> None:
+    def __init__(self, cache: IndexedStore, folder: PackFolder, report: RestoreReport, uses: Any) -> None:
         self._cache = cache
         self._folder = folder
         self._report = report
@@ -163,7 +163,7 @@ class _Restorer:
         return bool(took)
 
 
-def _check_identity(index: SnapshotIndex, cache: ChunkCache, url: str) -> None:
+def _check_identity(index: SnapshotIndex, cache: IndexedStore, url: str) -> None:
     ours, theirs = cache.store.kv_spec, index.kv_spec
     if theirs.dtype != ours.dtype:
         raise SnapshotError(f"snapshot: {url} holds KV in {theirs.dtype}, this is for {ours.dtype}")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ccjax.cache.snapshot.cache import ChunkCache
+from ccjax.cache.snapshot.cache import IndexedStore
 from ccjax.cache.snapshot.index import KEY, PARTS, SnapshotIndex, SnapshotVariant, decode_index, url_of
 from ccjax.cache.snapshot.packs import PackFolder
 from ccjax.errors import SnapshotError
@@ -53,7 +53,7 @@ class SaveReport:
 
 
 def save_snapshot(
-    cache: ChunkCache, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
+    cache: IndexedStore, where: str | Path, *, overwrite: bool = False, progress: Progress | None = None
 ) -> SaveReport:
     """Writes all variants of the cache, hottest first, with their metadata and `f_r`. A reader finds the whole snapshot
     or none, even if the process is killed.
@@ -109,7 +109,7 @@ class _Writer:
     """Writes parts and collects the index of their variants."""
 
     def __init__(
-        self, cache: ChunkCache, frequencies: dict[str, float], total_bytes: int, progress: Progress | None
+        self, cache: IndexedStore, frequencies: dict[str, float], total_bytes: int, progress: Progress | None
     ) -> None:
         self.variants: list[SnapshotVariant] = []
         self.num_bytes = 0

@@ -16,27 +16,26 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
+from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.costs import UNMEASURED_S_PER_TOKEN
-from ccjax.cache.rates import Rates
-from ccjax.cache.variants import VariantIndex
+from ccjax.config.engine import BatchSettings
 from ccjax.engine.batch.failures import as_request_error
 from ccjax.engine.batch.locked_scheduler import LockedScheduler
 from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.batch.sequences import Sequences
 from ccjax.errors import OverloadError
-from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, SchedulerSettings, StepCosts
+from ccjax.policy.scheduling import AdmissionQueueFullError, NeverFitsError, StepCosts
 from ccjax.runner.context_loader import JobFailedError
 from ccjax.runner.decode import DecodeBatch
-from ccjax.runner.device_model import DeviceModel
+from ccjax.runner.device import Device
 from ccjax.runner.pack import Piece
 from ccjax.runner.packing import pack_pieces
-from ccjax.runner.pool import DevicePool
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.runner.sampling import SampledToken, sample_tokens
-from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -68,33 +67,20 @@ class BatchLoop:
 
     def __init__(
         self,
-        model: DeviceModel,
-        variants: VariantIndex,
-        store: TieredStore,
-        pool: DevicePool,
-        rates: Rates,
-        settings: SchedulerSettings,
-        *,
-        max_retries: int,
-        with_mass: bool = True,
-        apply_changes: Callable[[], None] = lambda: None,
+        device: Device,
+        chunks: ChunkCache,
+        config: BatchSettings,
     ) -> None:
-        """
-        Args:
-          max_retries: how often a sequence whose step failed is retried.
-          with_mass: as for `Pack`.
-          apply_changes: as for `Sequences`.
-        """
-        self._model = model
-        self._pool = pool
-        self._rates = rates
-        self._with_mass = with_mass
+        self._model = device.model
+        self._pool = device.pool
+        self._rates = chunks.rates
+        self._with_mass = device.sizes.with_mass
+        self._apply_changes = chunks.updater.apply
         self._changed = threading.Condition()
+        settings = config.scheduler_settings(device.pool.num_pages, PAGE_TOKENS, device.sizes.context_tokens)
         self._scheduler = LockedScheduler(settings, self._changed)
-        self._sequences = Sequences(
-            self._scheduler, variants, store, pool, max_retries=max_retries, apply_changes=apply_changes
-        )
-        self._decoder = DecodeBatch(model, pool)
+        self._sequences = Sequences(self._scheduler, chunks, device.pool, max_retries=config.max_retries)
+        self._decoder = DecodeBatch(device.model, device.pool)
         self._decode_step_s = 0.0
         self._new: collections.deque[TokenSequence] = collections.deque()
         self._num_pausing = 0
@@ -165,10 +151,10 @@ class BatchLoop:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def paused(self, *, wait: bool = True) -> Iterator[bool]:
+    def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
         """Pauses the loop between two steps, once no prefill is in progress; meanwhile the calling thread may use
         everything that the loop uses. Sequences may be in the middle of decoding. Without `wait`, yields False instead
-        of waiting for a request or another thread.
+        of waiting for a request or another thread. What other processes changed in the store is applied first.
 
         Raises:
           RuntimeError: the loop is closed.
@@ -182,6 +168,8 @@ class BatchLoop:
         try:
             if may_enter and self._closed:
                 raise RuntimeError("engine: closed already")
+            if may_enter:
+                self._apply_changes()
             yield may_enter
         finally:
             if may_enter:

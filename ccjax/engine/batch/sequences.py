@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
+from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.planned_prefill import PlannedPrefill
 from ccjax.cache.reads import LoadFailedError
-from ccjax.cache.variants import VariantIndex
 from ccjax.engine.batch.available_pages import AvailablePages
 from ccjax.engine.batch.failures import CancelledError, as_request_error, too_late
 from ccjax.engine.batch.locked_scheduler import LockedScheduler, planning_order
@@ -20,7 +20,6 @@ from ccjax.runner.packing import AnyPack
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import SampledToken
 from ccjax.store.errors import TierFullError
-from ccjax.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -43,30 +42,27 @@ class Sequences:
     def __init__(
         self,
         scheduler: LockedScheduler,
-        variants: VariantIndex,
-        store: TieredStore,
+        chunks: ChunkCache,
         pool: DevicePool,
         *,
         max_retries: int,
-        apply_changes: Callable[[], None],
     ) -> None:
         """
         Args:
           max_retries: how often a sequence whose step failed is retried.
-          apply_changes: called before sequences are planned; may change the index of variants, must not do I/O.
         """
         self.pack: AnyPack | None = None
-        self.pages = AvailablePages(pool, store, variants)
+        self.pages = AvailablePages(pool, chunks.store, chunks.variants)
         self.num_preemptions = 0
         self.num_retries = 0
         self.answer_tokens: float | None = None
         self._by_id: dict[str, TokenSequence] = {}
         self._scheduler = scheduler
-        self._variants = variants
-        self._store = store
+        self._variants = chunks.variants
+        self._store = chunks.store
         self._pool = pool
         self._max_retries = max_retries
-        self._apply_changes = apply_changes
+        self._apply_changes = chunks.updater.apply
         self._held: list[TokenSequence] = []
         self._closing: list[PlannedPrefill] = []
         self._ended: list[TokenSequence] = []
