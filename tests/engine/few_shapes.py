@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ccjax.engine import engine
 from ccjax.kernels import dispatch
 from ccjax.models.llama3 import LlamaConfig
-from ccjax.runner import batch_sizes, compiled_sizes, device_model, heavy_hitters, kernels, pool
+from ccjax.runner import batch_sizes, compiled_sizes, device, device_model, heavy_hitters, kernels, pool
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool
 
 _MODULES = (batch_sizes, compiled_sizes, device_model, heavy_hitters, pool)
@@ -44,7 +43,7 @@ def few_shapes() -> Iterator[None]:
                     patch.setattr(module, name, size)
         patch.setattr(DevicePool, "num_slots", property(lambda pool: _array_pages(pool) * PAGE_TOKENS))
         patch.setattr(DevicePool, "_empty_layers", _padded_layers)
-        patch.setattr(engine, "check_kernels", lambda *model: _checked(*model, tuple(dispatch.BEST.items())))
+        patch.setattr(device, "check_kernels", lambda *model: _checked(*model, tuple(dispatch.BEST.items())))
         yield
 
 

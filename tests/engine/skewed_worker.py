@@ -70,13 +70,13 @@ class Worker:
     def look(self) -> dict[str, Any]:
         """Applies changes of other processes and runs periodic work; document -> time until which it is pinned."""
         self._engine.cache.refresh()
-        with self._engine._exclusive():
+        with self._engine._loop.exclusive():
             self._engine.documents._documents.tend()
         return {one.document_id: one.pinned_until for one in self._engine.documents.list()}
 
     def pin_notes(self) -> dict[str, Any]:
         """Names of the pin notes."""
-        with self._engine._exclusive():
+        with self._engine._loop.exclusive():
             return {
                 "names": sorted(
                     name for name in self._engine.documents._documents.registry._notes.items() if "pin-" in name
