@@ -104,9 +104,10 @@ def _segment(
             chunk_id=chunk.chunk_id,
             fidelity="exact" if is_prefix_exact else "approx",
         )
-    if not choice.exact and (mode == "exact" or chunk.role not in REUSED_ANYWHERE):
-        where = "mode 'exact'" if mode == "exact" else f"role {chunk.role!r}"
-        raise ValueError(f"strategy: {where} allows exact reuse only, got variant {choice.meta.variant_id!r}")
+    if mode == "exact" and not choice.exact:
+        raise ValueError(f"strategy: mode 'exact' allows exact reuse only, got variant {choice.meta.variant_id!r}")
+    if chunk.role not in REUSED_ANYWHERE and choice.missing:
+        raise ValueError(f"strategy: wanted {chunk.role} behind its own prefix, got variant {choice.meta.variant_id!r}")
     return PlannedSegment(
         role=chunk.role,
         action="reuse",

@@ -22,9 +22,10 @@ from ccjax.policy.strategy import (
     highest,
     mean_deviations,
     recompute_count,
+    reusable,
 )
 from ccjax.policy.variants import VariantChoice, choose_variant
-from ccjax.types import REUSED_ANYWHERE, ChunkId, ReuseMode, VariantMeta, leading_instructions
+from ccjax.types import ChunkId, ReuseMode, VariantMeta, leading_instructions
 
 _Path = tuple[tuple[int, VariantMeta], ...]
 
@@ -64,9 +65,8 @@ def _set(
         if index not in found:
             return Decision()
         before = min(index, num_instructions)
-        choice = choose_variant([found[index]], ids[:index], alpha=settings.alpha, num_instructions=before)
-        is_usable = choice is not None and (choice.exact or chunks[index].role in REUSED_ANYWHERE)
-        return Decision(choice if is_usable else None)
+        variants = reusable(chunks[index], ids[:index], {chunks[index].chunk_id: [found[index]]})
+        return Decision(choose_variant(variants, ids[:index], alpha=settings.alpha, num_instructions=before))
 
     return [decision(index) for index in range(len(chunks))]
 

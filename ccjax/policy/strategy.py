@@ -90,21 +90,27 @@ def best_choices(
     *,
     in_context_first: bool = False,
 ) -> list[VariantChoice | None]:
-    """The best variant of each chunk behind those before it (`choose_variant`); exact reuse alone in mode `exact`, and
-    of what is no passage."""
+    """The best variant of each chunk behind those before it (`choose_variant`); in mode `exact`, exact reuse alone."""
     ids = tuple(chunk.chunk_id for chunk in chunks)
     num_instructions = leading_instructions(chunk.role for chunk in chunks)
     return [
         choose_variant(
-            candidates.get(own, ()),
+            reusable(chunks[index], ids[:index], candidates),
             ids[:index],
             alpha=settings.alpha,
-            exact_only=mode == "exact" or chunks[index].role not in REUSED_ANYWHERE,
+            exact_only=mode == "exact",
             num_instructions=min(index, num_instructions),
             in_context_first=in_context_first,
         )
         for index, own in enumerate(ids)
     ]
+
+
+def reusable(chunk: PromptChunk, prefix_ids: tuple[ChunkId, ...], candidates: Candidates) -> Sequence[VariantMeta]:
+    """The variants of a chunk that may be reused behind this prefix: of a chunk that is not `REUSED_ANYWHERE`, those
+    that were computed behind the same one."""
+    metas = candidates.get(chunk.chunk_id, ())
+    return metas if chunk.role in REUSED_ANYWHERE else [meta for meta in metas if meta.prefix_ids == prefix_ids]
 
 
 def mean_deviations(variants: Sequence[VariantMeta]) -> list[float] | None:

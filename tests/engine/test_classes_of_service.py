@@ -93,7 +93,9 @@ def test_every_method_of_the_scheduler_holds_the_lock():
         method = member.fget if isinstance(member, property) else member
         needed = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty]
         lock = Lock()
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # inside, since all that this scheduler has is a lock
+        with contextlib.suppress(
+            AttributeError, TypeError, ValueError
+        ):  # inside, since all that this scheduler has is a lock
             method(types.SimpleNamespace(_lock=lock), *([None] * (len(needed) - 1)))
         assert lock.num_entered == lock.num_left == 1, name
 
