@@ -25,7 +25,7 @@ ALLOWED = {
     | {"ccjax.config", "ccjax.prompts", "ccjax.types", "ccjax.errors"},
     "ccjax.precompute": {"ccjax.evaluation", "ccjax.engine", "ccjax.cache", "ccjax.loading", "ccjax.retrieval"}
     | {"ccjax.policy", "ccjax.store", "ccjax.config", "ccjax.prompts", "ccjax.types", "ccjax.errors"}
-    | {"ccjax.server.loading"},  # documents are read as a server reads them
+    | {"ccjax.runner.device", "ccjax.server.loading"},  # documents are read as a server reads them
     "ccjax.evaluation": {"ccjax.engine", "ccjax.loading", "ccjax.policy"}
     | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.engine": {"ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}

@@ -246,14 +246,14 @@ def test_requests_run_while_a_snapshot_is_taken(place, monkeypatch):
 
         monkeypatch.setattr(PackFolder, "write", write_beside_requests)
         report = engine.cache.save_snapshot(place)
-        kept = {key: kv_of(engine.cache._chunks, key).tobytes() for key in before if key in engine._chunks.variants}
+        kept = {key: kv_of(engine.cache._indexed, key).tobytes() for key in before if key in engine._chunks.variants}
     assert report.num_evicted > 0 and report.num_variants == len(before) - report.num_evicted
     with model.engine() as engine:
         assert engine.cache.restore_snapshot(place).num_restored == report.num_variants
         restored = {meta.variant_id for meta in engine._chunks.variants}
         assert restored <= before
         for key in restored & kept.keys():
-            assert kv_of(engine.cache._chunks, key).tobytes() == kept[key]
+            assert kv_of(engine.cache._indexed, key).tobytes() == kept[key]
         assert len(restored & kept.keys()) > 1
 
 

@@ -18,7 +18,7 @@ from ccjax.cache.shared.prefill_order import PrefillOrder
 from ccjax.engine import Request, SamplingParams, prefill_orders
 from ccjax.errors import ConfigError, ReadOnlyError, RequestError
 from ccjax.prompts import chunk_id
-from ccjax.types import Chunk
+from ccjax.types import Chunk, Segment
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 from tests.polling import wait_until
 
@@ -158,11 +158,16 @@ def test_order_of_a_dead_generator_is_claimed_by_another(engines, monkeypatch):
 def test_invalid_orders_are_dropped(engines):
     replica, generator = engines
     chunk = Chunk(chunk_id([1, 2]), (1, 2))
-    foreign = PrefillOrder((Chunk(chunk_id([1, 500]), (1, 500)),), False)
-    long = PrefillOrder((Chunk(chunk_id([1] * 5000), (1,) * 5000),), False)
-    value = json.loads(PrefillOrder((chunk,), False).encode())
-    bad = [b"", b"[]", b'{"version": 2}', json.dumps(value | {"chunks": [{"token_ids": ["1"]}]}).encode()]
-    for number, raw in enumerate([*bad, foreign.encode(), long.encode(), PrefillOrder((), False).encode()]):
+    foreign = PrefillOrder((Segment("passage", Chunk(chunk_id([1, 500]), (1, 500))),))
+    long = PrefillOrder((Segment("passage", Chunk(chunk_id([1] * 5000), (1,) * 5000)),))
+    value = json.loads(PrefillOrder((Segment("passage", chunk),)).encode())
+    bad = [
+        b"",
+        b"[]",
+        b'{"version": 2}',
+        json.dumps(value | {"segments": [{"role": "passage", "token_ids": ["1"]}]}).encode(),
+    ]
+    for number, raw in enumerate([*bad, foreign.encode(), long.encode(), PrefillOrder(()).encode()]):
         assert replica.orders._orders.place(f"order-{number}", raw, 60.0)
     assert work_off(generator) == [["failed"]] * 7
     assert generator.orders.counts.failed == generator.orders.counts.taken == 7
@@ -170,13 +175,14 @@ def test_invalid_orders_are_dropped(engines):
 
 
 def test_order_survives_encoding_and_its_key_depends_on_chunk_order():
-    chunks = tuple(
+    chunks = [
         Chunk(chunk_id(ids), tuple(ids), document_id=f"d{ids[0]}", version="v", title="T", source_id="s")
         for ids in ([1, 2, 3], [4, 5])
-    )
-    ahead = PrefillOrder(chunks, True)
+    ]
+    segments = tuple(Segment(role, chunk) for role, chunk in zip(("instructions", "passage"), chunks, strict=True))
+    ahead = PrefillOrder(segments)
     assert PrefillOrder.decode(ahead.encode()) == ahead
-    assert ahead.key != PrefillOrder(chunks, True).warming(max_model_len=100, vocab_size=97) and len(ahead.key) == 64
-    assert ahead.key != PrefillOrder(chunks[::-1], True).key
+    assert len(ahead.warming(max_model_len=100, vocab_size=97).documents) == 1 and len(ahead.key) == 64
+    assert ahead.key != PrefillOrder(segments[::-1]).key
     with pytest.raises(RequestError, match="max_model_len"):
         ahead.warming(max_model_len=5, vocab_size=97)

@@ -277,7 +277,7 @@ def test_page_shortage_preempts_single_answers_and_keeps_the_shared_prompt(monke
             group = sequence.group
             preempt(sequence)
             if group.shared_prompt is not None:
-                record = engine._loop._scheduler._scheduler._get(sequence.sequence_id)
+                record = engine._loop._scheduler._get(sequence.sequence_id)
                 assert (record.work.prefill_tokens, record.own_pages) == (1, sequence.num_own_pages)
             others = sum(one.is_decoding for one in group.open)
             preempted.append((sequence.sequence_id, others, group.shared_prompt is not None))
@@ -316,7 +316,7 @@ def test_shared_prompt_is_dropped_while_all_answers_wait_and_shared_again(monkey
         def starve():
             """Called in the middle of the answers: allocates all free pages, so both running answers are preempted."""
             if not starved and len(client.deltas) > 20:
-                scheduler, sequences = engine._loop._scheduler._scheduler, engine._loop._sequences
+                scheduler, sequences = engine._loop._scheduler, engine._loop._sequences
                 for sequence in [one for one in sequences.all() if one.is_decoding]:
                     scheduler._preempt(scheduler._get(sequence.sequence_id))
                     sequences._preempt(sequence)

@@ -260,7 +260,7 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind():
             check(client.response(), alone)
         settled(engine)
         assert engine.batch_counts.free_pages == free
-        scheduler = engine._loop._scheduler._scheduler
+        scheduler = engine._loop._scheduler
         assert not scheduler._queue_limit.num_queued and not scheduler._sequences and not scheduler._queue._queues
         assert scheduler._deadlines.least() is None
     assert all(client.done.is_set() for client in gone)

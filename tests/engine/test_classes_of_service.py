@@ -49,7 +49,7 @@ def engine(shared_engine):
     settled(shared_engine)
     after = shared_engine.batch_counts
     assert after.free_pages == before.free_pages
-    places = shared_engine._loop._scheduler._scheduler._queue_limit
+    places = shared_engine._loop._scheduler._queue_limit
     assert places.num_queued == places.num_tokens == 0 and not places._by_flow
 
 

@@ -100,6 +100,6 @@ def test_claims_of_a_dead_process_delay_no_request_despite_clock_skew(shared, se
         with MODEL.engine(store=f"{shared['store']}-of-another") as other:
             other.generate_from_tokens(SEGMENTS, max_new_tokens=1)
             variants = [record.variant_id for record in other._chunks.store.records()]
-        assert len(dead._store.claims.claim(variants, 300.0)) == len(variants) == 4  # and never releases them
+        assert len(dead._chunks.store.claims.claim(variants, 300.0)) == len(variants) == 4  # and never releases them
         response = ours.generate_from_tokens(SEGMENTS, max_new_tokens=4)
         assert tuple(response.token_ids) == full_prefill()

@@ -465,7 +465,7 @@ def test_origin_is_tracked_for_a_variant_rewritten_by_another_process(start, url
     origin = Origin(frozenset({dino, key_of(first, ANNA)}))
     assert other._chunks.store._disk.write(with_origin(record, origin), kv)
     assert first._chunks.store._disk.apply_commits({known: None}) == (known,)
-    first.cache._maintenance.apply_changes((known,), ())
+    first._chunks.updater.apply_changes((known,), ())
     assert dino in first._chunks.variants.origin_of(known).seen
     first.documents.erase("dino")
     assert first._chunks.store.tiers_of(known) == ("host",)

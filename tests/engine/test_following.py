@@ -101,10 +101,10 @@ def test_planning_applies_changes_on_the_loop_thread_without_reading_the_disk(st
     first, second = start(index_url), start(index_url)
     answer(second, others(1))  # compiles
     only_by_requests(second)
-    follow, threads = second.cache._maintenance.apply_changes, []
+    follow, threads = second._chunks.updater.apply_changes, []
     monkeypatch.setattr(
         second._chunks.updater,
-        "_apply_changes",
+        "apply_changes",
         lambda *news: threads.append(threading.current_thread().name) or follow(*news),
     )
     answer(first)
@@ -147,7 +147,7 @@ def test_changes_that_cannot_be_applied_fail_no_request(start, index_url, monkey
     def fail(*_):
         raise ValueError("made to fail")
 
-    monkeypatch.setattr(second._chunks.updater, "_apply_changes", fail)
+    monkeypatch.setattr(second._chunks.updater, "apply_changes", fail)
     answer(first)
     first.cache.flush()
     wait_until(lambda: second._chunks.store.change_feed.has_changes)

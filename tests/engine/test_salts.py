@@ -11,6 +11,7 @@ from ccjax.engine import Request
 from ccjax.prompts import as_chunk, chunk_id, tenant_of, tenant_tag
 from ccjax.requests import SamplingParams
 from ccjax.runner.pack import Pack
+from ccjax.types import Segment
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 SEGMENTS = draw_segments(np.random.default_rng(5), [40, 60, 50])
@@ -68,7 +69,7 @@ def test_chunk_id_includes_the_tenant_tag_but_not_the_salt():
 
 def test_prefill_orders_keep_their_tenant():
     chunks = tuple(as_chunk(ids, None, tenant_tag("anna")) for ids in ((1, 2), (3, 4)))
-    order = PrefillOrder(chunks, True)
+    order = PrefillOrder(tuple(Segment("passage", chunk) for chunk in chunks))
     assert PrefillOrder.decode(order.encode()) == order and b"anna" not in order.encode()
     with pytest.raises(ValueError, match="tenant"):
         PrefillOrder.decode(order.encode().replace(tenant_tag("anna").encode(), b"../../etc"))

@@ -294,7 +294,7 @@ def test_failed_load_fails_only_its_own_request():
             assert not one.job.pages.shared and one.job.contexts is not None
             one.job.contexts = Steered(one.job.contexts, failing=1 if number == 1 else None)
         pack = pack_pieces(
-            host._model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running], max_rows=1024
+            host._device.model, batch.pool, [Piece(one.job, 0, len(one.job.offsets)) for one in running], max_rows=1024
         )
         pack.run_layer()
         with pytest.raises(JobFailedError) as failure:
