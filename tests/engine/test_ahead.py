@@ -182,7 +182,7 @@ def test_order_survives_encoding_and_its_key_depends_on_chunk_order():
     segments = tuple(Segment(role, chunk) for role, chunk in zip(("instructions", "passage"), chunks, strict=True))
     ahead = PrefillOrder(segments)
     assert PrefillOrder.decode(ahead.encode()) == ahead
-    assert len(ahead.warming(max_model_len=100, vocab_size=97).documents) == 1 and len(ahead.key) == 64
+    assert ahead.warming(max_model_len=100, vocab_size=97).total == 1 and len(ahead.key) == 64
     assert ahead.key != PrefillOrder(segments[::-1]).key
     with pytest.raises(RequestError, match="max_model_len"):
         ahead.warming(max_model_len=5, vocab_size=97)

@@ -97,7 +97,7 @@ def test_kv_identity_is_stable():
         '"vocab_size": %d}'
     )
     scaling = '"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192'
-    rope = '"rope_scaling": {%s}, "rope_theta": 500000.0, ' % scaling
+    rope = '"rope_scaling": {' + scaling + '}, "rope_theta": 500000.0, '
     assert LLAMA2_7B.kv_identity == shape % (11008, 32, "", 32000)
     assert LLAMA3_8B.kv_identity == shape % (14336, 8, rope, 128256)
 
