@@ -11,6 +11,7 @@ from ccjax.engine import Engine
 from ccjax.precompute.estimate import FileSystem, file_system_of, make_estimate, sample
 from ccjax.precompute.plan import Unit
 from ccjax.precompute.stored import Sizes, stored_ids
+from ccjax.runner.device import kv_spec_of
 from ccjax.store.spec import KVSpec, StoreIdentity
 from ccjax.store.usage import DISK
 from ccjax.types import Chunk, ChunkId, VariantId
