@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,12 @@ def _examples() -> dict[str, list[re.Match[str]]]:
     return {title: blocks for title, blocks in found.items() if blocks}
 
 
-@pytest.mark.parametrize("title", _examples())
+def _with_marks(title: str) -> Any:
+    needs_peers = "import transformers" in _examples()[title][-1]["code"]
+    return pytest.param(title, marks=[pytest.mark.peers] if needs_peers else [])
+
+
+@pytest.mark.parametrize("title", [_with_marks(title) for title in _examples()])
 def test_example(title, tmp_path):
     for folder in ("ccjax", "models", "store", "pallas_kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

@@ -44,7 +44,7 @@ def in_8_bits(dtype: str) -> WeightBytes:
     """Matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`."""
 
     def num_bytes(spec: ParamSpec, size: int) -> float:
-        if spec.layout == "as_is" or not {"vocab", "router"}.isdisjoint(spec.axes):
+        if spec.scales is None:
             return size * jnp.dtype(dtype).itemsize
         return size + 4 * size / spec.num_inputs
 

@@ -8,26 +8,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM"}
-"""Supported `model_type`s: Llama 2 / 3 / 3.1 / 3.2 / 3.3 and Yi are `llama`, Mistral-7B v0.2 and later `mistral`,
-Mixtral-8x7B and -8x22B `mixtral`."""
-
-_ABSENT: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 4096},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-}
-"""Defaults of transformers for keys missing in config.json, if they differ from Llama's. Mistral's sliding window is
-that of its first release; Mixtral has none."""
+from ccjax.models.llama3.families import FAMILIES
 
 _NOT_IN_KV = ("model_type", "max_position_embeddings")
 """Fields without effect on KV and answers: of a family only its options have one."""
+_OPTIONS = ("num_experts", "attention_bias", "output_bias", "qk_norm")
+"""Fields that only some families have, as `Family.keys` or `Family.options` say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +45,12 @@ class LlamaConfig:
     model_type: str = "llama"
     num_experts: int = 0
     num_experts_per_token: int = 0
+    attention_bias: bool = False
+    """Queries, keys and values are projected with a bias."""
+    output_bias: bool = False
+    """The output of attention is projected with a bias."""
+    qk_norm: bool = False
+    """Queries and keys are normed in each head, before RoPE; keys are stored normed."""
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"):
@@ -71,9 +63,15 @@ class LlamaConfig:
             raise ValueError(f"num_kv_heads: wanted a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: wanted an even number (RoPE rotates halves), got {self.head_dim}")
-        if (self.num_experts > 0) != (self.model_type == "mixtral"):
-            wanted = "a positive integer" if self.model_type == "mixtral" else "0"
-            raise ValueError(f"num_experts: wanted {wanted} for {self.model_type}, got {self.num_experts}")
+        if self.model_type not in FAMILIES:
+            raise ValueError(f"model_type: wanted one of {sorted(FAMILIES)}, got {self.model_type!r}")
+        family = FAMILIES[self.model_type]
+        if self.num_experts < 1 and "num_experts" in family.keys:
+            raise ValueError(f"num_experts: wanted a positive integer for {self.model_type}, got {self.num_experts}")
+        for field in _OPTIONS:
+            wanted = family.options.get(field, getattr(LlamaConfig, field))
+            if field not in family.keys and getattr(self, field) != wanted:
+                raise ValueError(f"{field}: wanted {wanted} for {self.model_type}, got {getattr(self, field)}")
         if not min(1, self.num_experts) <= self.num_experts_per_token <= self.num_experts:
             raise ValueError(
                 f"num_experts_per_token: wanted 1 to num_experts={self.num_experts}, got {self.num_experts_per_token}"
@@ -99,25 +97,16 @@ class LlamaConfig:
           ValueError: the architecture or one of its options is not supported; the message names the key.
         """
         model_type = raw.get("model_type")
-        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-            raise ValueError(f"config.json model_type: wanted one of {sorted(ARCHITECTURES)}, got {model_type!r}")
-        wanted_values: dict[str, tuple[Any, ...]] = {
-            "hidden_act": ("silu",),
-            "attention_bias": (False, None),
-            "mlp_bias": (False, None),
-            "sliding_window": (None,),
-            "quantization_config": (None,),
-            "partial_rotary_factor": (1.0, None),
-        }
-        raw = {**_ABSENT.get(model_type, {}), **raw}
-        for key, wanted in wanted_values.items():
-            got = raw.get(key, wanted[0])
-            if got not in wanted:
-                raise ValueError(f"config.json {key}: wanted {wanted[0]!r}, got {got!r}")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            raise ValueError(f"config.json model_type: wanted one of {sorted(FAMILIES)}, got {model_type!r}")
+        family = FAMILIES[model_type]
+        raw = {**family.absent, **raw}
+        family.check(raw)
         try:
             num_heads = int(raw["num_attention_heads"])
             d_model = int(raw["hidden_size"])
             theta, scaling = _rope_from_hf(raw)
+            given = [(name, key, getattr(cls, name)) for name, key in family.keys.items()]
             return cls(
                 vocab_size=int(raw["vocab_size"]),
                 d_model=d_model,
@@ -132,8 +121,8 @@ class LlamaConfig:
                 tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
                 model_type=model_type,
-                num_experts=int(raw["num_local_experts"]) if model_type == "mixtral" else 0,
-                num_experts_per_token=int(raw["num_experts_per_tok"]) if model_type == "mixtral" else 0,
+                **family.options,
+                **{name: type(default)(raw.get(key, default)) for name, key, default in given},
             )
         except KeyError as error:
             raise ValueError(f"config.json: key {error.args[0]!r} is missing") from error
@@ -145,11 +134,11 @@ class LlamaConfig:
         rope: dict[str, Any] = {"rope_type": "default"}
         if self.rope_scaling is not None:
             rope = {"rope_type": "llama3", **dataclasses.asdict(self.rope_scaling)}
-        extra: dict[str, Any] = {} if self.model_type == "llama" else {"sliding_window": None}
-        if self.num_experts:
-            extra |= {"num_local_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_token}
-        return extra | {
-            "architectures": [ARCHITECTURES[self.model_type]],
+        family = FAMILIES[self.model_type]
+        return {
+            **family.written,
+            **{key: getattr(self, field) for field, key in family.keys.items()},
+            "architectures": [family.architecture],
             "model_type": self.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.d_model,

@@ -285,10 +285,7 @@ def _plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[st
 def _to_hf(name: str, leaf: Any, spec: ParamSpec, expert: int, dtype: Any) -> np.ndarray:
     if leaf.shape != spec.shape:
         raise ValueError(f"params: {name}: wanted shape {spec.shape} of the config, got {leaf.shape}")
-    host = np.asarray(leaf[expert] if spec.num_experts else leaf)
-    if spec.layout == "linear":
-        host = host.reshape(spec.num_inputs, -1).T
-    return np.ascontiguousarray(host, dtype=dtype)
+    return np.ascontiguousarray(spec.to_hf(leaf, expert), dtype=dtype)
 
 
 @contextmanager

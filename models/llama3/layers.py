@@ -31,14 +31,20 @@ def rms_norm(x: Float[Array, "*B N D"], weight: Float[Array, "D"], eps: float) -
     return normed.astype(x.dtype) * jnp.expand_dims(weight, range(x.ndim - 1))
 
 
+def _biased(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
+    return x if bias is None else x + jnp.expand_dims(bias, range(x.ndim - bias.ndim))
+
+
 def project_qkv(
     x: Float[Array, "*B N D"], layer: LayerParams, eps: float
 ) -> tuple[Float[Array, "*B N Q H"], Float[Array, "*B N K H"], Float[Array, "*B N K H"]]:
-    """Queries, keys (both before RoPE) and values of the normed input."""
+    """Queries, keys (both before RoPE, and normed if the model norms them) and values of the normed input."""
     normed = rms_norm(x, layer.attention_norm, eps)
-    q = project("...nd,dqh->...nqh", normed, layer.wq)
-    k = project("...nd,dkh->...nkh", normed, layer.wk)
-    v = project("...nd,dkh->...nkh", normed, layer.wv)
+    q = _biased(project("...nd,dqh->...nqh", normed, layer.wq), layer.bq)
+    k = _biased(project("...nd,dkh->...nkh", normed, layer.wk), layer.bk)
+    v = _biased(project("...nd,dkh->...nkh", normed, layer.wv), layer.bv)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
     return q, k, v
 
 
@@ -63,7 +69,7 @@ def finish_layer(
 
     `is_plain`: compute experts in the differentiable form, which costs as much as computing all of them.
     """
-    x = x + project("...nqh,qhd->...nd", attended, layer.wo)
+    x = x + _biased(project("...nqh,qhd->...nd", attended, layer.wo), layer.bo)
     normed = rms_norm(x, layer.mlp_norm, eps)
     if isinstance(layer, RoutedLayerParams):
         return x + (plain_routed_mlp if is_plain else routed_mlp)(normed, layer)

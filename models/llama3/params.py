@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -20,8 +21,9 @@ from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quant
 
 _DRAWN_AT_ONCE = 1 << 23
 _KEEP_DTYPE = frozenset({"vocab", "router"})
-Layout = Literal["as_is", "linear"]
-"""How Hugging Face stores the tensor: `as_is`, or `linear` = [out, in], which is `ours.reshape(in, out).T`."""
+Layout = Literal["as_is", "flat", "linear"]
+"""How Hugging Face stores the tensor: `as_is`, `flat` = `ours.reshape(-1)`, or `linear` = [out, in], which is
+`ours.reshape(in, out).T`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class ParamSpec:
         """Shape of the tensor in a Hugging Face checkpoint; for experts that of a single expert."""
         if self.layout == "as_is":
             return self.shape
+        if self.layout == "flat":
+            return (math.prod(self.shape),)
         return (math.prod(self.shape) // (self.num_inputs * max(self.num_experts, 1)), self.num_inputs)
 
     @property
@@ -54,13 +58,19 @@ class ParamSpec:
         behind = next(n for n in range(first, len(self.shape) + 1) if math.prod(self.shape[first:n]) == self.num_inputs)
         return tuple(range(first, behind))
 
+    def to_hf(self, leaf: Any, expert: int = 0) -> np.ndarray:
+        """The weight (or that of one expert) as Hugging Face stores it; `tensor_parts.read_part` is the inverse."""
+        host = np.asarray(leaf[expert] if self.num_experts else leaf)
+        return (host.reshape(self.num_inputs, -1).T if self.layout == "linear" else host).reshape(self.hf_shape)
+
     @property
     def scales(self) -> ParamSpec | None:
         """Spec of the scales of the weight in an 8-bit format, float32, with the logical axes of its output channels.
 
-        None for weights that keep their dtype: norms, embedding and `lm_head`, as in vLLM, and the router of experts.
+        None for weights that keep their dtype: norms, biases, embedding and `lm_head`, as in vLLM, and the router of
+        experts.
         """
-        if self.layout == "as_is" or not _KEEP_DTYPE.isdisjoint(self.axes):
+        if self.layout != "linear" or not _KEEP_DTYPE.isdisjoint(self.axes):
             return None
         kept = [axis for axis in range(len(self.shape)) if axis not in self.input_axes]
         shape, axes = tuple(self.shape[axis] for axis in kept), tuple(self.axes[axis] for axis in kept)
@@ -78,7 +88,8 @@ def _register(cls: type) -> type:
 @_register
 @dataclasses.dataclass(frozen=True)
 class LayerParams:
-    """Weights of one transformer layer; those of its matrix products may be in 8 bits."""
+    """Weights of one transformer layer; those of its matrix products may be in 8 bits, and those of options that the
+    model lacks are None."""
 
     attention_norm: Float[Array, "D"]
     wq: Float[Array, "D Q H"] | QuantizedWeight
@@ -89,6 +100,12 @@ class LayerParams:
     w_gate: Float[Array, "D F"] | QuantizedWeight
     w_up: Float[Array, "D F"] | QuantizedWeight
     w_down: Float[Array, "F D"] | QuantizedWeight
+    bq: Float[Array, "Q H"] | None = dataclasses.field(default=None, kw_only=True)
+    bk: Float[Array, "K H"] | None = dataclasses.field(default=None, kw_only=True)
+    bv: Float[Array, "K H"] | None = dataclasses.field(default=None, kw_only=True)
+    bo: Float[Array, "D"] | None = dataclasses.field(default=None, kw_only=True)
+    q_norm: Float[Array, "H"] | None = dataclasses.field(default=None, kw_only=True)
+    k_norm: Float[Array, "H"] | None = dataclasses.field(default=None, kw_only=True)
 
 
 @_register
@@ -127,13 +144,27 @@ def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:
             "w_up": ParamSpec(block + "mlp.up_proj.weight", (d, f), ("embed", "ffn"), into, num_inputs=d),
             "w_down": ParamSpec(block + "mlp.down_proj.weight", (f, d), ("ffn", "embed"), f**-0.5 * out, num_inputs=f),
         }
+    heads = {"q": (q, "heads"), "k": (k, "kv_heads"), "v": (k, "kv_heads")}
+    options: dict[str, ParamSpec] = {}
+    if config.attention_bias:
+        options |= {
+            f"b{n}": ParamSpec(f"{block}self_attn.{n}_proj.bias", (number, h), (axis, "head_dim"), into, "flat")
+            for n, (number, axis) in heads.items()
+        }
+    if config.output_bias:
+        options["bo"] = ParamSpec(block + "self_attn.o_proj.bias", (d,), ("embed",), into, "as_is")
+    if config.qk_norm:
+        options |= {
+            f"{n}_norm": ParamSpec(f"{block}self_attn.{n}_norm.weight", (h,), ("head_dim",), None, "as_is")
+            for n in "qk"
+        }
     return {
         "attention_norm": ParamSpec(block + "input_layernorm.weight", (d,), ("embed",), None, "as_is"),
         **{
             f"w{n}": ParamSpec(
-                f"{block}self_attn.{n}_proj.weight", (d, heads, h), ("embed", axis, "head_dim"), into, num_inputs=d
+                f"{block}self_attn.{n}_proj.weight", (d, number, h), ("embed", axis, "head_dim"), into, num_inputs=d
             )
-            for n, heads, axis in (("q", q, "heads"), ("k", k, "kv_heads"), ("v", k, "kv_heads"))
+            for n, (number, axis) in heads.items()
         },
         "wo": ParamSpec(
             block + "self_attn.o_proj.weight",
@@ -144,6 +175,7 @@ def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:
         ),
         "mlp_norm": ParamSpec(block + "post_attention_layernorm.weight", (d,), ("embed",), None, "as_is"),
         **mlp,
+        **options,
     }
 
 

@@ -34,6 +34,9 @@ def read_part(
         return np.ascontiguousarray(
             tensors[0][tuple(slice(bounds.start, bounds.stop) for bounds in ranges)], dtype=dtype
         )
+    if spec.layout == "flat":
+        part = tensors[0][(_flat(ranges, spec.shape),)].reshape(tuple(map(len, ranges)))
+        return np.ascontiguousarray(part, dtype=dtype)
     lengths = spec.shape
     if spec.num_experts:
         experts, *ranges = ranges

@@ -42,7 +42,7 @@ def params_from_hf(weights: Mapping[str, np.ndarray], config: LlamaConfig) -> Pa
         if spec.num_experts:
             return jnp.stack([jnp.asarray(weights[name.format(expert=e)].T) for e in range(spec.num_experts)])
         weight = weights[name]
-        return jnp.asarray(weight.T.reshape(spec.shape) if spec.layout == "linear" else weight)
+        return jnp.asarray((weight.T if spec.layout == "linear" else weight).reshape(spec.shape))
 
     return build_params(config, make)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from ccjax.models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, MIXTRAL_8X7B, LlamaConfig, RopeScaling
+from ccjax.models.llama3 import LLAMA2_7B, LLAMA3_2_1B, LLAMA3_8B, MIXTRAL_8X7B, LlamaConfig, RopeScaling, families
 from ccjax.models.llama3.presets import PRESETS
 
 # config.json of meta-llama/Llama-3.1-8B-Instruct, only the keys of the architecture.
@@ -92,14 +92,15 @@ def test_mixtral_8x7b_is_the_named_constant():
 
 def test_kv_identity_is_stable():
     """It is part of the fingerprints of stored KV: a change invalidates every stored cache."""
-    shape = (
-        '{"d_ff": %d, "d_model": 4096, "head_dim": 128, "num_heads": 32, "num_kv_heads": %d, "num_layers": 32, %s'
-        '"vocab_size": %d}'
-    )
+
+    def identity(d_ff: int, num_kv_heads: int, rope: str, vocab_size: int) -> str:
+        heads = f'"head_dim": 128, "num_heads": 32, "num_kv_heads": {num_kv_heads}, "num_layers": 32'
+        return f'{{"d_ff": {d_ff}, "d_model": 4096, {heads}, {rope}"vocab_size": {vocab_size}}}'
+
     scaling = '"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192'
-    rope = '"rope_scaling": {' + scaling + '}, "rope_theta": 500000.0, '
-    assert LLAMA2_7B.kv_identity == shape % (11008, 32, "", 32000)
-    assert LLAMA3_8B.kv_identity == shape % (14336, 8, rope, 128256)
+    rope = f'"rope_scaling": {{{scaling}}}, "rope_theta": 500000.0, '
+    assert LLAMA2_7B.kv_identity == identity(11008, 32, "", 32000)
+    assert LLAMA3_8B.kv_identity == identity(14336, 8, rope, 128256)
 
 
 def test_added_fields_with_defaults_leave_the_kv_identity_as_it_is():
@@ -129,11 +130,16 @@ OTHER_VALUES = {
     "tie_embeddings": True,
     "num_experts": 4,
     "num_experts_per_token": 1,
+    "attention_bias": True,
+    "output_bias": True,
+    "qk_norm": True,
 }
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LlamaConfig)])
-def test_every_field_that_changes_kv_or_answers_is_in_the_kv_identity(field):
+def test_every_field_that_changes_kv_or_answers_is_in_the_kv_identity(field, monkeypatch):
+    options = dict.fromkeys(("num_experts", "attention_bias", "output_bias", "qk_norm"), "")
+    monkeypatch.setitem(families._ALL, "mixtral", families.Family("", keys=options))
     config = dataclasses.replace(
         LLAMA3_8B, model_type="mixtral", num_experts=8, num_experts_per_token=2, max_position_embeddings=4096
     )
@@ -188,6 +194,10 @@ def test_error_names_the_unsupported_option(change: dict, message: str):
         LlamaConfig.from_hf({key: value for key, value in LLAMA_3_1_8B.items() if key != "hidden_size"})
     with pytest.raises(ValueError, match="num_experts: wanted 0 for llama, got 8"):
         dataclasses.replace(LLAMA3_8B, num_experts=8, num_experts_per_token=2)
+    with pytest.raises(ValueError, match="qk_norm: wanted False for llama, got True"):
+        dataclasses.replace(LLAMA3_8B, qk_norm=True)
+    with pytest.raises(ValueError, match="model_type: wanted one of .*'llama'.*got 'gpt2'"):
+        dataclasses.replace(LLAMA3_8B, model_type="gpt2")
 
 
 def test_mistral_without_sliding_window_key_is_rejected():
