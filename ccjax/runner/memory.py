@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
@@ -225,11 +225,13 @@ def num_parameters(config: LlamaConfig) -> int:
     return sum(sizes)
 
 
-def _mesh(shapes: ServedShapes) -> Mesh:
+def _mesh(shapes: ServedShapes) -> AbstractMesh:
+    """A mesh of devices that need not exist."""
     try:
-        return make_mesh(shapes.config, range(shapes.tensor_parallel_size))  # the devices need not exist
+        mesh = make_mesh(shapes.config, range(shapes.tensor_parallel_size))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names)
 
 
 def _rows(sizes: BatchSizes) -> int:

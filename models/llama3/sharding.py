@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.params import Params, ParamSpec, build_params
@@ -61,12 +61,12 @@ def make_mesh(config: LlamaConfig, devices: Sequence[Any]) -> Mesh:
     return Mesh(np.asarray(devices, object).reshape(num_kv, size // num_kv), _ALL)
 
 
-def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
+def param_sharding(mesh: Mesh | AbstractMesh, spec: ParamSpec) -> NamedSharding:
     """Layout of a weight."""
     return axes_sharding(mesh, spec.axes, spec.shape)
 
 
-def axes_sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+def axes_sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
     """Layout of an array with these axis names, as in the table of weights; None for an unsplit axis. The vocabulary is
     replicated if the number of devices does not divide it."""
     split = [
@@ -96,7 +96,7 @@ def mesh_of(params: Params) -> Mesh | None:
     return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
 
 
-def num_kv_shards(mesh: Mesh) -> int:
+def num_kv_shards(mesh: Mesh | AbstractMesh) -> int:
     """Number of devices that the kv heads are split over; they are replicated on the others."""
     return mesh.shape[_KV]
 

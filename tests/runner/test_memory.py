@@ -260,7 +260,7 @@ def test_decode_and_logits_take_no_more_than_is_planned():
     used = paged_decode_step.lower(
         layer,
         array(batch, 1024, dtype=jnp.float32),
-        *(pages, pages, array(batch), array(batch), table, table, table, rotation),
+        *(pages, pages, array(batch), array(batch), table, table, rotation),
         config=CONFIG,
         implementation=None,
         mesh=None,
