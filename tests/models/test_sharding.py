@@ -15,10 +15,11 @@ from ccjax.models.llama3 import LlamaConfig, leaves
 from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B
 from ccjax.models.llama3.convert import load_params
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
-from ccjax.models.llama3.params import LayerParams, abstract_params, build_params, layer_table
-from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, mesh_of, param_sharding, shard_params
+from ccjax.models.llama3.params import abstract_params, build_params
+from ccjax.models.llama3.sharding import make_mesh, mesh_of, param_sharding, shard_params
 from tests.models.test_convert import write
 from tests.oracles import random_llama
+from tests.pallas_kernels.aot_cases import StepCase
 
 
 def devices(size):
@@ -124,33 +125,14 @@ def test_unsupported_sharding_axis_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("step", ["prefill", "decode"])
+@pytest.mark.parametrize("step", [paged_layer_step, paged_decode_step], ids=lambda step: step.__name__)
 def test_layer_uses_only_all_reduces_after_attention_and_mlp(size, step):
     """Collectives inserted by the compiler: the two sums, and one more for the masses."""
     config = config_of(num_attention_heads=8, num_key_value_heads=2, head_dim=16)
-    mesh = make_mesh(config, devices(size))
-
-    def array(shape, spec, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
-
-    def ints(*shape):
-        return array(shape, EVERYWHERE, jnp.int32)
-
-    table = layer_table(config)
-    weights = {name: array(spec.shape, param_sharding(mesh, spec).spec) for name, spec in table.items()}
-    pages = array((2, 20, 16, 16), PAGES)
-    x, how = array((8, config.d_model), EVERYWHERE), {"config": config, "implementation": None, "mesh": mesh}
-    if step == "prefill":
-        rotations = array((8, 16), EVERYWHERE), array((64, 16), EVERYWHERE)
-        where = (ints(8), ints(8), ints(8), ints(64), ints(64), ints(64), ints(64), *rotations)
-        traced = paged_layer_step.trace(LayerParams(**weights), x, pages, pages, *where, num_segments=8, **how)
-    else:
-        rotation = array((8, 4, 16), EVERYWHERE)
-        where = (ints(8), ints(8), ints(8, 4), ints(8, 4), ints(8, 4), rotation)
-        traced = paged_decode_step.trace(LayerParams(**weights), x, pages, pages, *where, **how)
-    text = traced.lower().compile().as_text()
+    case = StepCase(step, 8, 64, num_segments=8, num_devices=size, config=config, dtype="float32")
+    text = case.trace("cpu").lower().compile().as_text()
     moved = Counter(
         re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
     )
     assert set(moved) == {"all-reduce"}
-    assert 2 <= moved["all-reduce"] <= (4 if step == "prefill" else 2)
+    assert 2 <= moved["all-reduce"] <= (4 if step is paged_layer_step else 2)
