@@ -89,11 +89,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Some virtual machines report AMX and then stop a process that uses it: torch's bfloat16 would end the test run.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# Two are left out: jax rebuilds their dataclasses with leaves that are no arrays (shapes, None, shardings).
-_STEMS = {path.stem for path in (ROOT / "models/llama3").glob("[a-z]*.py")} - {"params", "quantized"}
-_CHECKED = [f"ccjax.models.llama3.{stem}" for stem in sorted(_STEMS)]
+# Three stems are left out: jax rebuilds their dataclasses with leaves that are no arrays (shapes, None, shardings).
+_CHECKED = [
+    f"ccjax.{name}.{path.stem}"
+    for name, folder in (("models.llama3", "models/llama3"), ("kernels", "pallas_kernels"))
+    for path in sorted((ROOT / folder).glob("[a-z]*"))
+    if path.stem not in ("params", "quantized", "inputs")
+]
 if beartype is not None:
-    jaxtyping.install_import_hook([*_CHECKED, "ccjax.kernels"], "beartype.beartype")
+    jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
 
 
 if hypothesis is not None:

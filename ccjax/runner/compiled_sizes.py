@@ -1,7 +1,7 @@
 """The sizes that an engine's steps are compiled for, and the size that rows and slots are padded to.
 
-`pack`, `rows`, `decode`, `batch` and `write` return the size to use, `note` records a compiled size, `next` returns the
-next size to compile.
+`pack`, `fewer`, `question`, `decode`, `batch` and `write` return the size to use, `note` records a compiled size,
+`next` returns the next size to compile.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ class CompiledSizes:
             _, slots, columns, rows = min(options)
             return rows, slots, columns
 
-    def rows(self, num_rows: int, slots: int, columns: int) -> int:
-        """Rows of a pack after some were dropped; the other numbers stay as `pack` returned them."""
-        return self._take("pack", (token_bucket(num_rows), slots, columns), num_fixed=2)[0]
+    def fewer(self, kind: Kind, size: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
+        """The size of a pack, or of a pass of questions, after some rows were dropped; its other numbers stay."""
+        bucket = question_bucket if kind == "question" else token_bucket
+        return self._take(kind, (bucket(num_rows), *size[1:]), num_fixed=len(size) - 1)
 
     def question(self, num_rows: int, num_slots: int) -> tuple[int, int]:
         """(rows, context slots) of a pass of questions."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from ccjax.models.llama3.paged_steps import write_rows_step
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import Contexts, PrefillJob
 from ccjax.runner.pool import DevicePool
@@ -44,10 +43,10 @@ class ContextLoader:
             k, v = self._contexts.take(layer)
         except Exception as error:
             raise JobFailedError(self._job) from error
-        if self._slots is None:
-            self._slots = self._model.put(self._slots_to_load(len(k)))
-        slots, mesh = self._slots, self._model.mesh
-        self._pool.update(layer, lambda k_pages, v_pages: write_rows_step(k_pages, v_pages, slots, k, v, mesh=mesh))
+        slots = self._slots
+        if slots is None:
+            slots = self._slots = self._model.put(self._slots_to_load(len(k)))
+        self._pool.write_rows(layer, slots, k, v)
         self._num_written = layer + 1
 
     def _slots_to_load(self, num_slots: int) -> np.ndarray:

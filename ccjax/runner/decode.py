@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ccjax.models.llama3.paged_steps import paged_decode_step, rotation_step
+from ccjax.models.llama3.inputs import DecodeInputs
+from ccjax.models.llama3.paged_steps import paged_decode_step
 from ccjax.models.llama3.steps import embed_step, logits_step
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pages import RequestPages
@@ -37,26 +38,15 @@ class DecodeBatch:
         for row, request in enumerate(requests):
             table[:, row, : request.num_entries] = request.table
         page, start, length = self._model.put(tuple(table))
-        rotation = rotation_step(start, config=self._model.config, mesh=self._model.mesh)
-        nowhere = self._pool.num_slots
-        q_pos, q_slot = self._model.put((padded_to(positions, size, 0), padded_to(slots, size, nowhere)))
+        rows = padded_to(positions, size, 0), padded_to(slots, size, self._pool.num_slots)
+        q_pos, q_slot = self._model.put(rows)
+        inputs = DecodeInputs(page, length, self._model.rotation(start), q_pos=q_pos, q_slot=q_slot)
         x = embed_step(self._model.top, self._model.put(padded_to(token_ids, size, 0)))
         for number, layer in enumerate(self._model.params.layers):
             x = self._pool.update(
                 number,
-                lambda k_pages, v_pages, layer=layer, x=x: paged_decode_step(
-                    layer,
-                    x,
-                    k_pages,
-                    v_pages,
-                    q_pos,
-                    q_slot,
-                    page,
-                    length,
-                    rotation,
-                    config=self._model.config,
-                    implementation=self._model.implementation,
-                    mesh=self._model.mesh,
+                lambda pages, layer=layer, x=x: paged_decode_step(
+                    layer, x, pages, inputs, settings=self._model.settings
                 ),
             ).x
         logits = logits_step(self._model.top, x, config=self._model.config)

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.inputs import StepSettings
+from ccjax.models.llama3.paged_steps import rotation_step
 from ccjax.models.llama3.params import Params
 from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
 from ccjax.models.llama3.steps import rotate_step
@@ -24,6 +26,7 @@ class DeviceModel:
       top: the weights outside the layers, kept separately because a jitted call flattens every leaf passed to it.
       mesh: the mesh of the weights; None for a single device.
       context_placement: the placement of a layer's context [S, K, H], for `jax.device_put`.
+      settings: what its steps are compiled for.
       sizes: the sizes that steps are padded to.
     """
 
@@ -39,14 +42,18 @@ class DeviceModel:
         self.top = dataclasses.replace(params, layers=())
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
-        self.implementation = implementation
         self.mesh = mesh_of(params)
         self.context_placement = placement(self.mesh, KV_ROWS)
+        self.settings = StepSettings(config, implementation, self.mesh)
         self.sizes = CompiledSizes() if sizes is None else sizes
 
     def put(self, values: Any) -> Any:
         """Copies host arrays to every device of the model."""
         return jax.device_put(values, placement(self.mesh, EVERYWHERE))
+
+    def rotation(self, positions: jax.Array) -> jax.Array:
+        """Cosines and sines of positions, for the steps of all layers."""
+        return rotation_step(positions, settings=self.settings)
 
     def context_shape(self, plan: PrefillPlan) -> tuple[int, int, int]:
         """The shape [S, K, H] of a layer's context, with S padded."""

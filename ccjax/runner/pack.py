@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from ccjax.models.llama3.paged_steps import deviation_step, paged_layer_step, rotation_step
+from ccjax.models.llama3.inputs import StepInputs
+from ccjax.models.llama3.paged_steps import PagedLayerOutput, deviation_step, paged_layer_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step
+from ccjax.runner.compiled_sizes import Kind
 from ccjax.runner.context_loader import ContextLoader
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
@@ -46,17 +50,75 @@ class Piece:
         return self.first == 0 and self.is_last
 
 
-class Pack:
-    """Pieces that run together: call `run_layer` for each layer, then `logits`.
-
-    The KV that pieces compute or load is written to the pages of their requests, where later pieces and decode steps
-    read it. The result of a piece does not depend on the other pieces.
+class Prefilling(abc.ABC):
+    """Pieces on their way through the layers: call `run_layer` until `is_done`, then `logits`.
 
     Attributes:
-      layer: the next layer to run.
+      layer: number of layers that ran, so the next one to run.
+      hidden: the hidden states that were launched last.
       has_new_sizes: whether a step ran at a size for the first time, so that its time may include a compilation.
       num_rows_run: sum over the layers that ran of their computed tokens.
     """
+
+    hidden: jax.Array
+
+    def __init__(self, model: DeviceModel, pool: DevicePool) -> None:
+        self._model, self._pool = model, pool
+        self.layer = self.num_rows_run = 0
+        self.has_new_sizes = False
+
+    @property
+    @abc.abstractmethod
+    def is_done(self) -> bool:
+        """True once all layers have run, or no piece is left."""
+
+    @property
+    def num_computed(self) -> int:
+        """Number of computed tokens, averaged over the layers of the model."""
+        return round(self.num_rows_run / self._model.config.num_layers)
+
+    @abc.abstractmethod
+    def is_ready(self) -> bool:
+        """True if the next call of `run_layer` would not wait for a load."""
+
+    def wait(self) -> None:
+        """Waits until the device has run what was launched."""
+        self.hidden.block_until_ready()
+
+    @abc.abstractmethod
+    def drop(self, job: PrefillJob) -> None:
+        """Removes a job; none of its pages is written from now on."""
+
+    @abc.abstractmethod
+    def run_layer(self) -> None:
+        """Launches the next layer; returns before the device is done, unless tokens are to be chosen.
+
+        Raises:
+          JobFailedError: the reused KV of a job could not be loaded; after `drop` of that job, the layer can be run.
+        """
+
+    @abc.abstractmethod
+    def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
+        """Returns the jobs whose prompt is complete, and the logits `[B, V]`, float32, of their last tokens, B padded;
+        None instead of logits if there is no such job."""
+
+    def _run_layer_of(self, part: Prefilling) -> None:
+        """Runs the next layer of a part of these pieces."""
+        before = part.num_rows_run
+        part.run_layer()
+        self.hidden = part.hidden
+        self.has_new_sizes |= part.has_new_sizes
+        self.num_rows_run += part.num_rows_run - before
+
+
+class Pack(Prefilling):
+    """Pieces that run together, in one step for each layer.
+
+    The KV that pieces compute or load is written to the pages of their requests, where later pieces and decode steps
+    read it. The result of a piece does not depend on the other pieces.
+    """
+
+    kind: ClassVar[Kind] = "pack"
 
     def __init__(
         self,
@@ -78,53 +140,41 @@ class Pack:
           layer: the first layer to run.
           hidden: [N, D], the hidden states of the pieces' tokens before it; None before layer 0.
         """
-        self._model = model
-        self._pool = pool
+        super().__init__(model, pool)
         self._pieces = list(pieces)
         for number, piece in enumerate(pieces):
             piece.number = number
         self.layer = layer
-        self.has_new_sizes = False
-        self.num_rows_run = 0
         self._loader_of = {
             piece: ContextLoader(model, pool, piece.job, piece.job.contexts)
             for piece in pieces
-            if piece.first == 0 and piece.job.contexts is not None and piece.job not in loaded
+            if self._loads(piece) and piece.job.contexts is not None and piece.job not in loaded
         }
-        # A piece attends to no slot after its last token, so the context ends there.
-        lengths = [int(piece.offsets[-1]) + 1 for piece in pieces]
-        parts = list(zip(pieces, lengths, strict=True))
+        positions = [self._context(piece) for piece in pieces]
         most_segments = max(len(piece.job.plan.segments) for piece in pieces) if with_mass else 0
-        self._num_rows, self._num_slots, self._num_segments = model.sizes.pack(
-            self._expected_rows(), sum(lengths), most_segments
-        )
+        self._size = self._first_size(sum(map(len, positions)), most_segments)
+        num_slots, num_segments = (*self._size[1:], 0)[:2]
 
         def context(values: Sequence[np.ndarray], fill: int) -> np.ndarray:
-            return padded_to(np.concatenate(values), self._num_slots, fill)
+            return padded_to(np.concatenate(values), num_slots, fill)
 
-        slots = context([piece.job.pages.slots[:length] for piece, length in parts], pool.num_slots)
-        k_pos = context([np.arange(length) for length in lengths], NO_POSITION)
-        k_request = context([np.full(length, piece.number) for piece, length in parts], len(pieces) - 1)
+        parts = [(piece.job, len(own)) for piece, own in zip(pieces, positions, strict=True)]
         # Segment numbers of different requests overlap; a token's masses refer to the segments of its own request.
-        k_segment = context([without_sink(piece.job.segment_of)[:length] for piece, length in parts], -1)
-        self._slots, self._k_pos, self._k_request, self._k_segment = model.put((slots, k_pos, k_request, k_segment))
-        self._k_rotation = self._rotation(self._k_pos)
-        self._set_rows()
+        segments = [without_sink(job.segment_of)[:length] for job, length in parts]
+        named = {
+            "k_slot": context([job.pages.slots[:length] for job, length in parts], pool.num_slots),
+            "k_pos": context(positions, NO_POSITION),
+            "k_request": context([np.full(length, number) for number, (_, length) in enumerate(parts)], len(parts) - 1),
+            "k_segment": context(segments, -1) if num_segments else None,
+        }
+        named = model.put(named)
+        rotation = model.rotation(named["k_pos"])
+        self._inputs = StepInputs(**named, **self._rows(), k_rotation=rotation, num_segments=num_segments)
         if hidden is None:
             token_ids = np.concatenate([piece.job.token_ids[piece.offsets] for piece in pieces])
-            self._x = embed_step(model.top, model.put(padded_to(token_ids, self._num_rows, 0)))
+            self.hidden = embed_step(model.top, model.put(padded_to(token_ids, self._size[0], 0)))
         else:
-            self._x = model.put(np.pad(hidden, ((0, self._num_rows - len(hidden)), (0, 0))))
-
-    @property
-    def num_computed(self) -> int:
-        """Number of computed tokens, averaged over the layers of the model."""
-        return round(self.num_rows_run / self._model.config.num_layers)
-
-    @property
-    def hidden(self) -> jax.Array:
-        """[N, D], the hidden states after the layers that ran so far."""
-        return self._x
+            self.hidden = model.put(np.pad(hidden, ((0, self._size[0] - len(hidden)), (0, 0))))
 
     @property
     def pieces(self) -> Sequence[Piece]:
@@ -133,70 +183,30 @@ class Pack:
 
     @property
     def is_done(self) -> bool:
-        """True once all layers have run, or no piece is left."""
         return self.layer == self._model.config.num_layers or not self._pieces
 
     def is_ready(self) -> bool:
-        """True if the next layer would not wait for a load."""
         return all(loader.is_ready(self.layer) for loader in self._loaders())
 
-    def wait(self) -> None:
-        """Waits until the device has run the launched layers."""
-        self._x.block_until_ready()
-
     def drop(self, job: PrefillJob) -> None:
-        """Removes a job; none of its pages is written from now on."""
         self.keep({piece: np.arange(len(piece.offsets)) for piece in self._pieces if piece.job is not job})
 
     def run_layer(self) -> None:
-        """Launches the next layer; returns before the device is done, unless tokens are chosen by deviation.
-
-        Raises:
-          JobFailedError: the reused KV of a job could not be loaded; after `drop` of that job, the layer can be run.
-        """
         for loader in self._loaders():
             loader.write(self.layer)
         self._choose()
+        weights, x, inputs = self._model.params.layers[self.layer], self.hidden, self._inputs
         out = self._pool.update(
-            self.layer,
-            lambda k_pages, v_pages: paged_layer_step(
-                self._model.params.layers[self.layer],
-                self._x,
-                k_pages,
-                v_pages,
-                self._q_pos,
-                self._q_slot,
-                self._q_request,
-                self._slots,
-                self._k_pos,
-                self._k_request,
-                self._k_segment if self._num_segments else None,
-                self._q_rotation,
-                self._k_rotation,
-                config=self._model.config,
-                num_segments=self._num_segments,
-                implementation=self._model.implementation,
-                mesh=self._model.mesh,
-            ),
+            self.layer, lambda pages: self._step(weights, x, pages, inputs, settings=self._model.settings)
         )
-        self._x = out.x
-        size = (self._num_rows, self._num_slots, self._num_segments)
-        self.has_new_sizes |= self._model.sizes.note("pack", size)
+        self.hidden = out.x
+        self.has_new_sizes |= self._model.sizes.note(self.kind, self._size)
         self.num_rows_run += sum(len(piece.offsets) for piece in self._pieces)
-        kept, first = {}, 0
-        for piece in self._pieces:
-            rows = LayerRows(self.layer, piece.offsets, first, out.k, out.v, out.mass, out.self_mass)
-            first += len(piece.offsets)
-            decides = piece.job.add_layer(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
-            kept[piece] = (
-                piece.job.focused_rows(self.layer, piece.offsets) if decides else np.arange(len(piece.offsets))
-            )
+        kept = self._noted(out)
         self.layer += 1
         self.keep(kept)
 
     def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
-        """Returns the jobs whose prompt is complete, and the logits `[B, V]`, float32, of their last tokens, B padded;
-        None instead of logits if there is no such job."""
         self._keep_logits()
         ends = np.cumsum([len(piece.offsets) for piece in self._pieces]) - 1
         done = [(piece.job, int(end)) for piece, end in zip(self._pieces, ends, strict=True) if piece.is_last]
@@ -207,16 +217,9 @@ class Pack:
     def deviations(self) -> np.ndarray:
         """[rows] float32, for each row the distance between the KV that the next layer computes for it and the one in
         its slot; waits for the device."""
+        weights, x, slots = self._model.params.layers[self.layer], self.hidden, self._inputs.q_slot
         deviations = self._pool.read(
-            self.layer,
-            lambda k_pages, v_pages: deviation_step(
-                self._model.params.layers[self.layer],
-                self._x,
-                k_pages,
-                v_pages,
-                self._q_slot,
-                config=self._model.config,
-            ),
+            self.layer, lambda pages: deviation_step(weights, x, pages, slots, config=self._model.config)
         )
         return jax.device_get(deviations)[: sum(len(piece.offsets) for piece in self._pieces)]
 
@@ -234,10 +237,41 @@ class Pack:
         self._pieces = [piece for piece in self._pieces if piece in kept]
         if self._pieces:
             num_rows = sum(len(piece.offsets) for piece in self._pieces)
-            self._num_rows = self._model.sizes.rows(num_rows, self._num_slots, self._num_segments)
-            self._set_rows()
+            self._size = self._model.sizes.fewer(self.kind, self._size, num_rows)
+            self._inputs = dataclasses.replace(self._inputs, **self._rows())
             values = np.concatenate(rows)
-            self._x = select_step(self._x, self._model.put(padded_to(values, self._num_rows, int(values[-1]))))
+            chosen = self._model.put(padded_to(values, self._size[0], int(values[-1])))
+            self.hidden = select_step(self.hidden, chosen)
+
+    # -- what a pass of questions does differently ---------------------------------------------------------------------
+
+    def _step(self, *arguments: Any, **settings: Any) -> Any:
+        return paged_layer_step(*arguments, **settings)
+
+    def _loads(self, piece: Piece) -> bool:
+        """Whether the reused KV of the piece's job is written to its pages."""
+        return piece.first == 0
+
+    def _context(self, piece: Piece) -> np.ndarray:
+        """Position of each token of the piece's context, which begins with the prompt. A piece attends to no slot after
+        its last token, so the context ends there."""
+        return np.arange(int(piece.offsets[-1]) + 1)
+
+    def _first_size(self, num_slots: int, num_segments: int) -> tuple[int, ...]:
+        """The size of the first layer."""
+        return self._model.sizes.pack(self._expected_rows(), num_slots, num_segments)
+
+    def _noted(self, out: PagedLayerOutput) -> dict[Piece, np.ndarray]:
+        """Adds the output of a layer to the results of the jobs; returns the rows of each piece that go on."""
+        kept, first = {}, 0
+        for piece in self._pieces:
+            rows = LayerRows(self.layer, piece.offsets, first, out.k, out.v, out.mass, out.self_mass)
+            first += len(piece.offsets)
+            decides = piece.job.add_layer(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
+            kept[piece] = (
+                piece.job.focused_rows(self.layer, piece.offsets) if decides else np.arange(len(piece.offsets))
+            )
+        return kept
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -263,7 +297,7 @@ class Pack:
         """Logits [B, V], float32, of some rows, B padded."""
         sizes = self._model.sizes
         size = sizes.batch(len(rows))
-        x = select_step(self._x, self._model.put(padded_to(rows, size, int(rows[-1]))))
+        x = select_step(self.hidden, self._model.put(padded_to(rows, size, int(rows[-1]))))
         logits = logits_step(self._model.top, x, config=self._model.config)
         sizes.note("batch", (size,))
         return logits
@@ -287,19 +321,18 @@ class Pack:
                 kept[piece] = piece.job.most_deviating(self.layer, piece.offsets, deviations[rows])
         self.keep(kept)
 
-    def _set_rows(self) -> None:
-        """Sets the inputs that describe the rows; padding rows repeat the last row and are not written."""
-        offsets = [piece.offsets for piece in self._pieces]
-        slots = [piece.job.pages.slots[piece.offsets] for piece in self._pieces]
-        requests = [np.full(len(piece.offsets), piece.number) for piece in self._pieces]
+    def _rows(self) -> dict[str, jax.Array]:
+        """The inputs that describe the rows; padding rows repeat the last row and are not written."""
 
-        def padded(parts: list[np.ndarray], fill: int | None) -> jax.Array:
+        def padded(parts: list[np.ndarray], fill: int | None = None) -> np.ndarray:
             values = np.concatenate(parts)
-            return self._model.put(padded_to(values, self._num_rows, int(values[-1]) if fill is None else fill))
+            return padded_to(values, self._size[0], int(values[-1]) if fill is None else fill)
 
-        self._q_pos, self._q_request = padded(offsets, None), padded(requests, None)
-        self._q_slot = padded(slots, self._pool.num_slots)
-        self._q_rotation = self._rotation(self._q_pos)
-
-    def _rotation(self, positions: jax.Array) -> jax.Array:
-        return rotation_step(positions, config=self._model.config, mesh=self._model.mesh)
+        slots = [piece.job.pages.slots[piece.offsets] for piece in self._pieces]
+        rows = {
+            "q_pos": padded([piece.offsets for piece in self._pieces]),
+            "q_request": padded([np.full(len(piece.offsets), piece.number) for piece in self._pieces]),
+            "q_slot": padded(slots, self._pool.num_slots),
+        }
+        rows = self._model.put(rows)
+        return {**rows, "q_rotation": self._model.rotation(rows["q_pos"])}

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
-from ccjax.runner.pack import Pack, Piece
+from ccjax.runner.pack import Pack, Piece, Prefilling
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.question_first import QuestionFirst, asks_first
 from ccjax.runner.split_prompt import SplitPrompt
 
-AnyPack = Pack | SplitPrompt | QuestionFirst
-
 
 def pack_pieces(
     model: DeviceModel, pool: DevicePool, pieces: Sequence[Piece], *, max_rows: int, with_mass: bool = True
-) -> AnyPack:
+) -> Prefilling:
     """What runs these pieces: first the questions whose attention chooses tokens, then a pack, or several for a prompt
     of more than `max_rows` tokens.
 
@@ -25,7 +23,7 @@ def pack_pieces(
       with_mass: as for `Pack`.
     """
 
-    def last_pass(pieces: Sequence[Piece], loaded: Sequence[PrefillJob] = ()) -> Pack | SplitPrompt:
+    def last_pass(pieces: Sequence[Piece], loaded: Sequence[PrefillJob] = ()) -> Prefilling:
         if len(pieces[0].offsets) <= max_rows:
             return Pack(model, pool, pieces, with_mass=with_mass, loaded=loaded)
         (piece,) = pieces

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from ccjax.kernels.inputs import KVPages
 from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, VARIANT, placement
-from ccjax.models.llama3.steps import read_pages_step, write_pages_step
+from ccjax.models.llama3.steps import read_pages_step, write_pages_step, write_rows_step
 from ccjax.runner.buckets import slot_bucket
 from ccjax.runner.compiled_sizes import CompiledSizes
 from ccjax.store.budget import ByteBudget
@@ -35,9 +36,7 @@ class Paged(Protocol):
     """The result of a step that updates pages."""
 
     @property
-    def k_pages(self) -> jax.Array: ...
-    @property
-    def v_pages(self) -> jax.Array: ...
+    def pages(self) -> KVPages: ...
 
 
 Updated = TypeVar("Updated", bound=Paged)
@@ -182,11 +181,11 @@ class DevicePool(MemoryTier[PagedShard]):
             self._layers = []  # frees the memory of the old pages first
             self._layers = self._empty_layers()
 
-    def _empty_layers(self) -> list[tuple[jax.Array, jax.Array]]:
+    def _empty_layers(self) -> list[KVPages]:
         spec = self.kv_spec
         shape = (spec.num_kv_heads, self.num_pages, PAGE_TOKENS, spec.head_dim)
         empty = functools.partial(jnp.zeros, shape, spec.np_dtype, device=placement(self._mesh, PAGES))
-        return [(empty(), empty()) for _ in range(spec.num_layers)]
+        return [KVPages(empty(), empty()) for _ in range(spec.num_layers)]
 
     def close(self) -> None:
         """Frees the memory; the pool cannot be used any more. May be called twice."""
@@ -194,13 +193,17 @@ class DevicePool(MemoryTier[PagedShard]):
         with self._pages_lock:
             self._layers = []
 
-    def update(self, layer: int, step: Callable[[jax.Array, jax.Array], Updated]) -> Updated:
-        """Passes the pages of a layer, `[K, P, 16, H]` each, to `step`, which may donate them, and keeps the returned
-        ones."""
+    def update(self, layer: int, step: Callable[[KVPages], Updated]) -> Updated:
+        """Passes the pages of a layer to `step`, which may donate them, and keeps the returned ones."""
         with self._pages_lock:
-            out = step(*self._layers[layer])
-            self._layers[layer] = (out.k_pages, out.v_pages)
+            out = step(self._layers[layer])
+            self._layers[layer] = out.pages
         return out
+
+    def write_rows(self, layer: int, slots: jax.Array, k: jax.Array, v: jax.Array) -> None:
+        """Writes keys before RoPE and values [N, K, H] of one layer to `slots`; those past the end are dropped."""
+        with self._pages_lock:
+            self._layers[layer] = write_rows_step(self._layers[layer], slots, k, v, mesh=self._mesh)
 
     def compile_write(self, num_tokens: int) -> None:
         """Compiles the step that writes variants padded to `num_tokens`, a `token_bucket`."""
@@ -209,16 +212,16 @@ class DevicePool(MemoryTier[PagedShard]):
             self._write(kv, np.zeros(0, np.int32))
             return
         slots = self.put_slots(np.full(num_tokens, self.num_slots, np.int32))
-        write_pages_step.lower(*self.pages(0), jax.device_put(kv), np.int32(0), slots, mesh=None).compile()
+        write_pages_step.lower(self.pages(0), jax.device_put(kv), np.int32(0), slots, mesh=None).compile()
 
     def compile_gather(self, num_slots: int) -> None:
         """Compiles the step that gathers contexts of `num_slots` slots."""
         slots = self.put_slots(np.full(num_slots, self.num_slots, np.int32))
         jax.block_until_ready(self.gather(0, slots, self.gather(0, slots)))
 
-    def pages(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """The pages of a layer, `[K, P, 16, H]` each, for compiling steps; the next `update` may invalidate them."""
-        return self.read(layer, lambda k_pages, v_pages: (k_pages, v_pages))
+    def pages(self, layer: int) -> KVPages:
+        """The pages of a layer, for compiling steps; the next `update` may invalidate them."""
+        return self.read(layer, lambda pages: pages)
 
     def _hold(self, kv: np.ndarray) -> PagedShard:
         num_tokens = kv.shape[2]
@@ -239,23 +242,21 @@ class DevicePool(MemoryTier[PagedShard]):
         padded[: len(slots)] = slots
         on_device, on_device_slots = jax.device_put(kv, placement(self._mesh, VARIANT)), self.put_slots(padded)
         with self._pages_lock:
-            for layer, (k_pages, v_pages) in enumerate(self._layers):
+            for layer, pages in enumerate(self._layers):
                 number = np.int32(layer)
-                self._layers[layer] = write_pages_step(
-                    k_pages, v_pages, on_device, number, on_device_slots, mesh=self._mesh
-                )
+                self._layers[layer] = write_pages_step(pages, on_device, number, on_device_slots, mesh=self._mesh)
 
     def gather(
         self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = (None, None)
     ) -> tuple[jax.Array, jax.Array]:
         """Gathers keys before RoPE and values `[S, K, H]` of one layer; see
         `ccjax.models.llama3.steps.read_pages_step`."""
-        return self.read(layer, lambda k_pages, v_pages: read_pages_step(k_pages, v_pages, slots, *others))
+        return self.read(layer, lambda pages: read_pages_step(pages, slots, *others))
 
-    def read(self, layer: int, step: Callable[[jax.Array, jax.Array], Read]) -> Read:
-        """Returns the result of `step` for the pages of a layer, `[K, P, 16, H]` each, which it leaves unchanged."""
+    def read(self, layer: int, step: Callable[[KVPages], Read]) -> Read:
+        """Returns the result of `step` for the pages of a layer, which it leaves unchanged."""
         with self._pages_lock:  # a concurrent write would donate the pages
-            return step(*self._layers[layer])
+            return step(self._layers[layer])
 
     def read_layers(self, slots: np.ndarray, first: int, last: int) -> np.ndarray:
         """Copies the KV `[last - first, 2, T, K, H]` of some slots to the host."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from ccjax.models.llama3.inputs import SamplingState
 from ccjax.models.llama3.sampling import SampleOutput, seed_words
 from ccjax.models.llama3.steps import sample_step
 from ccjax.requests import SamplingParams
@@ -53,7 +54,8 @@ def sample_tokens(logits: jax.Array, specs: Sequence[SampleSpec]) -> list[Sample
     for row, spec in enumerate(specs):
         temperature[row], top_p[row] = spec.sampling.temperature, spec.sampling.top_p
         seeds[row], index[row] = seed_words(spec.seed), spec.index
-    out = sample_step(logits, temperature, top_p, seeds, index, num_top=_top_bucket(num_top))
+    state = SamplingState(temperature, top_p, seeds, index)  # pyright: ignore[reportArgumentType]
+    out = sample_step(logits, state, num_top=_top_bucket(num_top))
     wanted = [row for row, spec in enumerate(specs) if spec.sampling.first_logits and spec.index == 0]
     kept = jax.device_get(logits).astype(np.float32) if wanted else None
     return [

@@ -8,20 +8,17 @@ import numpy as np
 from ccjax.runner.context_loader import ContextLoader
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
-from ccjax.runner.pack import Pack, Piece
+from ccjax.runner.pack import Pack, Piece, Prefilling
 from ccjax.runner.pool import DevicePool
 
 
-class SplitPrompt:
-    """One prompt, in packs of consecutive pieces; takes the place of a `Pack`.
+class SplitPrompt(Prefilling):
+    """One prompt, in packs of consecutive pieces.
 
     For prompts of which some tokens are dropped on the way: they are chosen among all tokens of the prompt (CacheBlend
     sec. 4.3, CacheCraft alg. 1), and the remaining ones continue in fewer packs. Each call of `run_layer` runs one
-    layer of one pack, so that decode steps wait no longer than for other prompts.
-
-    Attributes:
-      layer: the next layer to run, or the one that some packs have run.
-      hidden: the hidden states that were launched last.
+    layer of one pack, so that decode steps wait no longer than for other prompts; `layer` is the one that some packs
+    have run, or the next.
     """
 
     def __init__(
@@ -40,53 +37,28 @@ class SplitPrompt:
           with_mass: as for `Pack`.
           is_loaded: the reused KV is in the prompt's pages.
         """
-        self._model, self._pool = model, pool
+        super().__init__(model, pool)
         self._job = job
         self._max_rows = max_rows
         self._with_mass = with_mass
-        self.layer = 0
         contexts = None if is_loaded else job.contexts
         self._loader = None if contexts is None else ContextLoader(model, pool, job, contexts)
-        self._earlier_rows, self._earlier_sizes = 0, False
         self._packs = self._packed(job.offsets, None)
         self.hidden = self._packs[-1].hidden
         self._next = 0
 
     @property
     def is_done(self) -> bool:
-        """True once all layers have run, or the job was dropped."""
         return not self._packs or self.layer == self._model.config.num_layers
 
-    @property
-    def has_new_sizes(self) -> bool:
-        """As for `Pack`."""
-        return self._earlier_sizes or any(pack.has_new_sizes for pack in self._packs)
-
-    @property
-    def num_computed(self) -> int:
-        """As for `Pack`."""
-        num_rows = self._earlier_rows + sum(pack.num_rows_run for pack in self._packs)
-        return round(num_rows / self._model.config.num_layers)
-
     def is_ready(self) -> bool:
-        """True if the next call of `run_layer` would not wait for a load."""
         return self._next > 0 or self._loader is None or self._loader.is_ready(self.layer)
 
-    def wait(self) -> None:
-        """Waits until the device has run what was launched."""
-        self.hidden.block_until_ready()
-
     def drop(self, job: PrefillJob) -> None:
-        """Ends the prefill if it is that of `job`; none of its pages is written from now on."""
         if job is self._job:
             self._packs = []
 
     def run_layer(self) -> None:
-        """Launches the next layer of the next pack; returns before the device is done, unless tokens are to be chosen.
-
-        Raises:
-          JobFailedError: the reused KV could not be loaded.
-        """
         if self._next == 0:
             if self._loader is not None:
                 self._loader.write(self.layer)
@@ -94,8 +66,7 @@ class SplitPrompt:
                 self._choose()
         had_focus = self._job.result.focused is not None
         pack = self._packs[self._next]
-        pack.run_layer()
-        self.hidden = pack.hidden
+        self._run_layer_of(pack)
         self._next += 1
         if self._next < len(self._packs):
             return
@@ -104,7 +75,6 @@ class SplitPrompt:
             self._keep([self._job.focused_rows(self.layer - 1, _offsets(pack)) for pack in self._packs])
 
     def logits(self) -> tuple[list[PrefillJob], jax.Array | None]:
-        """The job and the logits `[B, V]`, float32, of its last token, B padded; none if it was dropped."""
         found: tuple[list[PrefillJob], jax.Array | None] = ([], None)
         for pack in self._packs:  # the last one completes the prompt; others may have logits that the job keeps
             found = pack.logits()
@@ -132,8 +102,6 @@ class SplitPrompt:
         hidden = np.concatenate(
             [jax.device_get(pack.hidden)[rows] for pack, rows in zip(self._packs, kept, strict=True)]
         )
-        self._earlier_rows += sum(pack.num_rows_run for pack in self._packs)
-        self._earlier_sizes = self.has_new_sizes
         self._packs = self._packed(offsets, hidden)
 
     def _packed(self, offsets: np.ndarray, hidden: np.ndarray | None) -> list[Pack]:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
+import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from ccjax.loading.model import Progress
-from ccjax.models.llama3.paged_steps import (
-    deviation_step,
-    paged_decode_step,
-    paged_layer_step,
-    question_step,
-    rotation_step,
-    write_rows_step,
-)
-from ccjax.models.llama3.steps import embed_step, logits_step, select_step
+from ccjax.models.llama3.inputs import DecodeInputs, StepInputs
+from ccjax.models.llama3.paged_steps import deviation_step, paged_decode_step, paged_layer_step, question_step
+from ccjax.models.llama3.steps import embed_step, logits_step, select_step, write_rows_step
 from ccjax.runner.batch_sizes import BatchSizes, spread
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.compilations import compilations
@@ -158,111 +152,70 @@ class StepCompiler:
 
 def compile_pack(model: DeviceModel, pool: DevicePool, size: tuple[int, int, int]) -> None:
     """Compiles a layer of a pack and the steps before it."""
-    num_rows, num_slots, num_segments = size
-    x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
-    rows, nowhere = model.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
-    slots, context = model.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
-    settings = {"config": model.config, "mesh": model.mesh}
-    rotations = rotation_step(rows, **settings), rotation_step(context, **settings)
-    _compile_update(
-        model,
-        pool,
-        lambda step, k_pages, v_pages: step(
-            model.params.layers[0],
-            x,
-            k_pages,
-            v_pages,
-            rows,
-            nowhere,
-            rows,
-            slots,
-            context,
-            context,
-            context if num_segments else None,
-            *rotations,
-            config=model.config,
-            num_segments=num_segments,
-            implementation=model.implementation,
-            mesh=model.mesh,
-        ),
-        paged_layer_step,
-    )
+    _compile_layer(model, pool, paged_layer_step, _step_inputs(model, pool, *size))
 
 
 def _compile_question(model: DeviceModel, pool: DevicePool, num_rows: int, num_slots: int) -> None:
-    x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
-    rows, nowhere = model.put((np.zeros(num_rows, np.int32), np.full(num_rows, pool.num_slots, np.int32)))
-    slots, context = model.put((np.full(num_slots, pool.num_slots, np.int32), np.zeros(num_slots, np.int32)))
-    settings = {"config": model.config, "mesh": model.mesh}
-    rotations = rotation_step(rows, **settings), rotation_step(context, **settings)
-    inputs = rows, nowhere, rows, slots, context, context, *rotations
-    _compile_update(
-        model,
-        pool,
-        lambda step, k_pages, v_pages: step(model.params.layers[0], x, k_pages, v_pages, *inputs, **settings),
-        question_step,
+    _compile_layer(model, pool, question_step, _step_inputs(model, pool, num_rows, num_slots, 0))
+
+
+def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int]) -> None:
+    """Compiles a layer of a decode step and the steps before it."""
+    inputs = model.put(_zeros(DecodeInputs.abstract(*size, model.config.head_dim)))
+    rotation = model.rotation(inputs.page_table)
+    inputs = dataclasses.replace(inputs, q_slot=_nowhere(model, pool, size[0]), page_rotation=rotation)
+    _compile_layer(model, pool, paged_decode_step, inputs)
+
+
+def _step_inputs(model: DeviceModel, pool: DevicePool, num_rows: int, num_slots: int, num_segments: int) -> StepInputs:
+    """Rows that are not written and attend to nothing that is stored."""
+    inputs = model.put(_zeros(StepInputs.abstract(num_rows, num_slots, num_segments, model.config.head_dim)))
+    return dataclasses.replace(
+        inputs,
+        q_slot=_nowhere(model, pool, num_rows),
+        k_slot=_nowhere(model, pool, num_slots),
+        q_rotation=model.rotation(inputs.q_pos),
+        k_rotation=model.rotation(inputs.k_pos),
     )
+
+
+def _zeros(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+
+
+def _nowhere(model: DeviceModel, pool: DevicePool, count: int) -> jax.Array:
+    """Slots past the end."""
+    return model.put(np.full(count, pool.num_slots, np.int32))
+
+
+def _compile_layer(model: DeviceModel, pool: DevicePool, step: Any, inputs: StepInputs | DecodeInputs) -> None:
+    """Compiles the step of a layer, which updates its pages, and the embedding of its rows."""
+    x = embed_step(model.top, model.put(np.zeros(inputs.q_slot.shape, np.int32)))
+    layer, settings = model.params.layers[0], model.settings
+    if model.mesh is None:
+        step.lower(layer, x, pool.pages(0), inputs, settings=settings).compile()
+        return
+    out = pool.update(0, lambda pages: step(layer, x, pages, inputs, settings=settings))
+    jax.block_until_ready(out.x)  # not the pages: they are donated to the next step
 
 
 def _compile_context(model: DeviceModel, pool: DevicePool, num_slots: int) -> None:
     shape = (num_slots, model.config.num_kv_heads, model.config.head_dim)
     none = jax.device_put(np.zeros(shape, model.dtype), model.context_placement)  # as in `LayerLoader`
-    slots = model.put(np.full(num_slots, pool.num_slots, np.int32))
-    _compile_update(
-        model,
-        pool,
-        lambda step, k_pages, v_pages: step(k_pages, v_pages, slots, none, none, mesh=model.mesh),
-        write_rows_step,
-    )
+    slots = _nowhere(model, pool, num_slots)
+    if model.mesh is None:
+        write_rows_step.lower(pool.pages(0), slots, none, none, mesh=None).compile()
+    else:
+        pool.write_rows(0, slots, none, none)
 
 
 def _compile_deviation(model: DeviceModel, pool: DevicePool, num_rows: int) -> None:
     x = embed_step(model.top, model.put(np.zeros(num_rows, np.int32)))
-    nowhere = model.put(np.full(num_rows, pool.num_slots, np.int32))
-    layer, config = model.params.layers[0], model.config
+    nowhere, layer, config = _nowhere(model, pool, num_rows), model.params.layers[0], model.config
     if model.mesh is None:
-        deviation_step.lower(layer, x, *pool.pages(0), nowhere, config=config).compile()
+        deviation_step.lower(layer, x, pool.pages(0), nowhere, config=config).compile()
         return
-    out = pool.read(0, lambda k_pages, v_pages: deviation_step(layer, x, k_pages, v_pages, nowhere, config=config))
-    jax.block_until_ready(out)
-
-
-def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int]) -> None:
-    """Compiles a layer of a decode step and the steps before it."""
-    batch, num_entries = size
-    x = embed_step(model.top, model.put(np.zeros(batch, np.int32)))
-    rows, nowhere = model.put((np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)))
-    table = model.put(np.zeros((batch, num_entries), np.int32))
-    rotation = rotation_step(table, config=model.config, mesh=model.mesh)
-    _compile_update(
-        model,
-        pool,
-        lambda step, k_pages, v_pages: step(
-            model.params.layers[0],
-            x,
-            k_pages,
-            v_pages,
-            rows,
-            nowhere,
-            table,
-            table,
-            rotation,
-            config=model.config,
-            implementation=model.implementation,
-            mesh=model.mesh,
-        ),
-        paged_decode_step,
-    )
-
-
-def _compile_update(model: DeviceModel, pool: DevicePool, call: Callable[..., Any], step: Any) -> None:
-    """Compiles a step that updates pages, as called by `call(step, k_pages, v_pages)`: with rows that are not written
-    and attend to nothing."""
-    if model.mesh is None:
-        call(step.lower, *pool.pages(0)).compile()
-        return
-    out = pool.update(0, functools.partial(call, step))
-    jax.block_until_ready(getattr(out, "x", None))  # not the pages: they are donated to the next step
+    jax.block_until_ready(pool.read(0, lambda pages: deviation_step(layer, x, pages, nowhere, config=config)))
 
 
 class BackgroundCompiler:

@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from ccjax.kernels.inputs import KVPages
 from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES, over_heads
 
 
@@ -30,6 +31,13 @@ def write_slots(
         return jax.lax.platform_dependent(*operands, tpu=write_by_head, default=write_by_slot)
 
     return over_heads(write, mesh, (PAGES, EVERYWHERE, KV_ROWS), PAGES)(pages, slots, rows)
+
+
+def write_rows(
+    pages: KVPages, slots: Int[Array, "N"], k: Float[Array, "N K H"], v: Float[Array, "N K H"], mesh: Mesh | None
+) -> KVPages:
+    """The pages with the rows of keys and values written to `slots`, as by `write_slots`."""
+    return KVPages(write_slots(pages.k, slots, k, mesh), write_slots(pages.v, slots, v, mesh))
 
 
 def write_by_slot(pages: Array, slots: Array, rows: Array) -> Array:

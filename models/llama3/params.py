@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array
 from jaxtyping import Float
 
@@ -77,16 +78,7 @@ class ParamSpec:
         return ParamSpec(self.hf_name + "_scale", shape, axes, None, "as_is")
 
 
-def _register(cls: type) -> type:
-    fields = {field.name: "static" in field.metadata for field in dataclasses.fields(cls)}
-    meta = [name for name, is_static in fields.items() if is_static]
-    return jax.tree_util.register_dataclass(
-        cls, data_fields=[name for name in fields if name not in meta], meta_fields=meta
-    )
-
-
-@_register
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class LayerParams:
     """Weights of one transformer layer; those of its matrix products may be in 8 bits, and those of options that the
     model lacks are None."""
@@ -108,8 +100,7 @@ class LayerParams:
     k_norm: Float[Array, "H"] | None = dataclasses.field(default=None, kw_only=True)
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class RoutedLayerParams(LayerParams):
     """Weights of a layer whose MLP is a mixture of experts; each token is computed by `num_chosen` of them."""
 
@@ -117,11 +108,10 @@ class RoutedLayerParams(LayerParams):
     w_up: Float[Array, "E D F"] | QuantizedWeight
     w_down: Float[Array, "E F D"] | QuantizedWeight
     router: Float[Array, "D E"]
-    num_chosen: int = dataclasses.field(metadata={"static": True})
+    num_chosen: int = struct.field(pytree_node=False)
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Params:
     """All weights; `lm_head` is None if the embedding is tied."""
 
@@ -212,7 +202,7 @@ def build_params(config: LlamaConfig, make: Callable[[str, ParamSpec], Any]) -> 
     """
     top = {name: make(spec.hf_name, spec) for name, spec in top_table(config).items()}
     table = layer_table(config)
-    chosen = {"num_chosen": config.num_experts_per_token} if config.num_experts else {}
+    chosen: dict[str, Any] = {"num_chosen": config.num_experts_per_token} if config.num_experts else {}
     layer_type = RoutedLayerParams if config.num_experts else LayerParams
     layers = tuple(
         layer_type(**{n: make(s.hf_name.replace("{layer}", str(layer)), s) for n, s in table.items()}, **chosen)

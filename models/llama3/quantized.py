@@ -7,15 +7,14 @@ of the weight is the only loss.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import struct
 from jax import Array
 from jaxtyping import Float
 
@@ -39,8 +38,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 _BLOCK = 1 << 21
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class QuantizedWeight:
     """A weight in 8 bits.
 

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Float, Int
+
+from ccjax.models.llama3.inputs import SamplingState
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are treated as greedy; dividing by them would overflow."""
@@ -48,23 +50,11 @@ def seed_words(seed: int) -> np.ndarray:
     return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 
-def sample(
-    logits: Float[Array, "B V"],
-    temperature: Float[Array, "B"],
-    top_p: Float[Array, "B"],
-    seeds: UInt[Array, "B 2"],
-    index: Int[Array, "B"],
-    num_top: int,
-) -> SampleOutput:
+def sample(logits: Float[Array, "B V"], state: SamplingState, num_top: int) -> SampleOutput:
     """Samples a token for every row. The result for a row depends only on its own arguments.
 
     Args:
       logits: float32; a row with NaN gives an arbitrary token with a log-probability of NaN.
-      temperature: below `GREEDY_BELOW` the likeliest token is chosen, with ties the lowest id.
-      top_p: in (0, 1]: keeps the smallest set of likeliest tokens whose probability reaches it, ties in order of ids; 1
-        keeps all.
-      seeds: `seed_words` of each request.
-      index: index of the token in its answer; each index is sampled independently.
       num_top: static, number of likeliest tokens to list.
     """
     num_tokens = logits.shape[1]
@@ -72,15 +62,16 @@ def sample(
     ids = jnp.arange(num_tokens, dtype=jnp.int32)
     # Several times faster on a CPU than argmax. A row with NaN matches no id, hence the minimum.
     greedy = jnp.minimum(jnp.where(logits == top, ids[None], num_tokens).min(-1), num_tokens - 1)
-    is_greedy = temperature < GREEDY_BELOW
-    uniform = jax.vmap(_uniform)(seeds, index)
+    is_greedy = state.temperature < GREEDY_BELOW
+    uniform = jax.vmap(_uniform)(state.seeds, state.index)
 
     def drawn(row: tuple[Array, ...]) -> Array:
         is_greedy, greedy, *arguments = row
         return lax.cond(is_greedy, lambda: greedy, lambda: draw(*arguments))
 
     def all_drawn() -> Array:
-        rows = is_greedy, greedy, logits - top, jnp.where(is_greedy, 1.0, temperature), top_p, uniform
+        temperature = jnp.where(is_greedy, 1.0, state.temperature)
+        rows = is_greedy, greedy, logits - top, temperature, state.top_p, uniform
         # Row by row, the weights of a row stay in the processor's cache: 20 times faster, and greedy rows cost nothing.
         return lax.platform_dependent(rows, cpu=functools.partial(lax.map, drawn), default=jax.vmap(drawn))
 

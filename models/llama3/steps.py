@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Float, Int
 
+from ccjax.kernels.inputs import KVPages
 from ccjax.kernels.rope import apply_rope
 from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.inputs import SamplingState
 from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
-from ccjax.models.llama3.pages import read_slots, write_slots
+from ccjax.models.llama3.pages import read_slots, write_rows
 from ccjax.models.llama3.params import LayerParams, Params
 from ccjax.models.llama3.products import einsum
 from ccjax.models.llama3.sampling import SampleOutput, sample
@@ -33,36 +35,34 @@ def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config:
     return apply_rope(k, positions, rope_frequencies(config))
 
 
-@jax.jit(static_argnames=("mesh",), donate_argnames=("k_pages", "v_pages"))
+@jax.jit(static_argnames=("mesh",), donate_argnames=("pages",))
+def write_rows_step(
+    pages: KVPages, slots: Int[Array, "N"], k: Float[Array, "N K H"], v: Float[Array, "N K H"], *, mesh: Mesh | None
+) -> KVPages:
+    """The pages of one layer, donated, with rows written to `slots`; rows whose slot is past the end are dropped.
+    `mesh` as in `StepSettings`."""
+    return write_rows(pages, slots, k, v, mesh)
+
+
+@jax.jit(static_argnames=("mesh",), donate_argnames=("pages",))
 def write_pages_step(
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
-    kv: Float[Array, "L 2 N K H"],
-    layer: Int[Array, ""],
-    slots: Int[Array, "N"],
-    *,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "K P T H"], Float[Array, "K P T H"]]:
-    """The pages of one layer, donated, with rows of `kv[layer]` written to `slots` (page * T + offset); slots past the
-    end are dropped. `mesh` as in `paged_layer_step`."""
+    pages: KVPages, kv: Float[Array, "L 2 N K H"], layer: Int[Array, ""], slots: Int[Array, "N"], *, mesh: Mesh | None
+) -> KVPages:
+    """`write_rows_step` with the rows `kv[layer]`."""
     k, v = kv[layer]
-    return write_slots(k_pages, slots, k, mesh), write_slots(v_pages, slots, v, mesh)
+    return write_rows(pages, slots, k, v, mesh)
 
 
 @jax.jit
 def read_pages_step(
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
-    slots: Int[Array, "S"],
-    k_other: Float[Array, "S K H"] | None,
-    v_other: Float[Array, "S K H"] | None,
+    pages: KVPages, slots: Int[Array, "S"], k_other: Float[Array, "S K H"] | None, v_other: Float[Array, "S K H"] | None
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Keys and values of one layer as stored: from the pages at `slots` (page * T + offset); for slots past the end
-    from `*_other`, or zeros if that is None."""
-    k, v = read_slots(k_pages, slots), read_slots(v_pages, slots)
+    """Keys and values of one layer as stored: from the pages at `slots`; for slots past the end from `*_other`, or
+    zeros if that is None."""
+    k, v = read_slots(pages.k, slots), read_slots(pages.v, slots)
     if k_other is None or v_other is None:
         return k, v
-    is_paged = (slots < k_pages.shape[1] * k_pages.shape[2])[:, None, None]
+    is_paged = (slots < pages.num_slots)[:, None, None]
     return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
 
 
@@ -98,14 +98,6 @@ def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) 
 
 
 @jax.jit(static_argnames=("num_top",))
-def sample_step(
-    logits: Float[Array, "B V"],
-    temperature: Float[Array, "B"],
-    top_p: Float[Array, "B"],
-    seeds: UInt[Array, "B 2"],
-    index: Int[Array, "B"],
-    *,
-    num_top: int,
-) -> SampleOutput:
+def sample_step(logits: Float[Array, "B V"], state: SamplingState, *, num_top: int) -> SampleOutput:
     """Samples a token for every row of logits on the device: `ccjax.models.llama3.sampling.sample`."""
-    return sample(logits, temperature, top_p, seeds, index, num_top)
+    return sample(logits, state, num_top)

@@ -5,23 +5,16 @@ Axes: B texts, N tokens, D model, Q heads, H head dim, F feed-forward, L layers 
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from ccjax.models.minilm.config import BertConfig
 
 
-def _register(cls: type) -> type:
-    fields = [field.name for field in dataclasses.fields(cls)]
-    return jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
-
-
-@_register
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Linear:
     """`x @ weight + bias`."""
 
@@ -29,8 +22,7 @@ class Linear:
     bias: Float[Array, "*L O"]
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Norm:
     """Scale and shift of a layer norm."""
 
@@ -38,8 +30,7 @@ class Norm:
     bias: Float[Array, "*L D"]
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Layers:
     """Weights of all layers, stacked on a leading axis L."""
 
@@ -53,8 +44,7 @@ class Layers:
     ff_norm: Norm
 
 
-@_register
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class EncoderParams:
     """All weights of the encoder, float32. `segment` is the token type embedding of a single text."""
 

@@ -6,11 +6,13 @@ order; they are tight if positions ascend, as in a merged prompt.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
+
+from ccjax.kernels.inputs import AttentionInputs
 
 UNUSED = jnp.iinfo(jnp.int32).max
 """Position of an unused slot."""
@@ -52,21 +54,36 @@ def used_values(v: Float[Array, "S K H"], k_pos: Int[Array, "S"]) -> Float[Array
     return jnp.where((k_pos != UNUSED)[:, None, None], v, jnp.zeros((), v.dtype))
 
 
-def block_bounds(
-    q_pos: Int[Array, "N"],
-    k_pos: Int[Array, "S"],
-    q_request: Int[Array, "N"] | None,
-    k_request: Int[Array, "S"] | None,
-    *,
-    q_block: int,
-    k_block: int,
-) -> BlockBounds:
+def padded_inputs(inputs: AttentionInputs, *, q_block: int, k_block: int) -> AttentionInputs:
+    """The inputs padded to whole blocks, without `k_rotation`. Queries get copies of the last row, which do not lower a
+    block's smallest position, so it keeps the key blocks without a mask; slots get unused ones."""
+
+    def of(x: Array | None, multiple: int, fill: int | None = None) -> Array | None:
+        return None if x is None else padded(x, multiple, fill)
+
+    return AttentionInputs(
+        q_pos=padded(inputs.q_pos, q_block, None),
+        k_pos=padded(inputs.k_pos, k_block, UNUSED),
+        q_request=of(inputs.q_request, q_block),
+        k_request=of(inputs.k_request, k_block),
+        k_segment=of(inputs.k_segment, k_block, -1),
+        num_segments=inputs.num_segments,
+    )
+
+
+def block_specs(inputs: AttentionInputs, **specs: Any) -> AttentionInputs:
+    """The inputs with a block spec in place of each array."""
+    given = {name: spec for name, spec in specs.items() if getattr(inputs, name) is not None}
+    return AttentionInputs(**given, num_segments=inputs.num_segments)
+
+
+def block_bounds(inputs: AttentionInputs, *, q_block: int, k_block: int) -> BlockBounds:
     """The bounds for blocks of `q_block` queries and `k_block` slots; these must divide N and S."""
-    q, k = q_pos.reshape(-1, q_block), k_pos.reshape(-1, k_block)
+    q, k = inputs.q_pos.reshape(-1, q_block), inputs.k_pos.reshape(-1, k_block)
     reachable = k.min(-1)[None, :] <= q.max(-1)[:, None]
     full = k.max(-1)[None, :] <= q.min(-1)[:, None]
-    if q_request is not None and k_request is not None:
-        q, k = q_request.reshape(-1, q_block), k_request.reshape(-1, k_block)
+    if inputs.q_request is not None and inputs.k_request is not None:
+        q, k = inputs.q_request.reshape(-1, q_block), inputs.k_request.reshape(-1, k_block)
         k_least, k_most = k.min(-1)[None, :], k.max(-1)[None, :]
         q_least, q_most = q.min(-1)[:, None], q.max(-1)[:, None]
         reachable &= (k_least <= q_most) & (q_least <= k_most)

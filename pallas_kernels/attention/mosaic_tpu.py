@@ -23,11 +23,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ccjax.kernels.attention.blocks import MosaicBlocks
-from ccjax.kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two, used_values
+from ccjax.kernels.attention.bounds import (
+    LOG2_E,
+    MASKED,
+    block_bounds,
+    block_specs,
+    padded,
+    padded_inputs,
+    power_of_two,
+    used_values,
+)
 from ccjax.kernels.attention.output import AttentionOutput, OutputParts
+from ccjax.kernels.inputs import AttentionInputs
 from ccjax.kernels.rope.mosaic_tpu import turned, turns
 
 _LANES = 128
@@ -42,20 +52,15 @@ class _AttentionTpuInputs(NamedTuple):
     """Inputs of a step; refs inside the kernel, None for inputs that a call does not have.
 
     Attributes:
-      q: [G, B, H], the query heads of one kv head; q_pos, q_request: [B, 1].
-      k, v: [T, H] of a key block; k_pos, k_segment, k_request: [1, T].
-      rotation: [T, H] float32, `rotation_rows` of each slot's position.
+      q: [G, B, H], the query heads of one kv head.
+      k, v: [T, H] of a key block.
+      at: q_pos, q_request: [B, 1]; k_pos, k_segment, k_request: [1, T]; k_rotation: [T, H].
     """
 
     q: Any
-    q_pos: Any
     k: Any
     v: Any
-    k_pos: Any
-    k_segment: Any = None
-    q_request: Any = None
-    k_request: Any = None
-    rotation: Any = None
+    at: AttentionInputs
 
 
 class _AttentionTpuScratch(NamedTuple):
@@ -87,22 +92,23 @@ def _kernel(
         scratch.values[...] = jnp.zeros_like(scratch.values)
 
     def rotated_keys() -> Array:
-        return inputs.k[...] if inputs.rotation is None else turned(inputs.k[...], *turns(inputs.rotation[...]))
+        rotation = inputs.at.k_rotation
+        return inputs.k[...] if rotation is None else turned(inputs.k[...], *turns(rotation[...]))
 
     def onehots() -> Array:
         columns = scratch.sums.shape[0]
         column = lax.broadcasted_iota(jnp.int32, (columns, keys), 0)
         is_counted = column == columns - 1
-        if inputs.k_segment is not None:
-            is_counted |= column == inputs.k_segment[...]
+        if inputs.at.k_segment is not None:
+            is_counted |= column == inputs.at.k_segment[...]
         return is_counted.astype(inputs.v.dtype)
 
     def step(is_masked: bool) -> None:
         queries, step_keys, step_onehots = inputs.q[...].reshape(rows, head_dim), rotated_keys(), onehots()
         if is_masked:
-            visible = inputs.k_pos[...] <= inputs.q_pos[...]
-            if inputs.q_request is not None:
-                visible &= inputs.k_request[...] == inputs.q_request[...]
+            visible = inputs.at.k_pos[...] <= inputs.at.q_pos[...]
+            if inputs.at.q_request is not None and inputs.at.k_request is not None:
+                visible &= inputs.at.k_request[...] == inputs.at.q_request[...]
         # Base 2, because its exponential is cheaper.
         all_scores = [product(queries[half], step_keys, _A_BT) * (scale * LOG2_E) for half in halves]
         for half, scores in zip(halves, all_scores, strict=True):
@@ -151,15 +157,9 @@ def mosaic_tpu_attention(
     q: Float[Array, "N Q H"],
     k: Float[Array, "S K H"],
     v: Float[Array, "S K H"],
+    inputs: AttentionInputs,
     *,
-    q_pos: Int[Array, "N"],
-    k_pos: Int[Array, "S"],
     scale: float,
-    k_segment: Int[Array, "S"] | None = None,
-    num_segments: int = 0,
-    q_request: Int[Array, "N"] | None = None,
-    k_request: Int[Array, "S"] | None = None,
-    k_rotation: Float[Array, "S H"] | None = None,
     blocks: MosaicBlocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> AttentionOutput:
@@ -177,25 +177,32 @@ def mosaic_tpu_attention(
     query_block = min(query_block, power_of_two(num_queries, _LEAST_QUERIES))
     # The sizes are for two-byte elements; wider ones take shorter steps, for the same VMEM.
     key_block = min(max(_LANES, blocks.keys * 2 // k.dtype.itemsize), power_of_two(k.shape[0], _LANES))
+    num_segments = inputs.num_segments
     columns = -(-(num_segments + 1) // _SUBLANES) * _SUBLANES
 
-    v = used_values(v, k_pos)
+    v = used_values(v, inputs.k_pos)
     k, v = (padded(x, key_block).transpose(1, 0, 2) for x in (k, v))
-    k_pos = padded(k_pos, key_block, UNUSED)
-    # Copies of the last row do not lower a block's smallest position, so it keeps its unmasked branch.
-    q, q_pos = padded(q, query_block), padded(q_pos, query_block, None)
+    q = padded(q, query_block)
     num_rows, num_slots = q.shape[0], k.shape[1]
     q = q.reshape(num_rows, num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-    if q_request is not None and k_request is not None:
-        q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
-    bounds = jnp.stack(block_bounds(q_pos, k_pos, q_request, k_request, q_block=query_block, k_block=key_block))
-    inputs = _AttentionTpuInputs(q, q_pos[:, None], k, v, k_pos[None])
-    if q_request is not None and k_request is not None:
-        inputs = inputs._replace(q_request=q_request[:, None], k_request=k_request[None])
-    if k_segment is not None:
-        inputs = inputs._replace(k_segment=padded(k_segment, key_block, -1)[None])
-    if k_rotation is not None:
-        inputs = inputs._replace(rotation=padded(k_rotation, key_block))
+    at = padded_inputs(inputs, q_block=query_block, k_block=key_block)
+    bounds = jnp.stack(block_bounds(at, q_block=query_block, k_block=key_block))
+
+    def column(x: Array | None) -> Array | None:
+        return None if x is None else x[:, None]
+
+    def row(x: Array | None) -> Array | None:
+        return None if x is None else x[None]
+
+    at = AttentionInputs(
+        q_pos=at.q_pos[:, None],
+        k_pos=at.k_pos[None],
+        q_request=column(at.q_request),
+        k_request=row(at.k_request),
+        k_segment=row(at.k_segment),
+        k_rotation=None if inputs.k_rotation is None else padded(inputs.k_rotation, key_block),
+        num_segments=num_segments,
+    )
 
     def key_index(i: Array, j: Array, bounds: Any) -> Array:
         return jnp.clip(j, bounds[0, i], jnp.maximum(bounds[3, i] - 1, bounds[0, i]))
@@ -211,18 +218,10 @@ def mosaic_tpu_attention(
     head_slots = pl.BlockSpec(
         (None, key_block, head_dim), lambda head, i, j, bounds: (head, key_index(i, j, bounds), 0)
     )
-    specs = _AttentionTpuInputs(
-        q=queries(head_dim),
-        q_pos=query_column,
-        k=head_slots,
-        v=head_slots,
-        k_pos=slot_row,
-        k_segment=slot_row,
-        q_request=query_column,
-        k_request=slot_row,
-        rotation=pl.BlockSpec((key_block, head_dim), lambda head, i, j, bounds: (key_index(i, j, bounds), 0)),
-    )
-    specs = _AttentionTpuInputs(*(None if given is None else spec for given, spec in zip(inputs, specs, strict=True)))
+    slot_rows = pl.BlockSpec((key_block, head_dim), lambda head, i, j, bounds: (key_index(i, j, bounds), 0))
+    scalars = {"q_pos": query_column, "q_request": query_column, "k_pos": slot_row, "k_request": slot_row}
+    at_specs = block_specs(at, **scalars, k_segment=slot_row, k_rotation=slot_rows)
+    specs = _AttentionTpuInputs(queries(head_dim), head_slots, head_slots, at_specs)
     rows, num_blocks = group * query_block, num_rows // query_block
     shape, memory = jax.ShapeDtypeStruct, functools.partial(pltpu.VMEM, dtype=jnp.float32)
     (result,) = pl.pallas_call(
@@ -252,7 +251,7 @@ def mosaic_tpu_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="partial_prefill",
-    )(bounds, inputs)
+    )(bounds, _AttentionTpuInputs(q, k, v, at))
 
     def by_query(x: Array) -> Array:
         """[K, blocks, X, G * B] -> [N, Q, X]."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ccjax.kernels.attention.bounds import used_values
 from ccjax.kernels.attention.output import AttentionOutput
+from ccjax.kernels.inputs import AttentionInputs
 from ccjax.kernels.rope import rotate
 
 
@@ -19,25 +20,19 @@ def reference_attention(
     q: Float[Array, "N Q H"],
     k: Float[Array, "S K H"],
     v: Float[Array, "S K H"],
+    inputs: AttentionInputs,
     *,
-    q_pos: Int[Array, "N"],
-    k_pos: Int[Array, "S"],
     scale: float,
-    k_segment: Int[Array, "S"] | None = None,
-    num_segments: int = 0,
-    q_request: Int[Array, "N"] | None = None,
-    k_request: Int[Array, "S"] | None = None,
-    k_rotation: Float[Array, "S H"] | None = None,
 ) -> AttentionOutput:
     """See `ccjax.kernels.attention.attention`."""
     group = q.shape[1] // k.shape[1]
-    if k_rotation is not None:
-        k = rotate(k, k_rotation)
-    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, used_values(v, k_pos)))
+    if inputs.k_rotation is not None:
+        k = rotate(k, inputs.k_rotation)
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, used_values(v, inputs.k_pos)))
     wide_k, wide_v = jnp.repeat(wide_k, group, axis=1), jnp.repeat(wide_v, group, axis=1)
-    visible = k_pos[None, :] <= q_pos[:, None]
-    if q_request is not None and k_request is not None:
-        visible &= k_request[None, :] == q_request[:, None]
+    visible = inputs.k_pos[None, :] <= inputs.q_pos[:, None]
+    if inputs.q_request is not None and inputs.k_request is not None:
+        visible &= inputs.k_request[None, :] == inputs.q_request[:, None]
     scores = jnp.einsum("nqh,sqh->nqs", wide_q, wide_k, precision="highest") * scale
     scores = jnp.where(visible[:, None, :], scores, -jnp.inf)
     top = scores.max(-1, keepdims=True)
@@ -46,7 +41,7 @@ def reference_attention(
     weights = weights / jnp.where(total == 0.0, 1.0, total)
     lse = (top + jnp.log(total))[..., 0]
     out = jnp.einsum("nqs,sqh->nqh", weights, wide_v, precision="highest").astype(q.dtype)
-    if k_segment is None:
+    if inputs.k_segment is None:
         return AttentionOutput(out, None, lse)
-    onehot = (k_segment[:, None] == jnp.arange(num_segments)[None, :]).astype(jnp.float32)
+    onehot = (inputs.k_segment[:, None] == jnp.arange(inputs.num_segments)[None, :]).astype(jnp.float32)
     return AttentionOutput(out, jnp.einsum("nqs,sc->nqc", weights, onehot, precision="highest"), lse)

@@ -9,6 +9,7 @@ Triton can neither slice nor join values, so a fused rotation keeps the halves o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -17,11 +18,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ccjax.kernels.attention.blocks import TritonBlocks
-from ccjax.kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, power_of_two
+from ccjax.kernels.attention.bounds import (
+    LOG2_E,
+    MASKED,
+    UNUSED,
+    block_bounds,
+    block_specs,
+    padded,
+    padded_inputs,
+    power_of_two,
+)
 from ccjax.kernels.attention.output import AttentionOutput, OutputParts
+from ccjax.kernels.inputs import AttentionInputs
 from ccjax.kernels.rope import rotate
 
 _LEAST = 16
@@ -35,20 +46,17 @@ class _AttentionTritonInputs(NamedTuple):
 
     Attributes:
       bounds: [4], the query block's `BlockBounds`.
-      q: [B, H]; q_pos, q_request: [B].
-      k, v: [S, H] of the kv head; k_pos, k_segment, k_request: [S].
+      q: [B, H].
+      k, v: [S, H] of the kv head.
+      at: q_pos, q_request: [B]; k_pos, k_segment, k_request: [S].
       cos, sin: [S, H / 2] float32, of each slot's position.
     """
 
     bounds: Any
     q: Any
-    q_pos: Any
     k: Any
     v: Any
-    k_pos: Any
-    k_segment: Any = None
-    q_request: Any = None
-    k_request: Any = None
+    at: AttentionInputs
     cos: Any = None
     sin: Any = None
 
@@ -68,7 +76,7 @@ def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: floa
     # Otherwise float32 products would be rounded to TF32.
     precision = lax.Precision.HIGHEST if inputs.q.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    q_pos = inputs.q_pos[...]
+    q_pos = inputs.at.q_pos[...]
 
     def scores_of(slots: Any) -> Array:
         if inputs.cos is None:
@@ -89,10 +97,10 @@ def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: floa
         scores = scores_of(slots) * (scale * LOG2_E)
         v = inputs.v[slots, :]
         if is_masked:
-            k_pos = inputs.k_pos[slots]
+            k_pos = inputs.at.k_pos[slots]
             visible = k_pos[None, :] <= q_pos[:, None]
-            if inputs.q_request is not None:
-                visible &= inputs.k_request[slots][None, :] == inputs.q_request[...][:, None]
+            if inputs.at.q_request is not None and inputs.at.k_request is not None:
+                visible &= inputs.at.k_request[slots][None, :] == inputs.at.q_request[...][:, None]
             scores = jnp.where(visible, scores, MASKED)
             v = jnp.where((k_pos != UNUSED)[:, None], v, jnp.zeros((), v.dtype))
         top = jnp.maximum(carry.top, scores.max(1))
@@ -104,9 +112,9 @@ def _kernel(inputs: _AttentionTritonInputs, outputs: OutputParts, *, scale: floa
         weights = weights.astype(v.dtype)
         values = carry.values * decay[:, None] + product(weights, v, _A_B)
         mass = carry.mass
-        if mass is not None:
+        if mass is not None and inputs.at.k_segment is not None:
             segments = jnp.arange(columns, dtype=jnp.int32)
-            onehot = (inputs.k_segment[slots][:, None] == segments[None, :]).astype(v.dtype)
+            onehot = (inputs.at.k_segment[slots][:, None] == segments[None, :]).astype(v.dtype)
             mass = mass * decay[:, None] + product(weights, onehot, _A_B)
         return _Carry(values, mass, top, total)
 
@@ -133,15 +141,9 @@ def triton_attention(
     q: Float[Array, "N Q H"],
     k: Float[Array, "S K H"],
     v: Float[Array, "S K H"],
+    inputs: AttentionInputs,
     *,
-    q_pos: Int[Array, "N"],
-    k_pos: Int[Array, "S"],
     scale: float,
-    k_segment: Int[Array, "S"] | None = None,
-    num_segments: int = 0,
-    q_request: Int[Array, "N"] | None = None,
-    k_request: Int[Array, "S"] | None = None,
-    k_rotation: Float[Array, "S H"] | None = None,
     blocks: TritonBlocks,
     interpret: bool = False,
 ) -> AttentionOutput:
@@ -165,32 +167,26 @@ def triton_attention(
         most_queries, most_keys = most_queries // 2, max(_LEAST, most_keys // 2)
     query_block = min(most_queries, power_of_two(num_queries, _LEAST))
     key_block = min(most_keys, power_of_two(num_slots, _LEAST))
+    k_rotation = inputs.k_rotation
     # Half a head of 16 is too small for a product; Triton compiles one anyway, and it counts the half twice.
     if k_rotation is not None and not (blocks.rotates and 2 * _LEAST <= head_dim <= 128):
         k, k_rotation = rotate(k, k_rotation), None
-    k, v = padded(k, key_block), padded(v, key_block)
-    k_pos = padded(k_pos, key_block, UNUSED)
-    # Copies of the last row do not lower a block's smallest position, so it keeps its unmasked loop.
-    q, q_pos = padded(q, query_block), padded(q_pos, query_block, None)
-    if q_request is not None and k_request is not None:
-        q_request, k_request = padded(q_request, query_block, None), padded(k_request, key_block, None)
-    bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=query_block, k_block=key_block)
-    inputs = _AttentionTritonInputs(
-        jnp.stack(bounds, -1), q, q_pos, k, v, k_pos, q_request=q_request, k_request=k_request
-    )
+    q, k, v = padded(q, query_block), padded(k, key_block), padded(v, key_block)
+    at = padded_inputs(inputs, q_block=query_block, k_block=key_block)
+    bounds = block_bounds(at, q_block=query_block, k_block=key_block)
+    refs = _AttentionTritonInputs(jnp.stack(bounds, -1), q, k, v, at)
     if k_rotation is not None:
         cos, sin = jnp.split(padded(k_rotation, key_block), 2, -1)
-        inputs = inputs._replace(cos=cos, sin=sin)
-    if k_segment is None:
-        result = _call(inputs, 0, query_block, key_block, scale, blocks, interpret)
+        refs = refs._replace(cos=cos, sin=sin)
+    if at.k_segment is None:
+        result = _call(refs, 0, query_block, key_block, scale, blocks, interpret)
         return AttentionOutput(result.out[:num_queries], None, result.lse[:, :num_queries].T)
-    k_segment = padded(k_segment, key_block, -1)
-    columns = min(blocks.max_segments, power_of_two(num_segments, _LEAST))
-    passes = [
-        _call(inputs._replace(k_segment=k_segment - start), columns, query_block, key_block, scale, blocks, interpret)
-        for start in range(0, num_segments, columns)
-    ]
-    mass = jnp.concatenate([result.mass for result in passes], -1)[:num_queries, :, :num_segments]
+    columns = min(blocks.max_segments, power_of_two(at.num_segments, _LEAST))
+    passes = []
+    for start in range(0, at.num_segments, columns):
+        some = refs._replace(at=dataclasses.replace(at, k_segment=at.k_segment - start))
+        passes.append(_call(some, columns, query_block, key_block, scale, blocks, interpret))
+    mass = jnp.concatenate([result.mass for result in passes], -1)[:num_queries, :, : at.num_segments]
     return AttentionOutput(passes[0].out[:num_queries], mass, passes[0].lse[:, :num_queries].T)
 
 
@@ -215,21 +211,15 @@ def _call(
     slots = pl.BlockSpec((num_slots, None, head_dim), lambda i, head: (0, head // group, 0))
     slot_row = pl.BlockSpec((num_slots,), lambda i, head: (0,))
     table = pl.BlockSpec((num_slots, head_dim // 2), lambda i, head: (0, 0))
+    rows = {"q_pos": query_row, "q_request": query_row, "k_pos": slot_row, "k_request": slot_row}
     specs = _AttentionTritonInputs(
         bounds=pl.BlockSpec((None, 4), lambda i, head: (i, 0)),
         q=queries(head_dim),
-        q_pos=query_row,
         k=slots,
         v=slots,
-        k_pos=slot_row,
-        k_segment=slot_row,
-        q_request=query_row,
-        k_request=slot_row,
-        cos=table,
-        sin=table,
-    )
-    specs = _AttentionTritonInputs(
-        *(None if given is None else spec for given, spec in zip(inputs, specs, strict=True))
+        at=block_specs(inputs.at, **rows, k_segment=slot_row),
+        cos=None if inputs.cos is None else table,
+        sin=None if inputs.sin is None else table,
     )
     shape = jax.ShapeDtypeStruct
     (result,) = pl.pallas_call(

@@ -14,10 +14,11 @@ import functools
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from ccjax.kernels.attention.bounds import LOG2_E, MASKED, UNUSED, block_bounds, padded, used_values
+from ccjax.kernels.attention.bounds import LOG2_E, MASKED, block_bounds, padded, padded_inputs, used_values
 from ccjax.kernels.attention.output import AttentionOutput
+from ccjax.kernels.inputs import AttentionInputs
 from ccjax.kernels.rope import rotate
 
 _FEW_QUERIES, _MANY_QUERIES = 384, 2048
@@ -45,33 +46,24 @@ def blocked_attention(
     q: Float[Array, "N Q H"],
     k: Float[Array, "S K H"],
     v: Float[Array, "S K H"],
+    inputs: AttentionInputs,
     *,
-    q_pos: Int[Array, "N"],
-    k_pos: Int[Array, "S"],
     scale: float,
-    k_segment: Int[Array, "S"] | None = None,
-    num_segments: int = 0,
-    q_request: Int[Array, "N"] | None = None,
-    k_request: Int[Array, "S"] | None = None,
-    k_rotation: Float[Array, "S H"] | None = None,
 ) -> AttentionOutput:
     """See `ccjax.kernels.attention.attention`."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, group = k.shape[1], num_heads // k.shape[1]
     q_block, k_block = _block(num_queries, k.shape[0], num_heads)
 
-    if k_rotation is not None:
-        k = rotate(k, k_rotation)
-    v = used_values(v, k_pos)
-    q_pos, k_pos = padded(q_pos, q_block, -1), padded(k_pos, k_block, UNUSED)
+    if inputs.k_rotation is not None:
+        k = rotate(k, inputs.k_rotation)
+    v = used_values(v, inputs.k_pos)
+    inputs = padded_inputs(inputs, q_block=q_block, k_block=k_block)
+    num_segments = inputs.num_segments
     q, k, v = padded(q, q_block), padded(k, k_block), padded(v, k_block)
     # Heads first, as in the caller's pages, so that a step reads contiguous slots of a head.
     k, v = jnp.swapaxes(k, 0, 1), jnp.swapaxes(v, 0, 1)
-    if k_segment is not None:
-        k_segment = padded(k_segment, k_block, -1)
-    if q_request is not None and k_request is not None:
-        q_request, k_request = padded(q_request, q_block, None), padded(k_request, k_block, None)
-    bounds = block_bounds(q_pos, k_pos, q_request, k_request, q_block=q_block, k_block=k_block)
+    bounds = block_bounds(inputs, q_block=q_block, k_block=k_block)
 
     # Otherwise a GPU would round float32 products to TF32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -86,9 +78,9 @@ def blocked_attention(
         def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             accumulated, top, total = carry
             keys_of = functools.partial(lax.dynamic_slice_in_dim, start_index=j * k_block, slice_size=k_block)
-            visible = keys_of(k_pos)[None, :] <= queries_of(q_pos)[:, None]
-            if q_request is not None and k_request is not None:
-                visible &= keys_of(k_request)[None, :] == queries_of(q_request)[:, None]
+            visible = keys_of(inputs.k_pos)[None, :] <= queries_of(inputs.q_pos)[:, None]
+            if inputs.q_request is not None and inputs.k_request is not None:
+                visible &= keys_of(inputs.k_request)[None, :] == queries_of(inputs.q_request)[:, None]
             scores = product(queries, keys_of(k, axis=1), _OVER_LAST).reshape(num_kv_heads, group, q_block, k_block)
             # Base 2, because its exponential is cheaper.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED).reshape(
@@ -99,8 +91,8 @@ def blocked_attention(
             weights = jnp.exp2(scores - jnp.where(new_top <= 0.5 * MASKED, 0.0, new_top)[..., None]).astype(v.dtype)
             decay = jnp.exp2(top - new_top)
             values = keys_of(v, axis=1)
-            if k_segment is not None:
-                onehot = keys_of(k_segment)[:, None] == jnp.arange(num_segments)[None, :]
+            if inputs.k_segment is not None:
+                onehot = keys_of(inputs.k_segment)[:, None] == jnp.arange(num_segments)[None, :]
                 onehot = jnp.broadcast_to(onehot.astype(v.dtype), (num_kv_heads, k_block, num_segments))
                 values = jnp.concatenate([values, onehot], -1)
             new = product(weights, values, _OVER_SLOTS)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ccjax.kernels.decode.blocks import MOSAIC_TPU, TRITON
 from ccjax.kernels.decode.mosaic_tpu import mosaic_tpu_decode
@@ -17,6 +17,7 @@ from ccjax.kernels.decode.reference import reference_decode
 from ccjax.kernels.decode.triton import triton_decode
 from ccjax.kernels.decode.xla import blocked_decode
 from ccjax.kernels.dispatch import implementation as implementation_of
+from ccjax.kernels.inputs import KVPages, PageTables, check_shapes
 
 PLAIN = {"reference": reference_decode, "xla": blocked_decode}
 KERNELS = {"triton": (triton_decode, TRITON), "mosaic_tpu": (mosaic_tpu_decode, MOSAIC_TPU)}
@@ -32,27 +33,21 @@ def check_implementation(
     """
     array = jax.ShapeDtypeStruct
     pool = array((num_kv_heads, 1, page_size, head_dim), dtype)
-    table = array((1, 1), jnp.int32)
+    table, rotation = array((1, 1), jnp.int32), array((1, 1, head_dim), jnp.float32)
     jax.eval_shape(
         functools.partial(decode_attention, scale=1.0, implementation=name),
         array((1, num_heads, head_dim), dtype),
-        pool,
-        pool,
-        page_table=table,
-        page_length=table,
-        page_rotation=array((1, 1, head_dim), jnp.float32),
+        KVPages(pool, pool),  # pyright: ignore[reportArgumentType]
+        PageTables(page_table=table, page_length=table, page_rotation=rotation),  # pyright: ignore[reportArgumentType]
         k_frequencies=array((head_dim // 2,), jnp.float32),
     )
 
 
 def decode_attention(
     q: Float[Array, "B Q H"],
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
+    pages: KVPages,
+    tables: PageTables,
     *,
-    page_table: Int[Array, "B M"],
-    page_length: Int[Array, "B M"],
-    page_rotation: Float[Array, "B M H"],
     k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
     implementation: str | None = None,
@@ -65,14 +60,6 @@ def decode_attention(
 
     Args:
       q: rotated queries; query head `q` reads kv head `q // (Q / K)`.
-      k_pages, v_pages: the pool of one layer: P pages of T tokens, keys before RoPE. Unused slots may contain anything,
-        including NaN.
-      page_table: pages of each request, in any order.
-      page_length: number of used slots of each entry, from the page's first slot; 0 for an unused entry, whose page may
-        be any number.
-      page_rotation: `ccjax.kernels.rope.rotation_rows` of the position of each entry's first slot, the same for all
-        layers. A slot's angle is the sum of its page's angle and of the slot's angle within a page, so few cosines and
-        sines have to be computed and read. Keys are rotated in float32 when read, and rounded to their dtype.
       k_frequencies: inverse RoPE frequencies [H / 2].
       scale: factor on the dot products, usually H ** -0.5; deliberately without a default.
       implementation: as in `ccjax.kernels.attention.attention`.
@@ -84,20 +71,13 @@ def decode_attention(
       ValueError: the arguments are inconsistent.
       NotImplementedError: the implementation does not exist or does not support this call; there is no fallback.
     """
-    if q.shape[1] % k_pages.shape[0]:
-        raise ValueError(f"q: wanted a multiple of {k_pages.shape[0]} kv heads, got {q.shape[1]} query heads")
+    num_kv_heads = pages.k.shape[0]
+    if q.shape[1] % num_kv_heads:
+        raise ValueError(f"q: wanted a multiple of {num_kv_heads} kv heads, got {q.shape[1]} query heads")
     if k_frequencies.shape != (q.shape[2] // 2,):
         raise ValueError(f"k_frequencies: wanted shape ({q.shape[2] // 2},), got {k_frequencies.shape}")
-    shape = (*page_table.shape, q.shape[2])
-    if page_rotation.shape != shape:
-        raise ValueError(f"page_rotation: wanted shape {shape}, got {page_rotation.shape}")
-    return implementation_of(implementation, PLAIN, KERNELS)(
-        q,
-        k_pages,
-        v_pages,
-        page_table=page_table,
-        page_length=page_length,
-        page_rotation=page_rotation,
-        k_frequencies=k_frequencies,
-        scale=scale,
-    )
+    shape = q.shape[0], tables.page_table.shape[1]
+    rotation = (*shape, q.shape[2])
+    check_shapes(tables, {"page_table": shape, "page_length": shape, "page_rotation": rotation})
+    decode = implementation_of(implementation, PLAIN, KERNELS)
+    return decode(q, pages, tables, k_frequencies=k_frequencies, scale=scale)

@@ -9,7 +9,6 @@ mostly bookkeeping, compared with 1,789 now.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,8 @@ from jaxtyping import Float, Int
 from ccjax.kernels.attention.bounds import LOG2_E, MASKED
 from ccjax.kernels.decode.blocks import MosaicDecodeBlocks
 from ccjax.kernels.decode.output import DecodeOutput, DecodeParts
-from ccjax.kernels.decode.pages import num_entries, page_rows, valid_pages
+from ccjax.kernels.decode.pages import num_entries, padded_tables, page_rows, valid_pages
+from ccjax.kernels.inputs import KVPages, PageTables
 from ccjax.kernels.rope.mosaic_tpu import sums_of_turns, turned
 
 _LANES, _SUBLANES = 128, 8
@@ -158,12 +158,9 @@ def _kernel(
 
 def mosaic_tpu_decode(
     q: Float[Array, "B Q H"],
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
+    pages: KVPages,
+    tables: PageTables,
     *,
-    page_table: Int[Array, "B M"],
-    page_length: Int[Array, "B M"],
-    page_rotation: Float[Array, "B M H"],
     k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
     blocks: MosaicDecodeBlocks,
@@ -179,41 +176,34 @@ def mosaic_tpu_decode(
       NotImplementedError: the page size is not a multiple of 8 tokens, or does not divide a step.
     """
     num_requests, num_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
+    num_kv_heads, _, page_size, _ = pages.k.shape
     # The sizes are for two-byte elements; wider ones take shorter steps, for the same VMEM.
-    slots = blocks.slots * 2 // k_pages.dtype.itemsize
+    slots = blocks.slots * 2 // pages.k.dtype.itemsize
     if page_size % 8 or slots % page_size:
         raise NotImplementedError(
             f"mosaic_tpu: wanted pages of a multiple of 8 tokens that divides {slots}, got {page_size}"
         )
-    most_requests = max(1, _MOST_ENTRIES // page_table.shape[1])
+    most_requests = max(1, _MOST_ENTRIES // tables.page_table.shape[1])
     if num_requests > most_requests:
-        return _in_parts(
-            most_requests,
-            functools.partial(
-                mosaic_tpu_decode, k_frequencies=k_frequencies, scale=scale, blocks=blocks, interpret=interpret
-            ),
-            q,
-            k_pages,
-            v_pages,
-            page_table,
-            page_length,
-            page_rotation,
-        )
+        how = {"k_frequencies": k_frequencies, "scale": scale, "blocks": blocks, "interpret": interpret}
+        parts = []
+        for first in range(0, num_requests, most_requests):
+            some_q, some_tables = jax.tree.map(lambda x, first=first: x[first : first + most_requests], (q, tables))
+            parts.append(mosaic_tpu_decode(some_q, pages, some_tables, **how))
+        return DecodeOutput(*(jnp.concatenate(each) for each in zip(*parts, strict=True)))
     group = num_heads // num_kv_heads
     entries = slots // page_size
-    widths = ((0, 0), (0, -page_table.shape[1] % entries))
-    page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
+    tables = padded_tables(tables, entries)
     # A request without any token takes one fully masked step, so that every request has a part to load.
-    steps = jnp.maximum((num_entries(page_length) + entries - 1) // entries, 1)
-    plan = _Plan(steps, jnp.cumsum(steps) - steps, valid_pages(page_table, page_length))
-    starts = jnp.pad(page_rotation, (*widths, (0, 0))).reshape(num_requests, -1, entries, head_dim)
+    steps = jnp.maximum((num_entries(tables) + entries - 1) // entries, 1)
+    plan = _Plan(steps, jnp.cumsum(steps) - steps, valid_pages(tables))
+    starts = tables.page_rotation.reshape(num_requests, -1, entries, head_dim)
     starts = jnp.pad(starts, ((0, 0), (0, 0), (0, -entries % _SUBLANES), (0, 0)))
     inputs = _DecodeTpuInputs(
         q.reshape(num_requests, num_kv_heads, group, head_dim),
-        _used_slots(page_length.reshape(num_requests, -1, entries), page_size),
-        k_pages,
-        v_pages,
+        _used_slots(tables.page_length.reshape(num_requests, -1, entries), page_size),
+        pages.k,
+        pages.v,
         starts,
         page_rows(k_frequencies, page_size),
     )
@@ -230,7 +220,7 @@ def mosaic_tpu_decode(
         starts=in_hbm,
         within=pl.BlockSpec((page_size, head_dim), lambda request, plan: (0, 0)),
     )
-    pool = pltpu.VMEM((2, num_kv_heads, slots, head_dim), k_pages.dtype)
+    pool = pltpu.VMEM((2, num_kv_heads, slots, head_dim), pages.k.dtype)
     loaded_starts = pltpu.VMEM((2, *starts.shape[2:]), jnp.float32)
     (result,) = pl.pallas_call(
         functools.partial(_kernel, scale=scale, entries=entries),
@@ -253,33 +243,6 @@ def mosaic_tpu_decode(
         name="paged_decode",
     )(plan, inputs)
     return DecodeOutput(result.out.reshape(q.shape), result.lse[..., 0].reshape(num_requests, num_heads))
-
-
-def _in_parts(
-    most_requests: int,
-    decode: Callable[..., DecodeOutput],
-    q: Float[Array, "B Q H"],
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
-    page_table: Int[Array, "B M"],
-    page_length: Int[Array, "B M"],
-    page_rotation: Float[Array, "B M H"],
-) -> DecodeOutput:
-    """Splits the batch into calls of at most `most_requests` requests."""
-    parts = []
-    for first in range(0, len(q), most_requests):
-        some = slice(first, first + most_requests)
-        parts.append(
-            decode(
-                q[some],
-                k_pages,
-                v_pages,
-                page_table=page_table[some],
-                page_length=page_length[some],
-                page_rotation=page_rotation[some],
-            )
-        )
-    return DecodeOutput(*(jnp.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def _used_slots(lengths: Int[Array, "B parts E"], page_size: int) -> Int[Array, "B parts S"]:

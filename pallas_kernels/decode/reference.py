@@ -10,37 +10,35 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ccjax.kernels.decode.output import DecodeOutput
 from ccjax.kernels.decode.pages import page_rows, used_slots, valid_pages
+from ccjax.kernels.inputs import KVPages, PageTables
 from ccjax.kernels.rope import rotate_by
 
 
 def reference_decode(
     q: Float[Array, "B Q H"],
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
+    pages: KVPages,
+    tables: PageTables,
     *,
-    page_table: Int[Array, "B M"],
-    page_length: Int[Array, "B M"],
-    page_rotation: Float[Array, "B M H"],
     k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
 ) -> DecodeOutput:
     """See `ccjax.kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
-    table, used = valid_pages(page_table, page_length), used_slots(page_length, page_size)
+    num_kv_heads, _, page_size, _ = pages.k.shape
+    table, used = valid_pages(tables), used_slots(tables, page_size)
 
-    def gathered(pages: Array) -> Array:
-        return pages[:, table].transpose(1, 2, 3, 0, 4).reshape(num_requests, -1, num_kv_heads, head_dim)
+    def gathered(pool: Array) -> Array:
+        return pool[:, table].transpose(1, 2, 3, 0, 4).reshape(num_requests, -1, num_kv_heads, head_dim)
 
     within = page_rows(k_frequencies, page_size)[None, None]
-    (first_cos, first_sin), (cos, sin) = (jnp.split(rows, 2, -1) for rows in (page_rotation[:, :, None], within))
+    (first_cos, first_sin), (cos, sin) = (jnp.split(rows, 2, -1) for rows in (tables.page_rotation[:, :, None], within))
     sums = first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin  # [B, M, T, H / 2]
-    k = rotate_by(gathered(k_pages), *(part.reshape(num_requests, -1, 1, head_dim // 2) for part in sums))
-    v = jnp.where(used[..., None, None], gathered(v_pages), 0)
+    k = rotate_by(gathered(pages.k), *(part.reshape(num_requests, -1, 1, head_dim // 2) for part in sums))
+    v = jnp.where(used[..., None, None], gathered(pages.v), 0)
     k, v = (jnp.repeat(x.astype(jnp.float32), num_heads // num_kv_heads, axis=2) for x in (k, v))
     scores = jnp.einsum("bqh,bsqh->bqs", q.astype(jnp.float32), k, precision="highest") * scale
     scores = jnp.where(used[:, None, :], scores, -jnp.inf)

@@ -16,12 +16,13 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ccjax.kernels.attention.bounds import LOG2_E, MASKED, power_of_two
 from ccjax.kernels.decode.blocks import TritonDecodeBlocks
 from ccjax.kernels.decode.output import DecodeOutput, DecodeParts
-from ccjax.kernels.decode.pages import num_entries, page_rows, valid_pages
+from ccjax.kernels.decode.pages import num_entries, padded_tables, page_rows, valid_pages
+from ccjax.kernels.inputs import KVPages, PageTables
 
 _LEAST = 16
 """Smallest size of each dimension in a Triton matrix product."""
@@ -115,12 +116,9 @@ def _kernel(inputs: _DecodeTritonInputs, outputs: DecodeParts, *, scale: float, 
 
 def triton_decode(
     q: Float[Array, "B Q H"],
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
+    pages: KVPages,
+    tables: PageTables,
     *,
-    page_table: Int[Array, "B M"],
-    page_length: Int[Array, "B M"],
-    page_rotation: Float[Array, "B M H"],
     k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
     blocks: TritonDecodeBlocks,
@@ -136,7 +134,7 @@ def triton_decode(
       NotImplementedError: the head dimension or page size is not a power of two, or out of range.
     """
     num_requests, num_heads, head_dim = q.shape
-    num_kv_heads, num_pages, page_size, _ = k_pages.shape
+    num_kv_heads, num_pages, page_size, _ = pages.k.shape
     if head_dim not in (32, 64, 128, 256):
         raise NotImplementedError(f"triton: wanted a head dimension of 32, 64, 128 or 256, got {head_dim}")
     if page_size not in (8, 16, 32, 64, 128):
@@ -145,21 +143,20 @@ def triton_decode(
     rows = power_of_two(group, _LEAST)
     # The sizes are for two-byte elements. Float32 takes short steps without a pipeline: its products run outside the
     # tensor cores, and with a pipeline their operands spilled registers.
-    is_wide = k_pages.dtype.itemsize > 2
+    is_wide = pages.k.dtype.itemsize > 2
     entries = max(_LEAST if is_wide else blocks.slots, page_size) // page_size
-    widths = ((0, 0), (0, -page_table.shape[1] % entries))
-    page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
-    max_entries = page_table.shape[1]
+    tables = padded_tables(tables, entries)
+    max_entries = tables.page_table.shape[1]
     num_parts = max(1, min(blocks.programs // (num_requests * num_kv_heads), max_entries // entries))
     grouped = q.reshape(num_requests, num_kv_heads, group, head_dim)
     inputs = _DecodeTritonInputs(
-        num_entries(page_length),
-        valid_pages(page_table, page_length),
-        page_length,
+        num_entries(tables),
+        valid_pages(tables),
+        tables.page_length,
         jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0))),
-        k_pages,
-        v_pages,
-        jnp.pad(page_rotation, (*widths, (0, 0))),
+        pages.k,
+        pages.v,
+        tables.page_rotation,
         page_rows(k_frequencies, page_size),
     )
 

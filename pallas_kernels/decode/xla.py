@@ -14,11 +14,12 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ccjax.kernels.attention.bounds import LOG2_E, MASKED
 from ccjax.kernels.decode.output import DecodeOutput
-from ccjax.kernels.decode.pages import num_entries, page_rows, used_slots, valid_pages
+from ccjax.kernels.decode.pages import num_entries, padded_tables, page_rows, used_slots, valid_pages
+from ccjax.kernels.inputs import KVPages, PageTables
 
 SLOTS = 256
 """Slots per step."""
@@ -26,25 +27,20 @@ SLOTS = 256
 
 def blocked_decode(
     q: Float[Array, "B Q H"],
-    k_pages: Float[Array, "K P T H"],
-    v_pages: Float[Array, "K P T H"],
+    pages: KVPages,
+    tables: PageTables,
     *,
-    page_table: Int[Array, "B M"],
-    page_length: Int[Array, "B M"],
-    page_rotation: Float[Array, "B M H"],
     k_frequencies: Float[Array, "half"] | np.ndarray,
     scale: float,
 ) -> DecodeOutput:
     """See `ccjax.kernels.decode.decode_attention`."""
     num_requests, num_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
+    num_kv_heads, _, page_size, _ = pages.k.shape
     # At least two steps: XLA hoists the read out of a loop with a single step, and then copies the whole donated pool.
-    entries = max(1, min(SLOTS // page_size, page_table.shape[1] // 2))
-    widths = ((0, 0), (0, -page_table.shape[1] % entries))
-    page_table, page_length = jnp.pad(page_table, widths), jnp.pad(page_length, widths)
-    table, used = valid_pages(page_table, page_length), used_slots(page_length, page_size)
-    starts, within = jnp.pad(page_rotation, (*widths, (0, 0))), page_rows(k_frequencies, page_size)
-    counts = num_entries(page_length)
+    entries = max(1, min(SLOTS // page_size, tables.page_table.shape[1] // 2))
+    tables = padded_tables(tables, entries)
+    table, used = valid_pages(tables), used_slots(tables, page_size)
+    starts, within, counts = tables.page_rotation, page_rows(k_frequencies, page_size), num_entries(tables)
     group, half = num_heads // num_kv_heads, head_dim // 2
     q = q.reshape(num_requests, num_kv_heads, group, head_dim)
 
@@ -70,16 +66,16 @@ def blocked_decode(
             def here(x: Array, width: int) -> Array:
                 return lax.dynamic_slice_in_dim(x[request], j * width, width)
 
-            def gathered(pages: Array) -> Array:
-                return pages[:, here(table, entries)].reshape(num_kv_heads, entries * page_size, head_dim)
+            def gathered(pool: Array) -> Array:
+                return pool[:, here(table, entries)].reshape(num_kv_heads, entries * page_size, head_dim)
 
-            visible, k = here(used, entries * page_size), gathered(k_pages)
+            visible, k = here(used, entries * page_size), gathered(pages.k)
             cos, sin = rotations(here(starts, entries))
             first, second = k[..., :half].astype(jnp.float32), k[..., half:].astype(jnp.float32)
             # The halves stay separate: XLA would process joined keys element by element, which is 2 times slower.
             scores = score(queries[..., :half], (first * cos - second * sin).astype(k.dtype))
             scores += score(queries[..., half:], (first * sin + second * cos).astype(k.dtype))
-            v = jnp.where(visible[None, :, None], gathered(v_pages), jnp.zeros((), v_pages.dtype))
+            v = jnp.where(visible[None, :, None], gathered(pages.v), jnp.zeros((), pages.v.dtype))
             # Base 2, because its exponential is cheaper.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))

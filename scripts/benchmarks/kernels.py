@@ -31,6 +31,7 @@ from ccjax.evaluation.pages import show, text
 from ccjax.kernels.attention import attention
 from ccjax.kernels.decode import decode_attention
 from ccjax.kernels.dispatch import BEST
+from ccjax.kernels.inputs import AttentionInputs, KVPages, PageTables
 from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, rotation_rows
 from scripts.benchmarks.common import environment, median, stages
 
@@ -102,7 +103,8 @@ def _attention(context: int, platform: str) -> Iterator[list[Way]]:
 
     def attend(q: Any, k: Any, v: Any, q_pos: Any, k_pos: Any, *segment: Any, name: str) -> jax.Array:
         mass: dict[str, Any] = {"k_segment": segment[0], "num_segments": NUM_SEGMENTS} if segment else {}
-        result = attention(q, k, v, q_pos=q_pos, k_pos=k_pos, scale=SCALE, implementation=name, **mass)
+        inputs = AttentionInputs(q_pos=q_pos, k_pos=k_pos, **mass)
+        result = attention(q, k, v, inputs, scale=SCALE, implementation=name)
         return jnp.concatenate([result.out.astype(jnp.float32), result.mass], -1) if mass else result.out
 
     def cudnn(q: Any, k: Any, v: Any, *_: Any) -> jax.Array:
@@ -122,8 +124,8 @@ def _decode(context: int, platform: str) -> Iterator[list[Way]]:
     """One request with the whole context and 32 with a quarter each."""
 
     def attend(q: Any, k: Any, v: Any, table: Any, length: Any, rotation: Any, name: str) -> jax.Array:
-        tables = {"page_table": table, "page_length": length, "page_rotation": rotation}
-        return decode_attention(q, k, v, **tables, k_frequencies=FREQUENCIES, scale=SCALE, implementation=name).out
+        inputs, how = (KVPages(k, v), PageTables(table, length, rotation)), {"k_frequencies": FREQUENCIES}
+        return decode_attention(q, *inputs, **how, scale=SCALE, implementation=name).out
 
     for count, num_tokens in ((1, context), (32, context // 4)):
         shape = (count, num_tokens // PAGE_TOKENS)

@@ -46,7 +46,7 @@ class _Pending:
     """Hidden states of a layer that record when the host waits for them."""
 
     def __init__(self, pack: Pack, events: list[str]) -> None:
-        self._array, self._layer, self._events = pack._x, pack.layer - 1, events
+        self._array, self._layer, self._events = pack.hidden, pack.layer - 1, events
 
     def block_until_ready(self) -> None:
         if self._layer >= 0:

@@ -148,8 +148,8 @@ def test_pages_lost_in_a_failed_step_are_replaced_and_never_read(strict, monkeyp
     wanted = engine.run(ask(SEGMENTS, "exact"))
     assert engine.run(ask(SEGMENTS, "exact")).reuse.reused_tokens > 0
 
-    def take_along(layer, x, k_pages, v_pages, *_, **__):
-        k_pages.delete()
+    def take_along(layer, x, pages, *_, **__):
+        pages.k.delete()
         out_of_memory()
 
     step = FailsOnce(decode_module.paged_decode_step, take_along)

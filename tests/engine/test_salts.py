@@ -96,7 +96,7 @@ class Work:
         run_layer, prepare_load = Pack.run_layer, engine._chunks.store.prepare_load
 
         def noted(pack) -> None:
-            self._done.append(("layer", sum(len(piece.offsets) for piece in pack._pieces), len(pack._slots)))
+            self._done.append(("layer", sum(len(piece.offsets) for piece in pack._pieces), len(pack._inputs.k_slot)))
             run_layer(pack)
 
         def noted_load(variant_ids, **options):

@@ -169,13 +169,13 @@ def test_after_warm_up_a_batch_compiles_nothing(device_cache_bytes):
 
 def test_each_device_holds_its_shard_of_weights_and_pages():
     with engine_of(4, device_cache_bytes=2 << 20) as engine:
-        wq, k_pages = engine._device.model.params.layers[0].wq, engine._device.pool._layers[0][0]
+        wq, k_pages = engine._device.model.params.layers[0].wq, engine._device.pool._layers[0].k
         assert [shard.data.shape for shard in wq.addressable_shards] == [(64, 2, wq.shape[2])] * 4
         assert [shard.data.shape[0] for shard in k_pages.addressable_shards] == [1] * 4  # of two kv heads in total
         assert len({shard.device for shard in k_pages.addressable_shards}) == 4
         assert len(engine._device.model.put(np.zeros(3)).sharding.device_set) == 4  # or each layer would copy it
         answer(engine, SEGMENTS, "bounded")
-        assert engine._device.pool._layers[0][0].sharding == k_pages.sharding
+        assert engine._device.pool._layers[0].k.sharding == k_pages.sharding
 
 
 def test_model_is_loaded_sharded_over_its_devices():

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.attention import attention
+from ccjax.kernels.inputs import AttentionInputs, KVPages
 from ccjax.kernels.rope import apply_rope
 from ccjax.models.llama3 import LlamaConfig, Params, paged_steps
+from ccjax.models.llama3.inputs import DecodeInputs, StepInputs, StepSettings
 from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
 from ccjax.models.llama3.steps import embed_step, logits_step
 from tests.data import data_path
@@ -42,17 +44,17 @@ class Pool:
     def __init__(self, config: LlamaConfig, num_pages: int, seed: int = 0) -> None:
         shape = (config.num_kv_heads, num_pages, T, config.head_dim)
         empty = np.full(shape, np.nan, np.float32)
-        self.layers = [(jnp.asarray(empty), jnp.asarray(empty)) for _ in range(config.num_layers)]
+        self.layers = [KVPages(jnp.asarray(empty), jnp.asarray(empty)) for _ in range(config.num_layers)]
         self.free = list(np.random.default_rng(seed).permutation(num_pages))
         self.num_slots = num_pages * T
 
     def write(self, slots: np.ndarray, rows: Sequence[tuple[Any, Any]]) -> None:
         """Writes KV of some tokens, (k before RoPE, v) per layer, to slots."""
         for number, pair in enumerate(self.layers):
-            pages = [np.array(part) for part in pair]
+            pages = [np.array(part) for part in (pair.k, pair.v)]
             for part, new in zip(pages, rows[number], strict=True):
                 part[:, slots // T, slots % T] = np.swapaxes(new, 0, 1)
-            self.layers[number] = (jnp.asarray(pages[0]), jnp.asarray(pages[1]))
+            self.layers[number] = KVPages(jnp.asarray(pages[0]), jnp.asarray(pages[1]))
 
 
 class Request:
@@ -143,23 +145,21 @@ def some_work(model: Model, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> 
 
 @dataclasses.dataclass
 class Pack:
-    """Arguments of `paged_layer_step` except layer, hidden states, pages and those derived from positions."""
+    """The `StepInputs` that are not derived from others, on the host."""
 
     q_pos: np.ndarray
     q_slot: np.ndarray
     q_request: np.ndarray
-    slots: np.ndarray
+    k_slot: np.ndarray
     k_pos: np.ndarray
     k_request: np.ndarray
     k_segment: np.ndarray
 
-    def on_device(self, config: LlamaConfig) -> dict[str, Any]:
+    def on_device(self, config: LlamaConfig) -> StepInputs:
         arrays = {field.name: jnp.asarray(getattr(self, field.name), jnp.int32) for field in dataclasses.fields(self)}
-        rotations = {
-            f"{side}_rotation": paged_steps.rotation_step(arrays[f"{side}_pos"], config=config, mesh=None)
-            for side in ("q", "k")
-        }
-        return arrays | rotations
+        turn = functools.partial(paged_steps.rotation_step, settings=StepSettings(config))
+        rotations = {f"{side}_rotation": turn(arrays[f"{side}_pos"]) for side in ("q", "k")}
+        return StepInputs(**arrays, **rotations, num_segments=40)
 
 
 SEGMENT = 16
@@ -182,7 +182,7 @@ def pack(work: Sequence[Work], *, rows: int, slots: int) -> Pack:
         q_pos=joined([piece.positions for piece in work], spare_rows, None),
         q_slot=joined([table[piece.positions] for table, piece in zip(tables, work, strict=True)], spare_rows, none),
         q_request=joined([[n] * len(piece.positions) for n, piece in enumerate(work)], spare_rows, None),
-        slots=joined(tables, spare_slots, none),
+        k_slot=joined(tables, spare_slots, none),
         k_pos=joined([np.arange(len(table)) for table in tables], spare_slots, UNUSED),
         k_request=joined([[n] * len(table) for n, table in enumerate(tables)], spare_slots, None),
         k_segment=joined([8 * n + np.arange(len(table)) // SEGMENT for n, table in enumerate(tables)], spare_slots, -1),
@@ -212,11 +212,11 @@ def run_packed(
     x = embed_step(model.params, jnp.asarray(np.pad(token_ids, (0, rows - len(token_ids)))))
     if change is not None:
         change(packed)
-    arguments, layers = packed.on_device(model.config), []
-    settings = dict(config=model.config, num_segments=40, implementation=implementation, mesh=None)
+    inputs, layers = packed.on_device(model.config), []
+    settings = StepSettings(model.config, implementation)
     for number, layer in enumerate(model.params.layers):
-        out = paged_steps.paged_layer_step(layer, x, *pool.layers[number], **arguments, **settings)
-        x, pool.layers[number] = out.x, (out.k_pages, out.v_pages)
+        out = paged_steps.paged_layer_step(layer, x, pool.layers[number], inputs, settings=settings)
+        x, pool.layers[number] = out.x, out.pages
         layers.append([np.asarray(part) for part in (out.k, out.v, out.mass, out.self_mass)])
     logits = np.asarray(logits_step(model.params, x, config=model.config))
     computed, first = [], 0
@@ -236,8 +236,8 @@ def dense_layer(layer, x, k_context, v_context, q_pos, q_slot, k_pos, k_segment,
     q, rotated = apply_rope(q, q_pos, frequencies), apply_rope(k, q_pos, frequencies)
     k_context = k_context.at[q_slot].set(rotated, mode="drop")
     v_context = v_context.at[q_slot].set(v, mode="drop")
-    where = {"q_pos": q_pos, "k_pos": k_pos, "k_segment": k_segment, "num_segments": num_segments}
-    attended, mass, lse = attention(q, k_context, v_context, scale=scale, **where)
+    inputs = AttentionInputs(q_pos=q_pos, k_pos=k_pos, k_segment=k_segment, num_segments=num_segments)
+    attended, mass, lse = attention(q, k_context, v_context, inputs, scale=scale)
     x = finish_layer(x, attended, layer, config.rms_norm_eps)
     return x, (k, v, mass.mean(1), own_mass(q, rotated, lse, scale))
 
@@ -286,23 +286,13 @@ def decode(
         pos[row], slot[row] = request.num_tokens, request.extend(1)[0]
         tables[:, row, : len(request.entries)] = np.array(request.entries, np.int32).T
     page_table, page_length, page_start = map(jnp.asarray, tables)
-    rotation = paged_steps.rotation_step(page_start, config=model.config, mesh=None)
+    settings = StepSettings(model.config, implementation)
+    rotation = paged_steps.rotation_step(page_start, settings=settings)
+    inputs = DecodeInputs(page_table, page_length, rotation, q_pos=jnp.asarray(pos), q_slot=jnp.asarray(slot))
     x = embed_step(model.params, jnp.asarray(np.pad(np.asarray(token_ids, np.int32), (0, batch - len(token_ids)))))
     for number, layer in enumerate(model.params.layers):
-        out = paged_steps.paged_decode_step(
-            layer,
-            x,
-            *pool.layers[number],
-            jnp.asarray(pos),
-            jnp.asarray(slot),
-            page_table,
-            page_length,
-            rotation,
-            config=model.config,
-            implementation=implementation,
-            mesh=None,
-        )
-        x, pool.layers[number] = out.x, (out.k_pages, out.v_pages)
+        out = paged_steps.paged_decode_step(layer, x, pool.layers[number], inputs, settings=settings)
+        x, pool.layers[number] = out.x, out.pages
     return np.asarray(logits_step(model.params, x, config=model.config))[: len(requests)]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ccjax.models.llama3 import paged_steps
+from ccjax.models.llama3.inputs import StepSettings
 from ccjax.models.llama3.steps import rotate_step
 from tests.engine.helpers import selective_oracle
 from tests.models.paged import (
@@ -65,13 +67,12 @@ def test_rows_and_context_may_stand_in_any_order(implementation):
     packed = pack(work, rows=200, slots=256)
     token_ids = np.concatenate([piece.token_ids for piece in work])
     slot_order = np.random.default_rng(1).permutation(256)
-    for name in ("q_pos", "q_slot", "q_request", "slots", "k_pos", "k_request", "k_segment"):
+    for name in ("q_pos", "q_slot", "q_request", "k_slot", "k_pos", "k_request", "k_segment"):
         values = getattr(packed, name)
         setattr(packed, name, values[order] if name.startswith("q") else values[slot_order])
     x = jnp.asarray(model.params.embedding[token_ids[order]])
-    settings = dict(config=model.config, num_segments=24, implementation=implementation, mesh=None)
-    arguments = packed.on_device(model.config) | settings
-    out = paged_steps.paged_layer_step(model.params.layers[0], x, *pool.layers[0], **arguments)
+    inputs, settings = packed.on_device(model.config), StepSettings(model.config, implementation)
+    out = paged_steps.paged_layer_step(model.params.layers[0], x, pool.layers[0], inputs, settings=settings)
     for n, piece in enumerate(work):
         mine = np.flatnonzero(packed.q_request == n)
         mine = mine[np.argsort(packed.q_pos[mine])]
@@ -92,9 +93,9 @@ def _one_row_of_another_request(packed):
 
 
 def _pages_swapped(packed):
-    first = len(packed.slots[packed.k_request == 0]) + 5  # where request 2 begins
+    first = len(packed.k_slot[packed.k_request == 0]) + 5  # where request 2 begins
     head, tail = slice(first, first + 16), slice(first + 16, first + 32)
-    packed.slots[head], packed.slots[tail] = packed.slots[tail].copy(), packed.slots[head].copy()
+    packed.k_slot[head], packed.k_slot[tail] = packed.k_slot[tail].copy(), packed.k_slot[head].copy()
 
 
 def _written_a_slot_late(packed):
@@ -102,7 +103,7 @@ def _written_a_slot_late(packed):
 
 
 def _read_a_slot_late(packed):
-    packed.slots[:37] = np.roll(packed.slots[:37], -1)
+    packed.k_slot[:37] = np.roll(packed.k_slot[:37], -1)
 
 
 def _mask_off_by_one(packed):
@@ -183,7 +184,7 @@ def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
     random, pool = np.random.default_rng(5), Pool(model.config, 60, 5)
     chunk = draw(random, model, 45)
     slots, kv = cached_chunk(model, pool, chunk, draw(random, model, 11))
-    before = [[np.asarray(part) for part in pair] for pair in pool.layers]
+    before = [[np.asarray(part) for part in (pages.k, pages.v)] for pages in pool.layers]
     work, prompts, cached_at = [], [], []
     for head, tail in ((3, 9), (30, 20), (17, 1)):
         request, parts = Request(pool), (draw(random, model, head), chunk, draw(random, model, tail))
@@ -199,8 +200,8 @@ def test_two_requests_share_the_pages_of_a_chunk_at_different_positions(model):
         assert worst(computed, run_alone(model, prompt, piece.positions, rotated(model, prompt, kv, head))) < TOLERANCE
         logits = oracle_logits(model, prompt, kv, head, piece.positions)
         np.testing.assert_allclose(computed.logits[-1], logits, atol=2 * ORACLE_TOLERANCE)
-    for pair, old in zip(pool.layers, before, strict=True):
-        for part, other in zip(pair, old, strict=True):
+    for pages, old in zip(pool.layers, before, strict=True):
+        for part, other in zip((pages.k, pages.v), old, strict=True):
             np.testing.assert_array_equal(
                 np.asarray(part)[:, slots // 16, slots % 16], other[:, slots // 16, slots % 16]
             )
@@ -303,9 +304,9 @@ def test_wrong_page_table_exceeds_the_tolerance(tiny, mutant):
 def test_padding_rows_do_not_write_to_pages(tiny):
     pool, work = some_work(tiny, lengths=(20,))
     run_packed(tiny, pool, work)
-    before = [np.asarray(part) for pair in pool.layers for part in pair]
+    before = [np.asarray(part) for part in jax.tree.leaves(pool.layers)]
     decode(tiny, [work[0].request], [3], batch=8)
-    after = [np.asarray(part) for pair in pool.layers for part in pair]
+    after = [np.asarray(part) for part in jax.tree.leaves(pool.layers)]
     slot = work[0].request.slots()[-1]
     for old, new in zip(before, after, strict=True):
         changed = ~((old == new) | (np.isnan(old) & np.isnan(new)))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ccjax.models.llama3 import sampling
+from ccjax.models.llama3.inputs import SamplingState
 from ccjax.models.llama3.sampling import GREEDY_BELOW, seed_words
 from ccjax.models.llama3.steps import sample_step
 
@@ -21,14 +22,13 @@ one_drawn = jax.jit(sampling.draw)
 def run(logits, temperature=0.0, top_p=1.0, seed=0, index=0, num_top=0):
     """`sample_step`; single values apply to every row."""
     batch = len(logits)
-    return sample_step(
-        jnp.asarray(logits, jnp.float32),
+    state = SamplingState(
         jnp.asarray(np.broadcast_to(np.float32(temperature), batch)),
         jnp.asarray(np.broadcast_to(np.float32(top_p), batch)),
         jnp.asarray(np.stack([seed_words(int(value)) for value in np.broadcast_to(np.asarray(seed, object), batch)])),
         jnp.asarray(np.broadcast_to(np.int32(index), batch)),
-        num_top=num_top,
     )
+    return sample_step(jnp.asarray(logits, jnp.float32), state, num_top=num_top)
 
 
 def softmax(logits, temperature=1.0):

@@ -22,7 +22,10 @@ from jax.sharding import SingleDeviceSharding
 
 from ccjax.kernels.attention import attention
 from ccjax.kernels.decode import decode_attention
+from ccjax.kernels.inputs import AttentionInputs, KVPages, PageTables
+from ccjax.kernels.rope import llama3_frequencies
 from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
+from ccjax.models.llama3.inputs import DecodeInputs, StepInputs, StepSettings
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from ccjax.models.llama3.params import LayerParams, Params, layer_table, top_table
 from ccjax.models.llama3.sharding import axes_sharding, make_mesh
@@ -86,30 +89,39 @@ def compiled(chip: str, traced: Any, **options: Any) -> Any:
     return lowered.compile({"xla_gpu_autotune_level": 0, **options} if platform == "cuda" else None)
 
 
-def compile_kernel(chip: str, operation: Callable[..., Any], arrays: dict[str, Any], **statics: Any) -> Any:
+def compile_kernel(chip: str, operation: Callable[..., Any], arrays: Any, **statics: Any) -> Any:
     """The executable of one call of an operation with abstract arrays."""
-    sharding = SingleDeviceSharding(devices_of(chip)[0])
-    arrays = {name: jax.ShapeDtypeStruct(*array, sharding=sharding) for name, array in arrays.items()}
-    traced = jax.jit(lambda arrays: operation(**arrays, **statics)).trace(arrays)
+    traced = jax.jit(lambda arrays: operation(*arrays, **statics)).trace(placed(arrays, devices_of(chip)[0]))
     return compiled(chip, traced, xla_gpu_fail_ptx_compilation_on_register_spilling=True)
+
+
+def placed(arrays: Any, device: Any) -> Any:
+    """Abstract arrays on a device."""
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arrays)
+
+
+def array(*shape: int, dtype: str = "int32") -> Any:
+    """An abstract array."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def prefill(queries=2560, slots=16384, heads=32, kv_heads=8, dim=128, segments=16, dtype="bfloat16", **has):
     """A call of `attention`: by default Llama-3-8B on one chip, 15 % of 16k computed. `has`: packed, rotated."""
-    arrays = {"q": ((queries, heads, dim), dtype), "q_pos": ((queries,), "int32"), "k_pos": ((slots,), "int32")}
-    arrays |= {name: ((slots, kv_heads, dim), dtype) for name in ("k", "v")}
-    arrays |= {"k_segment": ((slots,), "int32")} if segments else {}
-    arrays |= {"q_request": ((queries,), "int32"), "k_request": ((slots,), "int32")} if has.get("packed") else {}
-    arrays |= {"k_rotation": ((slots, dim), "float32")} if has.get("rotated") else {}
-    return attention, arrays, {"scale": dim**-0.5, "num_segments": segments}
+    kv, named = array(slots, kv_heads, dim, dtype=dtype), {"q_pos": array(queries), "k_pos": array(slots)}
+    named |= {"k_segment": array(slots)} if segments else {}
+    named |= {"q_request": array(queries), "k_request": array(slots)} if has.get("packed") else {}
+    named |= {"k_rotation": array(slots, dim, dtype="float32")} if has.get("rotated") else {}
+    inputs = AttentionInputs(**named, num_segments=segments)
+    return attention, (array(queries, heads, dim, dtype=dtype), kv, kv, inputs), {"scale": dim**-0.5}
 
 
 def decode(requests=32, entries=512, heads=32, kv_heads=8, dim=128, page_size=16, dtype="bfloat16"):
     """A call of `decode_attention`: by default Llama-3-8B on one chip, 32 requests with up to 8k each."""
-    arrays = {name: ((kv_heads, requests * entries, page_size, dim), dtype) for name in ("k_pages", "v_pages")}
-    arrays |= {name: ((requests, entries), "int32") for name in ("page_table", "page_length")}
-    arrays |= {"q": ((requests, heads, dim), dtype), "page_rotation": ((requests, entries, dim), "float32")}
-    return decode_attention, arrays | {"k_frequencies": ((dim // 2,), "float32")}, {"scale": dim**-0.5}
+    pool, table = array(kv_heads, requests * entries, page_size, dim, dtype=dtype), array(requests, entries)
+    tables = PageTables(table, table, array(requests, entries, dim, dtype="float32"))
+    statics = {"scale": dim**-0.5, "k_frequencies": llama3_frequencies(dim, 500000.0)}
+    return decode_attention, (array(requests, heads, dim, dtype=dtype), KVPages(pool, pool), tables), statics
 
 
 _70B_TP8 = {"heads": 8, "kv_heads": 1}
@@ -157,46 +169,33 @@ class StepCase:
         def weights(table: Any) -> dict[str, Any]:
             return {name: make(spec.shape, spec.axes) for name, spec in table.items()}
 
-        ints = functools.partial(make, dtype="int32")
         hidden = make((n, c.d_model), (None, "embed"))
         if self.step is logits_step:
             top = weights(top_table(c))
             return Params(layers=(), lm_head=top.pop("lm_head", None), **top), hidden
         if self.step is rotate_step:
-            return make((n, c.num_kv_heads, c.head_dim), (None, "kv_heads", "head_dim")), ints((n,))
+            return make((n, c.num_kv_heads, c.head_dim), (None, "kv_heads", "head_dim")), make((n,), dtype="int32")
         is_decode = self.step is paged_decode_step
         # Twice the contexts' pages, as if there were also cached chunks.
         pool = (c.num_kv_heads, 2 * (n if is_decode else 1) * s // PAGE_TOKENS, PAGE_TOKENS, c.head_dim)
         pages = make(pool, ("kv_heads", None, None, "head_dim"))
-        layer, rotation = LayerParams(**weights(layer_table(c))), functools.partial(make, dtype="float32")
+        entries = 2 * s // PAGE_TOKENS  # padded to a power of two
         if is_decode:
-            table = (n, 2 * s // PAGE_TOKENS)  # padded to a power of two
-            tables = (ints(table), ints(table), rotation((*table, c.head_dim)))
-            return layer, hidden, pages, pages, ints((n,)), ints((n,)), *tables
-        rows, slots = (ints((n,)),) * 3, (ints((s,)),) * 3
-        segments = ints((s,)) if self.num_segments else None
-        return (
-            layer,
-            hidden,
-            pages,
-            pages,
-            *rows,
-            *slots,
-            segments,
-            rotation((n, c.head_dim)),
-            rotation((s, c.head_dim)),
-        )
+            inputs = DecodeInputs.abstract(n, entries, c.head_dim)
+        else:
+            inputs = StepInputs.abstract(n, s, self.num_segments, c.head_dim)
+        inputs = jax.tree.map(lambda leaf: make(leaf.shape, dtype=leaf.dtype), inputs)
+        return LayerParams(**weights(layer_table(c))), hidden, KVPages(pages, pages), inputs
 
     def trace(self, chip: str, attend: str | None = None) -> Any:
         """The step traced for a chip, with another attention if named."""
         devices = devices_of(chip)
         mesh = make_mesh(self.config, devices[: self.num_devices]) if self.num_devices > 1 else None
         place = functools.partial(axes_sharding, mesh) if mesh else lambda *_: SingleDeviceSharding(devices[0])
-        statics: dict[str, Any] = {"config": self.config}
-        if self.step not in (logits_step, rotate_step):
-            statics |= {"implementation": attend or implementation(chip), "mesh": mesh}
-        statics |= {"num_segments": self.num_segments} if self.step is paged_layer_step else {}
-        return self.step.trace(*self.arguments(place), **statics)
+        if self.step in (logits_step, rotate_step):
+            return self.step.trace(*self.arguments(place), config=self.config)
+        settings = StepSettings(self.config, attend or implementation(chip), mesh)
+        return self.step.trace(*self.arguments(place), settings=settings)
 
 
 _LAYER = {"slots": 8192, "num_segments": 16}

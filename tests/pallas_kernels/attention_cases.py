@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.attention import attention
+from ccjax.kernels.inputs import AttentionInputs
+from ccjax.kernels.rope import rotation_rows
 from tests.oracles import rotate
 
 UNUSED = np.iinfo(np.int32).max
@@ -18,7 +20,7 @@ TOLERANCE = {"float32": 3e-6 if PLATFORM == "cpu" else 1e-5, "bfloat16": 3e-2}
 """Largest absolute error of output, mass and lse; measured on a CPU at most 1.1e-6 and 1.1e-2, and 2.3e-3 in float32
 with operands cut to TF32."""
 
-jitted = jax.jit(attention, static_argnames=("scale", "num_segments", "implementation"))
+jitted = jax.jit(attention, static_argnames=("scale", "implementation"))
 
 
 def oracle(q, k, v, *, visible, scale, onehot):
@@ -46,7 +48,7 @@ def oracle(q, k, v, *, visible, scale, onehot):
 class Case:
     """Signed normal inputs, scattered query positions, unused slots with NaN at the end.
 
-    With `theta`, the keys are before RoPE and the call rotates them.
+    With `theta`, the keys are before RoPE and the call rotates them: `k_frequencies`, a change of the arguments too.
     """
 
     num_segments = 7
@@ -73,21 +75,22 @@ class Case:
         self.scale = head_dim**-0.5
 
     def arguments(self, **changes):
-        """(q, k, v), keyword arguments of `attention`."""
-        inputs = {name: changes.pop(name, getattr(self, name)) for name in ("q", "k", "v")}
-        arguments = dict(
+        """Positional arguments of `attention`: q, k, v and inputs; and the scale. `changes`: of any of these."""
+        arrays = [jnp.asarray(changes.pop(name, getattr(self, name)), self.dtype) for name in ("q", "k", "v")]
+        turns = changes.pop("k_frequencies", self.k_frequencies)
+        named = dict(
             q_pos=self.q_pos,
             k_pos=self.k_pos,
-            scale=self.scale,
             k_segment=self.segment,
             num_segments=self.num_segments,
             q_request=self.q_request,
             k_request=self.k_request,
-            k_frequencies=self.k_frequencies,
         )
-        arguments |= changes
-        arguments = {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in arguments.items()}
-        return [jnp.asarray(value, self.dtype) for value in inputs.values()], arguments
+        named |= changes
+        if turns is not None and "k_rotation" not in named:
+            named["k_rotation"] = rotation_rows(jnp.where(named["k_pos"] == UNUSED, 0, named["k_pos"]), turns)
+        named = {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in named.items()}
+        return [*arrays, AttentionInputs(**named)], {"scale": self.scale}
 
     def run(self, implementation, **changes):
         inputs, arguments = self.arguments(**changes)

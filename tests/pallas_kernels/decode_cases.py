@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ccjax.kernels.decode import decode_attention
+from ccjax.kernels.inputs import KVPages, PageTables
 from ccjax.kernels.rope import rotation_rows
 from tests.oracles import rotate
 from tests.pallas_kernels.attention_cases import frequencies, oracle
@@ -56,11 +57,11 @@ class Case:
 
     def arguments(self, **changes):
         start, turns = changes.pop("page_start", self.start), changes.pop("k_frequencies", self.k_frequencies)
-        values = dict(page_table=self.table, page_length=self.length, scale=self.scale)
-        values |= dict(page_rotation=rotation_rows(jnp.asarray(start), turns), k_frequencies=turns)
-        inputs = [jnp.asarray(changes.pop(name, getattr(self, name)), self.dtype) for name in ("q", "k", "v")]
-        values |= changes
-        return inputs, {name: jnp.asarray(a) if isinstance(a, np.ndarray) else a for name, a in values.items()}
+        q, k, v = (jnp.asarray(changes.pop(name, getattr(self, name)), self.dtype) for name in ("q", "k", "v"))
+        tables = dict(page_table=self.table, page_length=self.length)
+        tables |= dict(page_rotation=rotation_rows(jnp.asarray(start), turns)) | changes
+        tables = PageTables(**{name: jnp.asarray(table) for name, table in tables.items()})
+        return [q, KVPages(k, v), tables], {"scale": self.scale, "k_frequencies": jnp.asarray(turns)}
 
     def run(self, implementation, **changes):
         inputs, arguments = self.arguments(**changes)

@@ -20,6 +20,7 @@ from ccjax.kernels.attention.blocks import MosaicBlocks, TritonBlocks
 from ccjax.kernels.attention.mosaic_tpu import mosaic_tpu_attention
 from ccjax.kernels.attention.triton import triton_attention
 from ccjax.models.llama3 import LlamaConfig
+from ccjax.models.llama3.inputs import StepSettings
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from tests.pallas_kernels import aot_cases as aot
 from tests.pallas_kernels.aot_cases import CHIPS, COMPILERS, KERNELS, STEPS
@@ -82,7 +83,7 @@ def check_step(case, executable):
     """Pages are donated, and devices communicate in sums only: after attention and MLP, and of masses."""
     used = executable.memory_analysis()
     if case.step in (paged_layer_step, paged_decode_step):
-        pages = case.arguments()[2]
+        pages = case.arguments()[2].k
         assert used.alias_size_in_bytes >= 2 * pages.size * pages.dtype.itemsize // case.num_devices, "not donated"
     operations = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     found = re.findall(operations, executable.as_text())
@@ -114,10 +115,9 @@ def test_small_step_compiles_for_the_cpu(name):
 
 def test_pages_that_are_not_donated_and_a_step_that_is_not_split_are_noticed():
     case = small("decode, 16 requests")
-    kept = jax.jit(inspect.unwrap(paged_decode_step), static_argnames=("config", "implementation", "mesh"))
-    statics = {"config": case.config, "implementation": "xla", "mesh": None}
+    kept = jax.jit(inspect.unwrap(paged_decode_step), static_argnames=("settings",))
     with pytest.raises(AssertionError, match="not donated"):
-        check_step(case, kept.trace(*case.arguments(), **statics).lower().compile())
+        check_step(case, kept.trace(*case.arguments(), settings=StepSettings(case.config, "xla")).lower().compile())
     split = small("decode, 16 requests, 4 devices")
     whole = dataclasses.replace(split, num_devices=1)
     with pytest.raises(AssertionError):

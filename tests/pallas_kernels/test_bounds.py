@@ -7,13 +7,15 @@ import pytest
 from ccjax.kernels.attention.blocks import MOSAIC_TPU, TRITON
 from ccjax.kernels.attention.bounds import block_bounds
 from ccjax.kernels.dispatch import chip_of
+from ccjax.kernels.inputs import AttentionInputs
 
 UNUSED = np.iinfo(np.int32).max
 
 
 def bounds(q_pos, k_pos, q_request=None, k_request=None, *, q_block=2, k_block=4):
-    arrays = [None if x is None else jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, q_request, k_request)]
-    return [list(map(int, part)) for part in block_bounds(*arrays, q_block=q_block, k_block=k_block)]
+    given = {"q_pos": q_pos, "k_pos": k_pos, "q_request": q_request, "k_request": k_request}
+    inputs = AttentionInputs(**{name: jnp.asarray(x, jnp.int32) for name, x in given.items() if x is not None})
+    return [list(map(int, part)) for part in block_bounds(inputs, q_block=q_block, k_block=k_block)]
 
 
 def test_bounds_of_one_prompt_match_hand_computed_values():

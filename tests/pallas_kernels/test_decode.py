@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import numpy as np
@@ -57,7 +58,7 @@ def test_batch_agrees_with_the_oracle_and_mutants_do_not(implementation, dtype):
 )
 def test_wrong_page_rotation_exceeds_the_tolerance(implementation, head_dim, dtype):
     case = Case(head_dim=head_dim, dtype=dtype)
-    expected, rows = case.expected(), np.asarray(case.arguments()[1]["page_rotation"])
+    expected, rows = case.expected(), np.asarray(case.arguments()[0][2].page_rotation)
     assert worst(case.run(implementation), expected) < TOLERANCE[dtype]
     for wrong in (np.roll(rows, 1, 1), np.roll(rows, head_dim // 2, 2), np.ones_like(rows)):
         assert worst(case.run(implementation, page_rotation=wrong), expected) > TOLERANCE[dtype]
@@ -118,9 +119,9 @@ def test_bad_arguments_are_named():
     inputs, arguments = case.arguments()
     with pytest.raises(ValueError, match="k_frequencies: wanted shape"):
         inspect.unwrap(decode_attention)(*inputs, **arguments | {"k_frequencies": np.ones(7, np.float32)})
-    arguments["page_rotation"] = np.zeros((4, 12, 16), np.float32)
-    with pytest.raises(ValueError, match=r"page_rotation: wanted shape \(4, 12, 32\), got \(4, 12, 16\)"):
-        inspect.unwrap(decode_attention)(*inputs, **arguments)  # without the type checks of the tests
+    for name, shape in {"page_rotation": (4, 12, 16), "page_length": (4, 11)}.items():
+        with pytest.raises(ValueError, match=rf"{name}: wanted shape \(4, 12.*\), got {re.escape(str(shape))}"):
+            case.run("xla", **{name: np.zeros(shape, np.float32)})
     with pytest.raises(NotImplementedError, match="head dimension .* got 24"):
         Case(head_dim=24).run("triton_interpret")
     with pytest.raises(NotImplementedError, match="pages .* got 12"):

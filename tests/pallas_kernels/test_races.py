@@ -10,7 +10,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ccjax.kernels.attention.blocks import MosaicBlocks
 from ccjax.kernels.attention.mosaic_tpu import mosaic_tpu_attention
-from ccjax.kernels.rope import rotation_rows
 from tests.pallas_kernels.attention_cases import TOLERANCE, Case, packed, worst
 
 DETECTOR = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2, uninitialized_memory="nan")
@@ -27,10 +26,8 @@ RACE = "RACE DETECTED"
 )
 def test_the_kernel_does_not_race_and_reads_no_uninitialised_memory(case, capfd):
     inputs, arguments = case.arguments()
-    frequencies = arguments.pop("k_frequencies")
-    arguments["k_rotation"] = None if frequencies is None else rotation_rows(arguments["k_pos"], frequencies)
     run = functools.partial(mosaic_tpu_attention, blocks=MosaicBlocks(rows=32, keys=128), interpret=DETECTOR)
-    run = jax.jit(run, static_argnames=("scale", "num_segments"))
+    run = jax.jit(run, static_argnames=("scale",))
     assert worst(run(*inputs, **arguments), case.expected()) < TOLERANCE["float32"]
     assert RACE not in capfd.readouterr().out
 

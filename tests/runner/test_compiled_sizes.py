@@ -27,7 +27,7 @@ def test_without_substitution_each_step_uses_its_natural_size():
     sizes = compiled(("pack", 1024, 2048, 16), ("decode", 32, 1024), ("batch", 8), ("write", 1024))
     assert sizes.pack([100], 300, 5) == (token_bucket(100), slot_bucket(300), segment_bucket(5)) == (128, 512, 16)
     assert sizes.pack([100], 300, 0) == (128, 512, 0)
-    assert sizes.rows(33, 2048, 16) == 64
+    assert sizes.fewer("pack", (128, 2048, 16), 33) == (64, 2048, 16)
     assert sizes.decode(3, 40) == (batch_bucket(3), entry_bucket(40)) == (4, 64)
     assert (sizes.batch(2), sizes.write(10)) == (2, 16)
     assert sizes.next() is None and sizes.num_left == 0
@@ -62,9 +62,9 @@ def test_smallest_compiled_size_is_used_and_the_natural_size_requested():
 def test_remaining_rows_of_a_pack_keep_its_slots_and_columns():
     sizes = compiled(("pack", 64, 8192, 16), ("pack", 128, 2048, 16), ("pack", 64, 2048, 64), ("pack", 32, 1024, 16))
     sizes.substitute(())
-    assert sizes.rows(20, 2048, 16) == 128 and sizes.next() == ("pack", (32, 2048, 16))
-    assert sizes.rows(20, 2048, 64) == 64
-    assert sizes.rows(20, 4096, 16) == 32 and sizes.num_left == 2
+    assert sizes.fewer("pack", (256, 2048, 16), 20) == (128, 2048, 16) and sizes.next() == ("pack", (32, 2048, 16))
+    assert sizes.fewer("pack", (256, 2048, 64), 20) == (64, 2048, 64)
+    assert sizes.fewer("pack", (256, 4096, 16), 20) == (32, 4096, 16) and sizes.num_left == 2
 
 
 def test_pack_that_drops_rows_runs_at_slots_where_small_sizes_are_compiled():

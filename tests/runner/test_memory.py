@@ -12,6 +12,7 @@ import pytest
 
 from ccjax.engine import Engine, EngineConfig
 from ccjax.errors import ConfigError
+from ccjax.kernels.inputs import KVPages
 from ccjax.models.llama3 import (
     LLAMA3_8B,
     LLAMA3_70B,
@@ -21,6 +22,7 @@ from ccjax.models.llama3 import (
     init_params,
     paged_steps,
 )
+from ccjax.models.llama3.inputs import DecodeInputs, SamplingState, StepInputs, StepSettings
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step, question_step
 from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, make_mesh, param_sharding, placement, shard_params
 from ccjax.models.llama3.steps import logits_step, sample_step
@@ -157,21 +159,12 @@ def measured(model: LlamaConfig, num_rows: int, num_slots: int, num_masses: int,
             },
         )
     pages = array(model.num_kv_heads, 64, 16, model.head_dim, dtype=jnp.float32, spec=PAGES)
-    rows, slots = array(num_rows), array(num_slots)
-    rotations = [array(num, model.head_dim, dtype=jnp.float32) for num in (num_rows, num_slots)]
-    lowered = paged_layer_step.lower(
-        layer,
-        array(num_rows, model.d_model, dtype=jnp.float32),
-        *(pages, pages, rows, rows, rows, slots, slots, slots),
-        slots if num_masses else None,
-        *rotations,
-        config=model,
-        num_segments=num_masses,
-        implementation=None,
-        mesh=mesh,
-    )
+    inputs = StepInputs.abstract(num_rows, num_slots, num_masses, model.head_dim)
+    inputs = jax.tree.map(lambda leaf: array(*leaf.shape, dtype=leaf.dtype), inputs)
+    x = array(num_rows, model.d_model, dtype=jnp.float32)
+    lowered = paged_layer_step.lower(layer, x, KVPages(pages, pages), inputs, settings=StepSettings(model, None, mesh))
     used = lowered.compile().memory_analysis()
-    kept = sum(rows.size * rows.dtype.itemsize for rows in rotations)
+    kept = sum(rows.size * rows.dtype.itemsize for rows in (inputs.q_rotation, inputs.k_rotation))
     return kept + used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
 
 
@@ -225,12 +218,10 @@ def test_pass_of_questions_takes_no_more_than_is_planned(case, num_rows, monkeyp
 
         x = array(num_rows, model.d_model, dtype=jnp.float32)
         pages = array(model.num_kv_heads, 64, 16, model.head_dim, dtype=jnp.float32)
-        rows, slots = array(num_rows), array(num_slots)
-        rotations = [array(num, model.head_dim, dtype=jnp.float32) for num in (num_rows, num_slots)]
-        inputs = pages, pages, rows, rows, rows, slots, slots, slots, *rotations
+        inputs = KVPages(pages, pages), StepInputs.abstract(num_rows, num_slots, 0, model.head_dim)
         layer = abstract_params(model).layers[0]
-        step = jax.jit(functools.partial(question_step.__wrapped__, config=model, mesh=None), donate_argnums=(2, 3))
-        used = step.lower(layer, x, *inputs).compile().memory_analysis()
+        step = functools.partial(question_step.__wrapped__, settings=StepSettings(model))
+        used = jax.jit(step, donate_argnums=2).lower(layer, x, *inputs).compile().memory_analysis()
         return used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
 
     least = taken()
@@ -255,22 +246,15 @@ def test_decode_and_logits_take_no_more_than_is_planned():
     def array(*shape: int, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    pages, table = array(4, 1024, 16, 64, dtype=jnp.float32), array(batch, entries)
-    rotation = array(batch, entries, 64, dtype=jnp.float32)
-    used = paged_decode_step.lower(
-        layer,
-        array(batch, 1024, dtype=jnp.float32),
-        *(pages, pages, array(batch), array(batch), table, table, rotation),
-        config=CONFIG,
-        implementation=None,
-        mesh=None,
-    )
+    pages = array(4, 1024, 16, 64, dtype=jnp.float32)
+    inputs = KVPages(pages, pages), DecodeInputs.abstract(batch, entries, 64)
+    used = paged_decode_step.lower(layer, array(batch, 1024, dtype=jnp.float32), *inputs, settings=StepSettings(CONFIG))
     assert used.compile().memory_analysis().temp_size_in_bytes < plan.workspace
     top = dataclasses.replace(abstract_params(CONFIG), layers=())
     logits = logits_step.lower(top, array(batch, 1024, dtype=jnp.float32), config=CONFIG).compile().memory_analysis()
     numbers = array(batch, dtype=jnp.float32)
-    seeds = array(batch, 2, dtype=jnp.uint32)
-    drawn = sample_step.lower(array(batch, 1000, dtype=jnp.float32), numbers, numbers, seeds, array(batch), num_top=20)
+    state = SamplingState(numbers, numbers, array(batch, 2, dtype=jnp.uint32), array(batch))
+    drawn = sample_step.lower(array(batch, 1000, dtype=jnp.float32), state, num_top=20)
     taken = logits.output_size_in_bytes + drawn.compile().memory_analysis().temp_size_in_bytes
     assert 0.9 * taken < plan.logits < 1.5 * taken
 

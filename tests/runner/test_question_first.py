@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 import pytest
 
@@ -216,13 +217,13 @@ def test_a_prompt_that_is_dropped_writes_nothing_and_the_other_is_unchanged(pref
         pack.run_layer()
     pack.drop(dropped)
     slots = dropped.pages.slots
-    before = [[np.asarray(pages) for pages in case.pool.pages(layer)] for layer in range(NUM_LAYERS)]
+    before = [jax.tree.map(np.asarray, case.pool.pages(layer)) for layer in range(NUM_LAYERS)]
     logits = run(pack)
     assert pack.logits()[0] == [kept]
     wanted = revise(plans[1], received(worlds[1]).tolist())
     np.testing.assert_allclose(logits[0], wanted_logits(worlds[1], wanted), atol=TOLERANCE)
     for layer, pages in enumerate(before):
-        for old, new in zip(pages, case.pool.pages(layer), strict=True):
+        for old, new in zip(*map(jax.tree.leaves, (pages, case.pool.pages(layer))), strict=True):
             rows = [np.asarray(value).reshape(value.shape[0], -1, value.shape[-1])[:, slots] for value in (old, new)]
             np.testing.assert_array_equal(*rows)
 

@@ -16,7 +16,7 @@ from ccjax.engine.batch.sequence import SequenceGroup, TokenSequence
 from ccjax.engine.batch.shared_prompt import SharedPrompt
 from ccjax.policy.scheduling import NeverFitsError
 from ccjax.runner.cancellation import PrefillCancelledError
-from ccjax.runner.packing import AnyPack
+from ccjax.runner.pack import Prefilling
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import SampledToken
 from ccjax.store.errors import TierFullError
@@ -51,7 +51,7 @@ class Sequences:
         Args:
           max_retries: how often a sequence whose step failed is retried.
         """
-        self.pack: AnyPack | None = None
+        self.pack: Prefilling | None = None
         self.pages = AvailablePages(pool, chunks.store, chunks.variants)
         self.num_preemptions = 0
         self.num_retries = 0
