@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ccjax.kernels.inputs import KVPages
 from ccjax.models.llama3 import LlamaConfig, leaves
 from ccjax.models.llama3.config import LLAMA3_8B, LLAMA3_70B
 from ccjax.models.llama3.convert import load_params
-from ccjax.models.llama3.inputs import DecodeInputs, StepInputs, StepSettings
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from ccjax.models.llama3.params import abstract_params, build_params
 from ccjax.models.llama3.sharding import make_mesh, mesh_of, param_sharding, shard_params
