@@ -199,7 +199,7 @@ def make_batch(
             weights[row, start:end] = 1.0
             hints[row, turn] = start - 1, tokenizer.encode(f" {question.bridge or question.answer}").ids[0]
             spans.append(AnswerSpan(row, start, end, question.kind))
-        token_ids[row, : len(ids)] = ids[:num_tokens]
+        token_ids[row, : len(ids)] = ids[:num_tokens]  # pyright: ignore[reportArgumentType, reportCallIssue]
     return Batch(token_ids, weights, hints, tuple(spans))
 
 
@@ -249,7 +249,8 @@ def initial_params(config: LlamaConfig, seed: int) -> Params:
     width, head_dim = config.d_model, config.head_dim
     # A tied embedding small enough for the logits would vanish in the residual stream under the layers' outputs.
     embedding = (params.embedding * width**0.5).at[:, 0].set(CONSTANT)
-    first, second, *rest = params.layers
+    layers: tuple[Any, ...] = params.layers
+    first, second, *rest = layers
     carry, copy = (jax.random.normal(k, (width, head_dim)).at[0].set(0.0) for k in (carry_key, copy_key))
     carry, copy = carry * width**-0.5, copy * width**-0.5
     basis = jnp.linalg.qr(jax.random.normal(jax.random.fold_in(carry_key, 1), (width - 1, head_dim)))[0]
@@ -369,7 +370,7 @@ def make_optimizer(num_steps: int) -> optax.GradientTransformation:
         weight_decay=0.05,
         adam_b2=0.95,
         adam_learning_rate=schedule(3e-3),
-        muon_weight_dimension_numbers=matrices,
+        muon_weight_dimension_numbers=matrices,  # pyright: ignore[reportArgumentType]
     )
     return optax.chain(optax.clip_by_global_norm(1.0), by_kind)
 
@@ -379,7 +380,7 @@ def make_step(config: LlamaConfig) -> Callable[..., tuple[TrainState, Array, Arr
 
     def step(state: TrainState, *batch: Array, hint_weight: float) -> tuple[TrainState, Array, Array]:
         def loss_of(params: dict[str, Params]) -> tuple[Array, Array]:
-            return weighted_loss(params["params"], config, *batch, hint_weight)
+            return weighted_loss(params["params"], config, *batch, hint_weight)  # pyright: ignore[reportCallIssue]
 
         (loss, correct), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         # optax mixes types and ranks, which a caller may have forbidden.
@@ -430,7 +431,7 @@ def train(config: LlamaConfig, stages: Sequence[Stage], directory: Path, num_ste
             print(f"step {number:5d}  {now.name:14s}  loss {losses[-1]:.3f}  {kinds}  {seconds:.0f} s", flush=True)
             tally.clear()
         if number % 500 == 0 or number == num_steps:
-            save(state.params["params"], config, directory)
+            save(state.params["params"], config, directory)  # pyright: ignore[reportArgumentType]
     return losses
 
 

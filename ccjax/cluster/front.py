@@ -202,7 +202,7 @@ class Front:
         seen = Seen()
         key = self._keys.api.find(bearer_token(Request(scope)))
         if key is not None or not self._keys.api.is_asked_for:
-            seen = await asyncio.to_thread(self._reader.read, call, key)
+            seen = await asyncio.to_thread(self._reader.read, call, key or "")
             call = dataclasses.replace(call, passages=seen.passages)
         replica_wait = ReplicaWait(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
         answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send), replica_wait))

@@ -176,8 +176,7 @@ def add_gains(cases: Sequence[dict[str, Any]]) -> None:
     for case in cases:
         base = bases.get((case["documents"], case["pass"]))
         case["throughput_gain"] = None if base is None else case["throughput"] / base["throughput"]
-        means = (None, None) if base is None else (base["latency_ms"]["mean"], case["latency_ms"]["mean"])
-        case["latency_gain"] = None if base is None else means[0] / means[1]
+        case["latency_gain"] = None if base is None else base["latency_ms"]["mean"] / case["latency_ms"]["mean"]
 
 
 def _overhead(options: argparse.Namespace, say: Say) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _attention(context: int, platform: str) -> Iterator[list[Way]]:
         mass: dict[str, Any] = {"k_segment": segment[0], "num_segments": NUM_SEGMENTS} if segment else {}
         inputs = AttentionInputs(q_pos=q_pos, k_pos=k_pos, **mass)
         result = attention(q, k, v, inputs, scale=SCALE, implementation=name)
-        return jnp.concatenate([result.out.astype(jnp.float32), result.mass], -1) if mass else result.out
+        return result.out if result.mass is None else jnp.concatenate([result.out.astype(jnp.float32), result.mass], -1)
 
     def cudnn(q: Any, k: Any, v: Any, *_: Any) -> jax.Array:
         batch = q[None], k[None], v[None]
@@ -152,7 +152,9 @@ def _rope(context: int) -> list[Way]:
 def _measure(ways: Sequence[Way], limits: dict[str, float], repetitions: int) -> list[dict[str, Any]]:
     """A row per way."""
     key, unit = ("tflops", 1e12) if ways[0].kernel == "attention" else ("gbps", 1e9)
-    rows = [{"kernel": way.kernel, "case": way.case, "implementation": way.implementation} for way in ways]
+    rows: list[dict[str, Any]] = [
+        {"kernel": way.kernel, "case": way.case, "implementation": way.implementation} for way in ways
+    ]
     samples: dict[int, Callable[[], float]] = {}
     wanted: np.ndarray | None = None
     for number, (way, row) in enumerate(zip(ways, rows, strict=True)):
@@ -163,6 +165,7 @@ def _measure(ways: Sequence[Way], limits: dict[str, float], repetitions: int) ->
             row["note"] = why if way.implementation == "cudnn" else f"FAILED {why}"
             continue
         wanted = got if wanted is None else wanted
+        assert got is not None and wanted is not None
         row["difference"] = float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
         if not row["difference"] < SAME:
             row["note"] = f"FAILED wanted a difference of at most {SAME}"

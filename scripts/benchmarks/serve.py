@@ -141,7 +141,9 @@ def load_questions(data: Path | None, num_passages: int) -> list[tuple[str, list
         draw = random.Random(0)
         odds = [1 / (place + 1) for place in range(len(texts))]
         found = [list({t["id"]: t for t in draw.choices(texts, odds, k=20)}.values()) for _ in range(1000)]
-    passages = [[{"id": str(t["id"]), "title": t["title"], "text": t["text"]} for t in row] for row in found]
+    passages: list[list[Any]] = [
+        [{"id": str(t["id"]), "title": t["title"], "text": t["text"]} for t in row] for row in found
+    ]
     return [(f"What do the passages say about {row[0]['title']}?", row[:num_passages]) for row in passages]
 
 

@@ -180,7 +180,8 @@ def _requests(options: argparse.Namespace) -> list[Passages]:
     if len(rows) < 2 or not all(isinstance(row.get("docs"), list) and row["docs"] for row in rows):
         raise ValueError(f"{path}: wanted at least two objects with `docs`, the numbers of passages")
     numbers = [tuple(dict.fromkeys(row["docs"]))[: options.passages] for row in rows]
-    return [[(number, lengths.get(number, options.passage_tokens)) for number in each] for each in numbers]
+    usual: int = options.passage_tokens
+    return [[(number, lengths.get(number, usual)) for number in each] for each in numbers]
 
 
 def _print(found: dict[str, Any]) -> None:
