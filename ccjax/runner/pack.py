@@ -83,7 +83,7 @@ class Prefilling(abc.ABC):
 
     def wait(self) -> None:
         """Waits until the device has run what was launched."""
-        self.hidden.block_until_ready()
+        jax.block_until_ready(self.hidden)
 
     @abc.abstractmethod
     def drop(self, job: PrefillJob) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from ccjax.engine import Engine
@@ -42,29 +43,22 @@ def start(model: Path) -> Iterator[Callable[..., Engine]]:
         yield start
 
 
-class _Pending:
-    """Hidden states of a layer that record when the host waits for them."""
-
-    def __init__(self, pack: Pack, events: list[str]) -> None:
-        self._array, self._layer, self._events = pack.hidden, pack.layer - 1, events
-
-    def block_until_ready(self) -> None:
-        if self._layer >= 0:
-            self._events.append(f"wait{self._layer}")
-        self._array.block_until_ready()
-
-
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The host's actions during prefills, in order: "run0" when it launches layer 0, "wait0" when it waits for it."""
     seen: list[str] = []
-    run_layer = Pack.run_layer
+    run_layer, block = Pack.run_layer, jax.block_until_ready
+    launched: list[tuple[jax.Array, int]] = []
 
     def run(pack: Pack) -> None:
         seen.append(f"run{pack.layer}")
         run_layer(pack)
+        launched.append((pack.hidden, pack.layer - 1))
+
+    def waited(hidden: jax.Array) -> jax.Array:
+        seen.extend(f"wait{layer}" for array, layer in launched if array is hidden)
+        return block(hidden)
 
     monkeypatch.setattr(Pack, "run_layer", run)
-    monkeypatch.setattr(Pack, "hidden", property(lambda pack: _Pending(pack, seen)))
-    monkeypatch.setattr(Pack, "wait", lambda pack: pack.hidden.block_until_ready())
+    monkeypatch.setattr(jax, "block_until_ready", waited)
     return seen

@@ -324,7 +324,7 @@ class BatchLoop:
 
         def wait_for_oldest() -> None:
             num_layers, hidden = under_way.popleft()
-            hidden.block_until_ready()
+            jax.block_until_ready(hidden)
             if tracers and num_layers == len(ends_s):
                 ends_s.append(time.perf_counter())
 
