@@ -137,6 +137,13 @@ class TestShouldCapture:
     def test_recomputed_chunk_is_captured_only_with_an_exact_parent_variant(self, change, existing, expected):
         assert should_capture(dataclasses.replace(FIXED, **change), existing, ids("AB")) is expected
 
+    def test_text_and_instructions_are_captured_only_exact(self):
+        for role in ("text", "instructions", "passage"):
+            computed = dataclasses.replace(COMPUTED, role=role)
+            assert should_capture(computed, [], ids("AB"))
+            is_passage = role == "passage"
+            assert should_capture(dataclasses.replace(computed, fidelity="approx"), [], ids("AB")) is is_passage
+
     def test_exact_reuse_and_the_question_are_never_captured(self):
         exact = dataclasses.replace(COMPUTED, action="reuse", variant_id=VariantId("X|AB|exact"), cfo=0.0)
         assert not should_capture(exact, [variant("X", "AB")], ids("AB"))

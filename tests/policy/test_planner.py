@@ -339,6 +339,17 @@ class TestErrors:
         with pytest.raises(ValueError, match="mode 'exact' allows exact reuse only"):
             plan("XA", [variant("A")], mode="exact")
 
+    def test_strategy_that_reuses_text_behind_another_prefix_is_rejected(self, monkeypatch):
+        def careless(chunks, candidates, mode, settings):
+            passages = [dataclasses.replace(chunk, role="passage") for chunk in chunks]
+            return [Decision(choice) for choice in best_choices(passages, candidates, mode, settings)]
+
+        text = [PromptChunk(ChunkId("X"), 10), PromptChunk(ChunkId("A"), 10, "text")]
+        assert summary(plan(text, [variant("A")]).segments)[1] == ("compute", "exact", 0)
+        monkeypatch.setattr(planner, "get_strategy", lambda name: Strategy(name, "", careless))
+        with pytest.raises(ValueError, match="wanted text behind its own prefix"):
+            plan(text, [variant("A")])
+
 
 def test_policy_imports_only_pure_stdlib_modules_and_shared_types():
     pure = set(
