@@ -267,7 +267,7 @@ def shares(giver, taker, segments) -> bool:
     """True if `taker` soon reuses, without a refresh, what `giver` computes now."""
     expected = answer(giver, segments).token_ids
     giver.cache.flush()
-    wait_until(lambda: giver._variants.chunk_ids() <= taker._chunks.variants.chunk_ids(), timeout_s=120)
+    wait_until(lambda: giver._chunks.variants.chunk_ids() <= taker._chunks.variants.chunk_ids(), timeout_s=120)
     got = answer(taker, segments)
     assert got.token_ids == expected
     return got.reuse.computed_tokens == NUM_QUESTION_TOKENS
