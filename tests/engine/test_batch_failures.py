@@ -74,7 +74,7 @@ def decoding(engine, tokens=60, segments=SEGMENTS, reuse="off", **sampling):
 def lose(pool):
     """Deletes the pool's memory, as a reset of the device does."""
     for pages in pool._layers:
-        for array in pages:
+        for array in (pages.k, pages.v):
             array.delete()
 
 
@@ -502,13 +502,13 @@ def test_pool_reports_lost_pages_and_is_renewed_only_when_all_are_free():
     pool = DevicePool(SPEC, 4 * PAGE)
     assert not pool.is_lost()
     (shard,) = pool.allocate([20])
-    pool._layers[0][1].delete()
+    pool._layers[0].v.delete()
     assert pool.is_lost()
     with pytest.raises(RuntimeError, match="all 4 pages free, got 2"):
         pool.renew()
     shard.free()
     pool.renew()
-    assert not pool.is_lost() and not np.asarray(pool._layers[0][1]).any()
+    assert not pool.is_lost() and not np.asarray(pool._layers[0].v).any()
 
 
 def test_write_to_a_lost_pool_fails_and_frees_its_pages():
