@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 BEST = {"cpu": "xla", "gpu": "triton", "tpu": "mosaic_tpu"}
-"""Platform -> the implementation that `None` stands for."""
+"""Platform -> the implementation that `None` stands for, unless an operation has its own."""
 
 _DEVICE_KINDS = {
     "NVIDIA A100": "a100",
@@ -28,7 +28,7 @@ def chip_of(device_kind: str) -> str:
     return next((chip for start, chip in _DEVICE_KINDS.items() if device_kind.startswith(start)), device_kind)
 
 
-def name_of(name: str | None) -> str:
+def name_of(name: str | None, best: Mapping[str, str] = BEST) -> str:
     """The name itself, or that of the platform's own implementation if it is None.
 
     Raises:
@@ -37,15 +37,16 @@ def name_of(name: str | None) -> str:
     if name is not None:
         return name
     platform = jax.default_backend()
-    if platform not in BEST:
-        raise NotImplementedError(f"platform {platform!r}: wanted one of {sorted(BEST)}, or a named implementation")
-    return BEST[platform]
+    if platform not in best:
+        raise NotImplementedError(f"platform {platform!r}: wanted one of {sorted(best)}, or a named implementation")
+    return best[platform]
 
 
 def implementation(
     name: str | None,
     plain: Mapping[str, Callable[..., Any]],
     kernels: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]],
+    best: Mapping[str, str] = BEST,
 ) -> Callable[..., Any]:
     """The function for a name.
 
@@ -54,11 +55,12 @@ def implementation(
         for any platform; None for the platform's own.
       plain: functions that need no block sizes.
       kernels: functions with arguments `blocks` and `interpret`, and their blocks by chip.
+      best: platform -> the implementation that None stands for.
 
     Raises:
       NotImplementedError: the name, platform or chip is not supported.
     """
-    name = name_of(name)
+    name = name_of(name, best)
     if name in plain:
         return plain[name]
     is_interpreted = name.endswith("_interpret")

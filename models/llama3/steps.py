@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from ccjax.kernels.inputs import KVPages
-from ccjax.kernels.rope import apply_rope
+from ccjax.kernels.rope import apply_rope, move_keys
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.inputs import SamplingState
 from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequencies, unembed
@@ -32,7 +32,7 @@ def embed_step(params: Params, token_ids: Int[Array, "N"]) -> Float[Array, "N D"
 @jax.jit(static_argnames=("config",))
 def rotate_step(k: Float[Array, "S K H"], positions: Int[Array, "S"], *, config: LlamaConfig) -> Float[Array, "S K H"]:
     """Stored keys rotated to their positions in this prompt (CacheCraft sec. 3.4.3)."""
-    return apply_rope(k, positions, rope_frequencies(config))
+    return move_keys(k, jnp.zeros_like(positions), positions, rope_frequencies(config))
 
 
 @jax.jit(static_argnames=("mesh",), donate_argnames=("pages",))

@@ -1,9 +1,9 @@
-"""Rotary position embedding: apply, remove, move."""
+"""Rotary position embedding: apply and remove it, and move keys to other positions."""
 
-from ccjax.kernels.rope.api import (
+from ccjax.kernels.rope.api import move_keys
+from ccjax.kernels.rope.rotation import (
     apply_rope,
     llama3_frequencies,
-    move_rope,
     remove_rope,
     rotate,
     rotate_by,
@@ -13,7 +13,7 @@ from ccjax.kernels.rope.api import (
 __all__ = [
     "apply_rope",
     "llama3_frequencies",
-    "move_rope",
+    "move_keys",
     "remove_rope",
     "rotate",
     "rotate_by",

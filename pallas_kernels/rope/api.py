@@ -1,98 +1,57 @@
-"""Rotary position embedding in Llama's half-split layout, with float32 angles.
+"""Public movement of keys: selects an implementation and never falls back silently.
 
-The inverse in CacheCraft sec. 4 is wrong; the correct pair, with x and y the two halves of a head, is
-  apply:  x' = x cos - y sin,  y' = x sin + y cos
-  remove: x  = x' cos + y' sin,  y = -x' sin + y' cos
-XLA fuses these elementwise operations with adjacent ones; a separate kernel would not be faster.
+The kernels are not measured, since no accelerator was available; until one is, XLA's form is the default everywhere.
 """
 
 from __future__ import annotations
 
-import math
-
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float, Int
 
+from ccjax.kernels.dispatch import implementation as implementation_of
+from ccjax.kernels.rope.blocks import MOSAIC_TPU, TRITON
+from ccjax.kernels.rope.mosaic_tpu import mosaic_tpu_move
+from ccjax.kernels.rope.reference import reference_move
+from ccjax.kernels.rope.triton import triton_move
+from ccjax.kernels.rope.xla import xla_move
 
-def llama3_frequencies(
-    head_dim: int,
-    theta: float,
-    *,
-    factor: float | None = None,
-    low_freq_factor: float = 1.0,
-    high_freq_factor: float = 4.0,
-    original_max_position_embeddings: int = 8192,
-) -> np.ndarray:
-    """Inverse frequencies [head_dim / 2], float32, in radians per position.
-
-    With `factor`, Llama 3.1's scaling: wavelengths above `original / low_freq_factor` are stretched by `factor`, those
-    below `original / high_freq_factor` are kept, and the band between is blended linearly in 1/wavelength.
-    """
-    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if factor is not None:
-        turns = original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
-        frequencies = kept * frequencies + (1 - kept) * frequencies / factor
-    return frequencies.astype(np.float32)
+PLAIN = {"reference": reference_move, "xla": xla_move}
+KERNELS = {"triton": (triton_move, TRITON), "mosaic_tpu": (mosaic_tpu_move, MOSAIC_TPU)}
+FASTEST = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+"""Platform -> the implementation that `None` stands for: the kernel where `bench.py kernels` has measured it to be
+faster."""
 
 
-def rotate_by(
-    x: Float[Array, "*A H"], cos: Float[Array, "*#A half"], sin: Float[Array, "*#A half"]
-) -> Float[Array, "*A H"]:
-    """`x` rotated by angles with the given cosines and sines, in float32; keeps the dtype."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], -1).astype(x.dtype)
-
-
-def _angles(positions: Array, frequencies: Array | np.ndarray) -> Array:
-    frequencies = jnp.expand_dims(jnp.asarray(frequencies, jnp.float32), range(positions.ndim + 1))
-    return positions.astype(jnp.float32)[..., None, None] * frequencies
-
-
-def rotation_rows(positions: Int[Array, "*N"], frequencies: Float[Array, "half"] | np.ndarray) -> Float[Array, "*N H"]:
-    """[cos | sin] of every position's angles, float32, for `rotate` and for kernels that rotate keys.
-
-    Computed as one array: on a TPU, cosines and sines of half the width would take as many lanes each, and joining them
-    would need another copy.
-    """
-    frequencies = jnp.asarray(frequencies, jnp.float32)
-    angles = positions.astype(jnp.float32).reshape(-1, 1) * jnp.concatenate([frequencies, frequencies])[None]
-    is_first = lax.broadcasted_iota(jnp.int32, angles.shape, 1) < frequencies.shape[0]
-    return jnp.where(is_first, jnp.cos(angles), jnp.sin(angles)).reshape(*positions.shape, -1)
-
-
-def rotate(x: Float[Array, "N A H"], rows: Float[Array, "N H"]) -> Float[Array, "N A H"]:
-    """`apply_rope` with precomputed `rotation_rows`. If these are computed in the same program, XLA on a CPU recomputes
-    cosines and sines for every head, which took 9.4 ms instead of 0.6 for 2,048 rows of 16 heads."""
-    half = x.shape[-1] // 2
-    return rotate_by(x, rows[:, None, :half], rows[:, None, half:])
-
-
-def apply_rope(
-    x: Float[Array, "*B N A H"], positions: Int[Array, "*B N"], frequencies: Float[Array, "half"] | np.ndarray
-) -> Float[Array, "*B N A H"]:
-    """`x` rotated to `positions`; any number of heads A, angles in float32; keeps the dtype."""
-    angles = _angles(positions, frequencies)
-    return rotate_by(x, jnp.cos(angles), jnp.sin(angles))
-
-
-def remove_rope(
-    x: Float[Array, "*B N A H"], positions: Int[Array, "*B N"], frequencies: Float[Array, "half"] | np.ndarray
-) -> Float[Array, "*B N A H"]:
-    """The inverse of `apply_rope` at the same positions."""
-    angles = _angles(positions, frequencies)
-    return rotate_by(x, jnp.cos(angles), -jnp.sin(angles))
-
-
-def move_rope(
-    x: Float[Array, "*B N A H"],
-    old_positions: Int[Array, "*B N"],
-    new_positions: Int[Array, "*B N"],
+def move_keys(
+    k: Float[Array, "S K H"],
+    old_positions: Int[Array, "S"],
+    new_positions: Int[Array, "S"],
     frequencies: Float[Array, "half"] | np.ndarray,
-) -> Float[Array, "*B N A H"]:
-    """Moves `x`, rotated to `old_positions`, to `new_positions`, with one rotation by the difference."""
-    angles = _angles(new_positions - old_positions, frequencies)
-    return rotate_by(x, jnp.cos(angles), jnp.sin(angles))
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "S K H"]:
+    """Keys at their new positions, by one rotation by the difference (CacheCraft sec. 3.4.3).
+
+    Only the difference counts: keys before RoPE are at position 0. Angles and products are float32, the result has the
+    dtype of the keys. The plain implementations are differentiable.
+
+    Args:
+      k: keys, rotated to `old_positions`.
+      frequencies: inverse RoPE frequencies [H / 2].
+      implementation: None for the platform's one in `FASTEST`, or a name as in
+        `ccjax.kernels.attention.attention`.
+
+    Raises:
+      ValueError: the arguments are inconsistent.
+      NotImplementedError: the implementation does not exist or does not support this call; there is no fallback.
+    """
+    if k.shape[2] % 2:
+        raise ValueError(f"k: wanted an even head dimension, got {k.shape[2]}")
+    if frequencies.shape != (k.shape[2] // 2,):
+        raise ValueError(f"frequencies: wanted shape ({k.shape[2] // 2},), got {frequencies.shape}")
+    for name, positions in (("old_positions", old_positions), ("new_positions", new_positions)):
+        if positions.shape != k.shape[:1]:
+            raise ValueError(f"{name}: wanted shape {k.shape[:1]}, got {positions.shape}")
+    move = implementation_of(implementation, PLAIN, KERNELS, FASTEST)
+    return move(k, new_positions - old_positions, frequencies)

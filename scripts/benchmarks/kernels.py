@@ -32,7 +32,7 @@ from ccjax.kernels.attention import attention
 from ccjax.kernels.decode import decode_attention
 from ccjax.kernels.dispatch import BEST
 from ccjax.kernels.inputs import AttentionInputs, KVPages, PageTables
-from ccjax.kernels.rope import apply_rope, llama3_frequencies, move_rope, rotation_rows
+from ccjax.kernels.rope import llama3_frequencies, move_keys, rotation_rows
 from scripts.benchmarks.common import environment, median, stages
 
 QUICK = {"context_tokens": 256, "repetitions": 2}
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with stages() as say:
         say("limits")
         limits = _limits(platform, arguments.repetitions)
-        for ways in (*_attention(context, platform), *_decode(context, platform), _rope(context)):
+        for ways in (*_attention(context, platform), *_decode(context, platform), _rope(context, platform)):
             say(f"{ways[0].kernel}, {ways[0].case}")
             rows += _measure(ways, limits, arguments.repetitions)
     names = ("kernel", "case", "implementation")
@@ -139,14 +139,15 @@ def _decode(context: int, platform: str) -> Iterator[list[Way]]:
         yield [Way("decode", case, name, call, arrays, num_bytes) for name, call in calls.items()]
 
 
-def _rope(context: int) -> list[Way]:
-    """The keys of a layer, eight contexts long: more than any cache holds. Moved from position 0, they are applied."""
+def _rope(context: int, platform: str) -> list[Way]:
+    """The keys of a layer, eight contexts long, more than any cache holds, moved by one context."""
     x, at = _random(8, 8 * context, NUM_KV_HEADS, HEAD_DIM), jnp.arange(8 * context, dtype=jnp.int32)
-    calls: dict[str, Callable[..., jax.Array]] = {
-        "xla, apply": lambda x, at: apply_rope(x, at, FREQUENCIES),
-        "xla, move": lambda x, at: move_rope(x, jnp.zeros_like(at), at, FREQUENCIES),
-    }
-    return [Way("rope", f"{8 * context:,} keys", name, call, (x, at), 2 * x.nbytes) for name, call in calls.items()]
+
+    def move(x: Any, at: Any, name: str) -> jax.Array:
+        return move_keys(x, at, at + context, FREQUENCIES, implementation=name)
+
+    case, names = f"{8 * context:,} keys", dict.fromkeys((BEST[platform], "xla"))
+    return [Way("rope", case, name, functools.partial(move, name=name), (x, at), 2 * x.nbytes) for name in names]
 
 
 def _measure(ways: Sequence[Way], limits: dict[str, float], repetitions: int) -> list[dict[str, Any]]:

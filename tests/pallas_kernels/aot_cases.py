@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from ccjax.kernels.attention import attention
 from ccjax.kernels.decode import decode_attention
 from ccjax.kernels.inputs import AttentionInputs, KVPages, PageTables
-from ccjax.kernels.rope import llama3_frequencies
+from ccjax.kernels.rope import llama3_frequencies, move_keys
 from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
 from ccjax.models.llama3.inputs import DecodeInputs, StepInputs, StepSettings
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
@@ -124,6 +124,12 @@ def decode(requests=32, entries=512, heads=32, kv_heads=8, dim=128, page_size=16
     return decode_attention, (array(requests, heads, dim, dtype=dtype), KVPages(pool, pool), tables), statics
 
 
+def move(tokens=8192, kv_heads=8, dim=128, dtype="bfloat16"):
+    """A call of `move_keys`: by default a layer of Llama-3-8B on one chip."""
+    statics = {"frequencies": llama3_frequencies(dim, 500000.0)}
+    return move_keys, (array(tokens, kv_heads, dim, dtype=dtype), array(tokens), array(tokens)), statics
+
+
 _70B_TP8 = {"heads": 8, "kv_heads": 1}
 KERNELS = {
     "prefill": prefill(),
@@ -143,6 +149,9 @@ KERNELS = {
     "decode, 70B TP8": decode(**_70B_TP8),
     "decode, 70B TP8, up to 128k": decode(entries=8192, **_70B_TP8),
     "decode, 32 kv heads, float32": decode(kv_heads=32, dtype="float32"),
+    "move": move(),
+    "move, 70B TP8, heads of 64, not in blocks": move(8191, kv_heads=1, dim=64),
+    "move, 3 kv heads of 256, float32": move(kv_heads=3, dim=256, dtype="float32"),
 }
 
 

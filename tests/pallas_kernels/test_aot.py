@@ -27,7 +27,7 @@ from tests.pallas_kernels.aot_cases import CHIPS, COMPILERS, KERNELS, STEPS
 
 TABLE = Path(__file__).with_name("aot_table.json")
 SLACK = 1.05
-QUICK = {"prefill", "rotated", "decode", "decode, 1 request", "four warps spill", "blocks exceed VMEM"}
+QUICK = {"prefill", "rotated", "decode", "move", "decode, 1 request", "four warps spill", "blocks exceed VMEM"}
 TINY = LlamaConfig(512, 128, 2, 4, 2, 32, 256)
 CONTROLS = {  # kernels that must not compile: blocks, and what the error says
     "four warps spill": ("gpu", triton_attention, TritonBlocks(128, 64, num_warps=4, num_stages=2), "spilling"),
@@ -61,7 +61,7 @@ def test_kernel_compiles_without_spills(chip, name):
         old.unlink()
     aot.compile_kernel(chip, functools.partial(operation, implementation=aot.implementation(chip)), arrays, **statics)
     if chip in COMPILERS["libtpu"]:
-        kernel = "paged_decode" if "decode" in name else "partial_prefill"
+        kernel = {"decode": "paged_decode", "move": "move_keys"}.get(name.split(",")[0], "partial_prefill")
         (schedule,) = aot.DUMP.glob(f"*{kernel}*final_hlo-static-per-bundle-utilization*")
         head, rows = schedule.read_text().split("UTILIZATION:")
         spills = [column.strip() for column in head.splitlines()[1].split(",")].index("VSTORE:SPILL")
