@@ -62,7 +62,7 @@ test-cluster: $(VENV)/.test  ## replicas on Ray, killed, cut off and replaced; s
 	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 lint: $(VENV)/.test  ## style, vocabulary and types
-	$(BIN)/codespell --dictionary - --dictionary scripts/words.txt $(wildcard ccjax models pallas_kernels store scripts docs *.md)
+	$(BIN)/codespell --dictionary - --dictionary scripts/words.txt $(wildcard ccjax models pallas_kernels store scripts examples docs *.md)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Package -> our packages that it may import besides itself; the longest matching name counts.
 ALLOWED = {
+    "examples": {"ccjax.functional"},  # and what `ccjax` itself names: all that users need
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
     "ccjax.__main__": {"ccjax.cli"},
     "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation"}
@@ -54,9 +55,10 @@ PACKAGES = {
     "pallas_kernels": "ccjax.kernels",
     "store": "ccjax.store",
     "scripts": "scripts",
+    "examples": "examples",
 }
 """Folder -> package; those beside `ccjax` are imported by links in it."""
-OURS = ("ccjax", "models", "pallas_kernels", "store", "scripts", "tests")
+OURS = ("ccjax", "models", "pallas_kernels", "store", "scripts", "examples", "tests")
 # `ccjax/__init__` names the engine for users and loads it on first use; modules take nothing but the version from it.
 EXEMPT = {"ccjax"}
 

@@ -14,7 +14,7 @@ from ccjax.store import KVSpec, ShardRecord, StoreIdentity, StoreUnavailableErro
 from ccjax.store.objects import open_root
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("ccjax", "models", "pallas_kernels", "store", "scripts")
+PACKAGES = ("ccjax", "models", "pallas_kernels", "store", "scripts", "examples")
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
