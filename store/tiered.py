@@ -412,7 +412,7 @@ class TieredStore(Levels):
     def _write_behind(self, record: ShardRecord, kv: np.ndarray, wait: bool) -> bool:
         """Queues a reserved write; call it without the lock, because with `wait` it blocks until there is space."""
         assert self._disk is not None and self._writer is not None
-        if self._writer.submit(record, kv, wait=wait):
+        if self._writer.add(record, kv, wait=wait):
             return True
         self._disk.release(record)
         with self._lock:

@@ -63,7 +63,7 @@ class WriteBehind:
         with self._changed:
             return frozenset(self._pending.keys() - self._cancelled)
 
-    def submit(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
+    def add(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
         """Queues a write whose bytes the tier has reserved; `kv` must not be changed afterwards.
 
         Returns False, with the queue unchanged, if the queue is full; with `wait`, waits for space instead.
@@ -108,7 +108,7 @@ class WriteBehind:
             )
 
     def close(self) -> None:
-        """Finishes queued writes and ends the thread; `submit` returns False from now on."""
+        """Finishes queued writes and ends the thread; `add` returns False from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -12,7 +12,7 @@ from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.reads import LoadFailedError, WaitLimit
 from ccjax.cache.shared.prefill import SharedPrefill
-from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.contract import ReuseContract
 from ccjax.policy.strategies import adapts_to_loading
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled
@@ -20,7 +20,7 @@ from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.store.errors import ShardNotFoundError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE
-from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
+from ccjax.types import ChunkId, PrefillPlan, VariantId, VariantMeta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +60,14 @@ class PlannedPrefill:
         self,
         planner: PrefillPlanner,
         prompt: Prompt,
-        mode: ReuseMode,
+        contract: ReuseContract,
         *,
-        settings: PlannerSettings | None = None,
         is_shared: bool = False,
         is_cancelled: IsCancelled | None = None,
         on_load: Callable[[int, float, float], None] | None = None,
     ) -> None:
         """
         Args:
-          settings: planner settings; None for the engine's own.
           is_shared: coordinate with other processes on the store which of them computes what
             (`ccjax.cache.shared.prefill`).
           is_cancelled: when it returns True, waiting for loads ends with PrefillCancelledError.
@@ -78,11 +76,10 @@ class PlannedPrefill:
         self._is_cancelled = is_cancelled
         self._on_load = on_load
         self.prompt = prompt
-        self.mode: ReuseMode = mode
+        self.contract = contract
         self.plan: PrefillPlan | None = None
         self._planner = planner
-        self._settings = settings or planner.settings
-        self._shared = planner.shared() if is_shared and mode != "off" else None
+        self._shared = planner.shared() if is_shared and contract.mode != "off" else None
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
@@ -93,14 +90,9 @@ class PlannedPrefill:
         self._disk_bytes = self._preloaded_bytes = 0
 
     @property
-    def settings(self) -> PlannerSettings:
-        """The planner settings."""
-        return self._settings
-
-    @property
     def collects(self) -> bool:
         """True if the computed KV should be stored."""
-        return self.mode != "off" and not self._planner.read_only
+        return self.contract.mode != "off" and not self._planner.read_only
 
     @property
     def on_device(self) -> frozenset[VariantId]:
@@ -110,13 +102,13 @@ class PlannedPrefill:
 
     def make_plan(self) -> PrefillPlan:
         """Plans with the variants available now, except those that failed before, and returns the plan."""
-        started = time.perf_counter()
-        if self.mode == "off":
-            self.plan = self._planner.plan(self.prompt, self.mode, {})
+        started, mode, settings = time.perf_counter(), self.contract.mode, self.contract.settings
+        if mode == "off":
+            self.plan = self._planner.plan(self.prompt, mode, {})
         else:
             self.plan, self._given_up = self._planner.loads.plan_loads(
-                lambda without: self._planner.plan(self.prompt, self.mode, self._usable(without), self._settings),
-                adapts_ratio=self.mode == "bounded" and adapts_to_loading(self._settings),
+                lambda without: self._planner.plan(self.prompt, mode, self._usable(without), settings),
+                adapts_ratio=mode == "bounded" and adapts_to_loading(settings),
             )
         self._planned_at_s = time.perf_counter()
         self._plan_s += self._planned_at_s - started
@@ -144,7 +136,7 @@ class PlannedPrefill:
         """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns
         the plan that is pinned."""
         assert self.plan is not None
-        while self.mode != "off":
+        while self.contract.mode != "off":
             loads = self._planner.loads
             self._disk_bytes = loads.disk_bytes(self.plan)
             self._preloaded_bytes = self._disk_bytes - loads.unread_bytes(self.plan)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import time
 import uuid
 from collections.abc import Callable
 
-from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
-from ccjax.cache.prefill_planner import PrefillPlanner
-from ccjax.engine.answer import Answer
+from ccjax.cache.planned_prefill import Prefilled
 from ccjax.engine.batch.failures import CancelledError
+from ccjax.engine.batch.group import Caller, GroupParts, SequenceGroup
 from ccjax.engine.batch.loop import BatchLoop
-from ccjax.engine.batch.sequence import SequenceGroup, TokenSequence
-from ccjax.engine.contracts import ReuseContracts
+from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.errors import OverloadError
 from ccjax.prompts import Prompt
-from ccjax.requests import MOST_PRIORITY, Delta, Request, Response, SamplingParams
+from ccjax.requests import Delta, Request, Response, SamplingParams
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError
 from ccjax.types import ReuseMode
-
-BACKGROUND_PRIORITY = MOST_PRIORITY + 1
-"""A lower priority than any that a client can request."""
 
 _QUEUE_LOOK_S = 0.05
 
@@ -30,10 +26,9 @@ class BackgroundPrefills:
     """Runs prefills for warming, preparing, repair and shadow checks. Thread-safe. Each call waits for its prefill, so
     it must not be made on the batch loop's thread or while the loop is paused."""
 
-    def __init__(self, loop: BatchLoop, planner: PrefillPlanner, contracts: ReuseContracts) -> None:
+    def __init__(self, parts: GroupParts, loop: BatchLoop) -> None:
+        self._parts = dataclasses.replace(parts, is_shared=False)
         self._loop = loop
-        self._planner = planner
-        self._contracts = contracts
 
     def run(
         self,
@@ -59,7 +54,6 @@ class BackgroundPrefills:
           Exception: what `keep` raised, or what made the prefill fail.
         """
         asked = is_cancelled or (lambda: False)
-        sampling = SamplingParams(max_new_tokens=1, prompt_logits=num_logits)
         events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
         failures: list[Exception] = []
 
@@ -69,20 +63,17 @@ class BackgroundPrefills:
             except Exception as error:  # raised to the caller below; the loop continues
                 failures.append(error)
 
-        answers = SequenceGroup(
+        sampling = SamplingParams(max_new_tokens=1, prompt_logits=num_logits)
+        contract = dataclasses.replace(self._parts.contracts.contract(mode), mode=mode)
+        group = SequenceGroup(
             Request(segments=(), sampling=sampling, reuse=mode),
             prompt,
-            assemble_s=0.0,
-            emit=events.put,
-            on_start=lambda: None,
-            is_cancelled=asked,
-            new_prefill=lambda: PlannedPrefill(self._planner, prompt, mode, is_cancelled=asked),
-            new_answer=lambda index: Answer(sampling, None, frozenset(), (), index=index),
-            report=lambda prefilled: self._contracts.report(prefilled, self._contracts.contract(mode), mode),
-            keep=kept,
-            priority=None if is_urgent else BACKGROUND_PRIORITY,
+            contract,
+            Caller(events.put, is_cancelled=asked, keep=kept),
+            self._parts,
+            is_background=not is_urgent,
         )
-        self._submit(TokenSequence(uuid.uuid4().hex, answers, seed=0), asked)
+        self._add(TokenSequence(uuid.uuid4().hex, group, seed=0), asked)
         while True:
             event = events.get()
             if isinstance(event, CancelledError):
@@ -95,12 +86,12 @@ class BackgroundPrefills:
             raise failures[0]
         return event.response
 
-    def _submit(self, sequence: TokenSequence, is_cancelled: IsCancelled) -> None:
+    def _add(self, sequence: TokenSequence, is_cancelled: IsCancelled) -> None:
         while True:
             if is_cancelled():
                 raise PrefillCancelledError
             try:
-                self._loop.submit(sequence)
+                self._loop.add(sequence)
                 return
             except OverloadError:
                 time.sleep(_QUEUE_LOOK_S)

@@ -18,8 +18,8 @@ from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.queue_preload import Preload
 from ccjax.config import EngineConfig
 from ccjax.engine.background import BackgroundPrefills
+from ccjax.engine.batch.group import Caller, Emit, GroupParts
 from ccjax.engine.batch.loop import BatchCounts, BatchLoop
-from ccjax.engine.batch.sequence import Emit
 from ccjax.engine.contracts import ReuseContracts
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.engine.engine_documents import EngineDocuments
@@ -80,12 +80,10 @@ class Engine:
         )
         self.rates = chunks.rates
         self._loop = loop = BatchLoop(self._device, chunks, config)
-        self._background = background = BackgroundPrefills(loop, chunks.planner, contracts)
+        parts = GroupParts(chunks, contracts, model.tokenizer, model.eos_ids, config.shares_computation)
+        self._background = background = BackgroundPrefills(parts, loop)
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
-        self._submission = RequestSubmission(
-            model, chunks, loop, contracts, self._shadow, is_shared=config.shares_computation
-        )
-
+        self._submission = RequestSubmission(parts, loop, self._shadow)
         warmer = PassageWarmer(
             chunks.capture, background.run, chunks.variants, frame, loop.exclusive, max_model_len=limit
         )
@@ -264,7 +262,9 @@ class Engine:
         """
         started = time.perf_counter()
         prompt = prompt or self.assemble(request)
-        return self._submission.submit(request, prompt, time.perf_counter() - started, emit, on_start, is_cancelled)
+        return self._submission.start(
+            request, prompt, time.perf_counter() - started, Caller(emit, on_start, is_cancelled)
+        )
 
     def prefill_logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Computes the logits [num_tokens, vocab], float32, of a full prefill; the chunk-cache is not read or written.

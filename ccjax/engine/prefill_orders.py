@@ -86,7 +86,7 @@ class PrefillOrders:
         for sequence in sorted(new, key=lambda sequence: sequence.group.arrived_s):
             try:
                 prefill = sequence.prefill
-                needed = order_for(self._planner, self._variants, prefill.prompt, prefill.mode, prefill.settings)
+                needed = order_for(self._planner, self._variants, prefill.prompt, prefill.contract)
                 if needed is not None:
                     num_placed += orders.place(needed.key, needed.encode(), ORDER_S)
             except OSError as error:

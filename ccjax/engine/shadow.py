@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from ccjax.engine.background import BackgroundPrefills
-from ccjax.engine.batch.sequence import Emit
+from ccjax.engine.batch.group import Emit
 from ccjax.engine.divergence import kl_divergence
 from ccjax.policy.shadow import ShareControl
 from ccjax.prompts import Prompt

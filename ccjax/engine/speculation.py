@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ccjax.engine.batch.sequence import Emit
+from ccjax.engine.batch.group import Emit
 from ccjax.errors import DeadlineError, OverloadError, RequestError
 from ccjax.policy.speculation import Speculation
 from ccjax.requests import Delta, Request

@@ -149,7 +149,7 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
     telemetry = service.telemetry(kind, request.headers)
     try:
         id_prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        job, documents = await service.submit(
+        job, documents = await service.start_job(
             body,
             id_prefix=id_prefix,
             passages=request.scope.get(PASSAGES),

@@ -164,7 +164,7 @@ class Service:
         model = self.settings.served_model_name if self._backend is None else self._backend.model
         return RequestTelemetry(kind, headers, model or "", None if self._tracing is None else self._tracing.record)
 
-    async def submit(
+    async def start_job(
         self,
         body: Generation,
         *,
@@ -189,7 +189,7 @@ class Service:
             raise shutting_down()
         salt = self._check_access(body, tenant)
         flow = tenant or body.flow
-        backend.engine.check_queue_limit(flow)  # before the costly part; `submit` checks again
+        backend.engine.check_queue_limit(flow)  # before the costly part; `Engine.submit` checks again
         request_of = functools.partial(
             body.to_request,
             reuse=self.settings.reuse,

@@ -32,7 +32,7 @@ import numpy as np
 
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig
-from ccjax.engine.batch.sequence import Emit
+from ccjax.engine.batch.group import Emit
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.evaluation.pages import interval, show
 from ccjax.evaluation.scores import ratio_interval

@@ -228,9 +228,9 @@ def test_a_warm_job_computes_documents_before_the_question(
     server: Server, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the lowest priority, unless `at_once`."""
-    priorities, submit = [], server.engine._loop.submit
+    priorities, add = [], server.engine._loop.add
     monkeypatch.setattr(
-        server.engine._loop, "submit", lambda sequence: priorities.append(sequence.group.priority) or submit(sequence)
+        server.engine._loop, "add", lambda sequence: priorities.append(sequence.group.priority) or add(sequence)
     )
     response = call(server, "POST", "/warm", json={"documents": [ANNA, BOB, ANNA], "at_once": at_once})
     job = response.json()

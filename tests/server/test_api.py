@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import TYPE_CHECKING
 
@@ -234,7 +235,8 @@ def test_ignore_eos_continues_to_the_requested_length(
     import openai
 
     whole = ask(client, extra={"reuse": "off"}).choices[0]
-    monkeypatch.setattr(server.engine._submission, "_eos_ids", frozenset(range(server.engine.model_config.vocab_size)))
+    submission, every_id = server.engine._submission, frozenset(range(server.engine.model_config.vocab_size))
+    monkeypatch.setattr(submission, "_parts", dataclasses.replace(submission._parts, eos_ids=every_id))
     for value in (None, False):
         ended = ask(client, extra={"reuse": "off", "ignore_eos": value})
         assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 0

@@ -18,9 +18,9 @@ from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.variants import VariantIndex
 from ccjax.errors import RequestError
 from ccjax.policy.capture import make_variant_id
-from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.contract import ReuseContract
 from ccjax.prompts import Prompt, chunk_id, tenant_of
-from ccjax.types import REUSED_ANYWHERE, Chunk, Document, ReuseMode, Segment, SegmentRole, VariantId
+from ccjax.types import REUSED_ANYWHERE, Chunk, Document, Segment, SegmentRole, VariantId
 
 _VERSION = 3
 _TENANT = re.compile(r"([0-9a-f]{32})?")
@@ -87,7 +87,7 @@ class PrefillOrder:
 
 
 def order_for(
-    planner: PrefillPlanner, variants: VariantIndex, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings
+    planner: PrefillPlanner, variants: VariantIndex, prompt: Prompt, contract: ReuseContract
 ) -> PrefillOrder | None:
     """The passages that a request would have to compute if it ran now, None if there are none; may be called beside a
     running prefill.
@@ -96,9 +96,9 @@ def order_for(
     the mode: behind its own prefix a passage is reused unchanged, while one computed behind the system prompt alone has
     the highest CFO behind other passages (CacheCraft eq. 12 with beta' = 0).
     """
-    if mode == "off":
+    if contract.mode == "off":
         return None
-    plan = planner.plan(prompt, mode, planner.usable(prompt, known=variants.peek), settings)
+    plan = planner.plan(prompt, contract.mode, planner.usable(prompt, known=variants.peek), contract.settings)
     missing = [
         index
         for index, segment in enumerate(plan.segments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ccjax.cache.variants import VariantIndex
-from ccjax.engine.batch.sequence import SequenceGroup
+from ccjax.engine.batch.group import SequenceGroup
 from ccjax.engine.batch.shared_prompt import SharedPrompt
 from ccjax.runner.pool import DevicePool
 from ccjax.store.tiered import TieredStore

@@ -112,11 +112,11 @@ class BatchLoop:
         return [sequence for sequence in known if sequence.group.started_s is None]
 
     def check_queue_limit(self, flow: str) -> None:
-        """Raises OverloadError if `submit` would for a request of this flow."""
+        """Raises OverloadError if `add` would for a request of this flow."""
         with self._changed, self._refusing(flow):
             self._scheduler.check_queue_limit(flow)
 
-    def submit(self, sequence: TokenSequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Puts a sequence in the queue.
 
         Raises:

@@ -1,153 +1,23 @@
-"""The state of a request in the batch, and of each of its answers (sequences), from arrival to the last token."""
+"""The state of one answer (sequence) in the batch, from arrival to the last token."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
-from ccjax.engine.answer import Answer
+from ccjax.cache.planned_prefill import Prefilled
+from ccjax.engine.batch.group import SequenceGroup
 from ccjax.engine.batch.shared_prompt import SharedPrompt, reading_work, sharing_work
-from ccjax.engine.trace import Tracer
 from ccjax.policy.scheduling import SequenceWork
-from ccjax.prompts import Prompt
-from ccjax.requests import Choice, Delta, Request, Response
+from ccjax.requests import Choice, Delta
 from ccjax.runner.job import PrefillJob
 from ccjax.runner.pages import RequestPages, shared_segments
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
 from ccjax.runner.sampling import SampledToken, SampleSpec, seed_of
 from ccjax.store.usage import DEVICE
-from ccjax.types import ChunkId, PrefillPlan, ReuseReport, VariantId
-
-Emit = Callable[[Delta | Exception], None]
-"""Receives the deltas of an answer, or the error that ended it. Called on the loop's thread, or, with what an answer
-said before its search was complete, on the thread that ended the search; must return at once."""
-
-
-class SequenceGroup:
-    """The sequences of one request; for most requests just one.
-
-    Attributes:
-      num_answers: number of sequences in total.
-      num_started: number of sequences created so far.
-      open: created sequences that have not ended.
-      prompt: the prompt itself.
-      shared_prompt: the prompt's KV, set when the first of several sequences has its first token; reset to None if its
-        pages are reclaimed while no admitted sequence reads them.
-      reuse: what the prefill reused; None before it is complete.
-      arrived_s: `time.perf_counter` at the arrival of the request.
-      started_s: `time.perf_counter` when the request first left the queue; None before.
-      deadline_s: `time.perf_counter` at which the answers become useless; None for never.
-      tracer: records what happens; None if the request wants no trace.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        prompt: Prompt,
-        *,
-        assemble_s: float,
-        emit: Emit,
-        on_start: Callable[[], None],
-        is_cancelled: Callable[[], bool],
-        new_prefill: Callable[[], PlannedPrefill],
-        new_answer: Callable[[int], Answer],
-        report: Callable[[Prefilled], ReuseReport],
-        keep: Callable[[Prefilled], None],
-        priority: int | None = None,
-        tracer: Tracer | None = None,
-    ) -> None:
-        """
-        Args:
-          assemble_s: seconds already spent on the request.
-          emit: receives the deltas of all answers; the last one has the response.
-          new_answer: creates the answer with this index.
-          report: builds the reuse report of a prefill.
-          keep: called on the loop's thread when the prefill is complete and the first token is known, while what it
-            reused is still pinned.
-          priority: None for the request's own.
-        """
-        self.num_answers = request.sampling.n
-        self.num_started = 0
-        self.open: list[TokenSequence] = []
-        self.priority = request.priority if priority is None else priority
-        self.flow = request.flow
-        self.arrived_s = time.perf_counter() - assemble_s
-        self.deadline_s = None if request.timeout_s is None else self.arrived_s + request.timeout_s
-        self.sampling = request.sampling
-        self.prompt = prompt
-        self.emit = emit
-        self.is_cancelled = is_cancelled
-        self.new_prefill = new_prefill
-        self.new_answer = new_answer
-        self.shared_prompt: SharedPrompt | None = None
-        self.reuse: ReuseReport | None = None
-        self._prompt_logits: np.ndarray | None = None
-        self.started_s: float | None = None
-        self._assemble_s = assemble_s
-        self._on_start = on_start
-        self._report = report
-        self.keep = keep
-        self.tracer = tracer
-        self._ttft_s = self._total_s = 0.0
-        self._choices: dict[int, Choice] = {}
-
-    @property
-    def is_unread(self) -> bool:
-        """True if the shared prompt is in the pool and no admitted sequence reads it."""
-        return self.shared_prompt is not None and not any(sequence.reads_prompt for sequence in self.open)
-
-    def mark_started(self) -> None:
-        """Records when a sequence first left the queue; later calls have no effect."""
-        if self.started_s is None:
-            self.started_s = time.perf_counter()
-            self._on_start()
-
-    def record_prefill(self, prefilled: Prefilled) -> bool:
-        """Records the first prefill of the prompt; returns False for later ones."""
-        if self.reuse is not None:
-            return False
-        self.reuse = self._report(prefilled)
-        self._prompt_logits = prefilled.result.last_logits
-        if self.tracer is not None:
-            self.tracer.prefilled(prefilled, self.reuse)
-        return True
-
-    def record_token(self) -> None:
-        """Records the time of a new token."""
-        assert self.started_s is not None
-        now_s = time.perf_counter()
-        self._total_s = now_s - self.started_s + self._assemble_s
-        self._ttft_s = self._ttft_s or self._total_s
-        if self.tracer is not None:
-            self.tracer.token(now_s)
-
-    def finish(self, last: Delta, choice: Choice) -> None:
-        """Emits the last delta of a sequence, with the response if all sequences have finished."""
-        self._choices[last.index] = choice
-        if len(self._choices) == self.num_answers:
-            assert self.reuse is not None and self.started_s is not None
-            first, *others = (self._choices[index] for index in range(self.num_answers))
-            response = Response(
-                text=first.text,
-                token_ids=first.token_ids,
-                finish_reason=first.finish_reason,
-                reuse=self.reuse,
-                num_prompt_tokens=self.prompt.num_tokens,
-                ttft_s=self._ttft_s,
-                total_s=self._total_s,
-                logprobs=first.logprobs,
-                others=tuple(others),
-                first_logits=first.first_logits,
-                prompt_logits=self._prompt_logits,
-                trace=None if self.tracer is None else self.tracer.finish(self.arrived_s, self.started_s),
-            )
-            last = dataclasses.replace(last, response=response)
-        self.emit(last)
+from ccjax.types import ChunkId, PrefillPlan, VariantId
 
 
 class TokenSequence:

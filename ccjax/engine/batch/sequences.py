@@ -11,8 +11,9 @@ from ccjax.cache.planned_prefill import PlannedPrefill
 from ccjax.cache.reads import LoadFailedError
 from ccjax.engine.batch.available_pages import AvailablePages
 from ccjax.engine.batch.failures import CancelledError, as_request_error, too_late
+from ccjax.engine.batch.group import SequenceGroup
 from ccjax.engine.batch.locked_scheduler import LockedScheduler, planning_order
-from ccjax.engine.batch.sequence import SequenceGroup, TokenSequence
+from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.batch.shared_prompt import SharedPrompt
 from ccjax.policy.scheduling import NeverFitsError
 from ccjax.runner.cancellation import PrefillCancelledError
