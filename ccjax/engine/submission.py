@@ -48,8 +48,8 @@ class RequestSubmission:
         def gives_up() -> bool:
             return is_given_up.is_set() or caller.is_cancelled()
 
-        caller = dataclasses.replace(caller, emit=emit, is_cancelled=gives_up)
-        group = SequenceGroup(request, prompt, contract, caller, self._parts, assemble_s=assemble_s)
+        watched = dataclasses.replace(caller, emit=emit, is_cancelled=gives_up)
+        group = SequenceGroup(request, prompt, contract, watched, self._parts, assemble_s=assemble_s)
         seed = request.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed
         self._loop.add(TokenSequence(uuid.uuid4().hex, group, seed=seed))
