@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.expert_tensors import Source, sources_of
-from ccjax.models.llama3.leaves import CheckpointError, StoredTensor, listed, load_leaves, specs_of
+from ccjax.models.llama3.leaves import CheckpointError, StoredTensor, listed, load_leaves
 from ccjax.models.llama3.params import Params, ParamSpec, build_params
+from ccjax.models.llama3.sources import Source, sources_of, specs_of
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -75,7 +75,7 @@ def load_params(
     directory = Path(directory)
     config = load_config(directory) if config is None else config
     files = _tensor_files(directory)
-    sources = {name: sources_of(name, spec, files) for name, spec in specs_of(config).items()}
+    sources = sources_of(config, files)
     _check_names(directory, config, files, {part.tensor for parts in sources.values() for part in parts})
     with _open_all(files) as handles:
         return load_leaves(
@@ -116,14 +116,13 @@ def save_pretrained(
     if jax.tree.structure(names) != jax.tree.structure(params):
         raise ValueError(f"params: wanted the tree of {config}, got {jax.tree.structure(params)}")
     leaves = dict(zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True))
-    parts = {
-        source.tensor: (name, number)
-        for name in leaves
-        for number, source in enumerate(sources_of(name, specs[name], ()))
-    }
+    parts: dict[str, list[tuple[str, int]]] = {}
+    for name, sources in sources_of(config).items():
+        for number, source in enumerate(sources):
+            parts.setdefault(source.tensor, []).append((name, number))
     sizes = {
-        tensor: _num_bytes(leaves[name], dtype) // max(specs[name].num_experts, 1)
-        for tensor, (name, _) in parts.items()
+        tensor: sum(_num_bytes(leaves[name], dtype) // max(specs[name].num_experts, 1) for name, _ in inside)
+        for tensor, inside in parts.items()
     }
     shards = _plan_shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
@@ -131,8 +130,8 @@ def save_pretrained(
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {}
         for tensor in names:
-            name, expert = parts[tensor]
-            tensors[tensor] = _to_hf(name, leaves[name], specs[name], expert, dtype)
+            inside = [_to_hf(name, leaves[name], specs[name], expert, dtype) for name, expert in parts[tensor]]
+            tensors[tensor] = inside[0] if len(inside) == 1 else np.concatenate(inside)
         weight_map |= dict.fromkeys(names, file)
         with _replacing(directory / file) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
@@ -262,8 +261,7 @@ def _stored_tensor(path: Path, handle: Any, part: Source) -> StoredTensor:
         raise CheckpointError(f"{path}: tensor {name!r}: wanted shape {list(part.shape)}, got {list(got_shape)}")
     if got_type not in _FLOAT_TYPES:
         raise CheckpointError(f"{path}: tensor {name!r}: wanted one of {', '.join(_FLOAT_TYPES)}, got {got_type}")
-    shape = part.shape if part.index is None else (part.index[1].stop - part.index[1].start, part.shape[-1])
-    return StoredTensor(path, tensor, math.prod(shape) * _FLOAT_TYPES[got_type])
+    return StoredTensor(path, tensor, math.prod(part.part_shape) * _FLOAT_TYPES[got_type])
 
 
 def _num_bytes(leaf: Any, dtype: Any) -> int:

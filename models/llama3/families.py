@@ -29,6 +29,7 @@ class Family:
       options: fields of `LlamaConfig` with a value that all models of the family have.
       absent: values of keys that are missing in config.json, if they differ from Llama's.
       written: keys to write into config.json in addition.
+      fused: tensor of a layer -> the tensors of other families whose rows it has, one above the next.
     """
 
     architecture: str
@@ -36,6 +37,7 @@ class Family:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def check(self, raw: Mapping[str, Any]) -> None:
         """Rejects a config.json with options that are not implemented.

@@ -7,8 +7,8 @@ import re
 import numpy as np
 
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.expert_tensors import Source
 from ccjax.models.llama3.params import ParamSpec
+from ccjax.models.llama3.sources import Source
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the RoPE frequencies, one per pair of a head's dimensions; part of the config, not a weight."""
@@ -27,6 +27,8 @@ _BLOCK = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -36,13 +38,13 @@ _BLOCK = {
     "block_sparse_moe.experts.{expert}.w2": "ffn_down_exps",
     "block_sparse_moe.experts.{expert}.w3": "ffn_up_exps",
 }
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def gguf_name(hf_name: str) -> str:
     """The GGUF tensor of the weight with this Hugging Face name; all experts of a layer are stacked in one tensor."""
     layer = _IN_LAYER.fullmatch(hf_name)
-    return f"blk.{layer[1]}.{_BLOCK[layer[2]]}.weight" if layer else _TOP[hf_name]
+    return f"blk.{layer[1]}.{_BLOCK[layer[2]]}.{layer[3]}" if layer else _TOP[hf_name]
 
 
 def gguf_sources(hf_name: str, spec: ParamSpec) -> list[Source]:
@@ -52,7 +54,7 @@ def gguf_sources(hf_name: str, spec: ParamSpec) -> list[Source]:
         return [Source(name, spec.hf_shape)]
     out, into = spec.hf_shape
     whole = (spec.num_experts, out, into)
-    return [Source(name, whole, (expert, slice(0, out))) for expert in range(spec.num_experts)]
+    return [Source(name, whole, expert=expert) for expert in range(spec.num_experts)]
 
 
 def row_order(name: str, config: LlamaConfig) -> np.ndarray | None:

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.expert_tensors import Source
 from ccjax.models.llama3.params import Params, ParamSpec, build_params
 from ccjax.models.llama3.quantized import QuantizedWeight, quantize_on_host
+from ccjax.models.llama3.sources import Source
 from ccjax.models.llama3.tensor_parts import read_part
 
 Placing = Callable[[ParamSpec], jax.sharding.Sharding]
@@ -90,13 +90,6 @@ def load_leaves(
 
 def _placed(spec: ParamSpec, host: np.ndarray, sharding: Placing | None) -> jax.Array:
     return jax.device_put(host, None if sharding is None else sharding(spec))
-
-
-def specs_of(config: LlamaConfig) -> dict[str, ParamSpec]:
-    """Hugging Face tensor name -> spec, for every weight of the model."""
-    specs: dict[str, ParamSpec] = {}
-    build_params(config, specs.__setitem__)
-    return specs
 
 
 def listed(names: Sequence[str]) -> str:

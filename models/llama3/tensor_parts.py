@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.models.llama3.expert_tensors import Source
 from ccjax.models.llama3.params import ParamSpec
+from ccjax.models.llama3.sources import Source
 
 
 def read_part(
@@ -35,7 +35,7 @@ def read_part(
             tensors[0][tuple(slice(bounds.start, bounds.stop) for bounds in ranges)], dtype=dtype
         )
     if spec.layout == "flat":
-        part = tensors[0][(_flat(ranges, spec.shape),)].reshape(tuple(map(len, ranges)))
+        part = tensors[0][parts[0].place(_flat(ranges, spec.shape))].reshape(tuple(map(len, ranges)))
         return np.ascontiguousarray(part, dtype=dtype)
     lengths = spec.shape
     if spec.num_experts:
@@ -49,7 +49,7 @@ def read_part(
     )
     shape = tuple(map(len, ranges))
     if not spec.num_experts:
-        return np.ascontiguousarray(tensors[0][rows, columns].T.reshape(shape), dtype=dtype)
+        return np.ascontiguousarray(tensors[0][parts[0].place(rows, columns)].T.reshape(shape), dtype=dtype)
     leaf = None
     for place, expert in enumerate(experts):
         part = tensors[expert][parts[expert].place(rows, columns)].T.reshape(shape)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ccjax.kernels.rope import apply_rope
-from ccjax.models.llama3 import LayerParams, LlamaConfig, families, init_params, leaves
+from ccjax.models.llama3 import LayerParams, LlamaConfig, families, forward, init_params, leaves
 from ccjax.models.llama3.convert import load_config, load_params, save_pretrained
 from ccjax.models.llama3.layers import project_qkv, rope_frequencies
 from ccjax.models.llama3.sharding import make_mesh, param_sharding
@@ -161,3 +161,44 @@ def test_keys_are_normed_before_they_are_stored(model):
     _, k, v = project_qkv(x, layer, model.config.rms_norm_eps)
     np.testing.assert_allclose(np.sqrt((np.asarray(k) ** 2).mean(-1)), 2.0, rtol=1e-3)
     assert np.sqrt((np.asarray(v) ** 2).mean(-1)).std() > 0.05
+
+
+FUSED = families.Family(
+    "Phi3ForCausalLM",
+    absent={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    written={"pad_token_id": 0},
+    fused={
+        "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    },
+)
+
+
+def test_fused_tensors_of_a_family_match_transformers(tmp_path, monkeypatch):
+    """Phi-3 keeps queries, keys and values in one tensor; the halves of another are gate and up."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    monkeypatch.setitem(families._ALL, "phi3", FUSED)
+    torch.manual_seed(0)
+    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.125}
+    config = transformers.Phi3Config(**shape, **heads, attn_implementation="eager")
+    model = transformers.Phi3ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    params, ours = load_params(tmp_path / "theirs", dtype=jnp.float32), load_config(tmp_path / "theirs")
+    save_pretrained(params, ours, tmp_path / "ours")
+    again = transformers.Phi3ForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    tokens = torch.randint(97, (1, 48))
+    with torch.no_grad():
+        expected, written = (one(tokens).logits.float().numpy() for one in (model, again))
+    ids = jnp.asarray(tokens.numpy(), jnp.int32)
+    np.testing.assert_allclose(forward(params, ours, ids), expected, atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(written, expected)
+    swapped = FUSED.fused | {"mlp.gate_up_proj": ("mlp.up_proj", "mlp.gate_proj")}
+    monkeypatch.setitem(families._ALL, "phi3", dataclasses.replace(FUSED, fused=swapped))
+    other = load_params(tmp_path / "theirs", dtype=jnp.float32)
+    assert np.abs(forward(other, ours, ids) - expected).max() > 1e-2
+    mesh = make_mesh(ours, jax.devices()[:2])
+    monkeypatch.setitem(families._ALL, "phi3", FUSED)
+    split = load_params(tmp_path / "ours", dtype=jnp.float32, sharding=lambda spec: param_sharding(mesh, spec))
+    for half, whole in zip(jax.tree.leaves(split), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(np.asarray(half), np.asarray(whole))

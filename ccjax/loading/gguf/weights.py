@@ -11,10 +11,10 @@ from gguf.gguf_reader import ReaderTensor
 
 from ccjax.loading.gguf.reader import GgufFile
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.expert_tensors import Source
 from ccjax.models.llama3.gguf_names import ROPE_FACTORS, gguf_sources, row_order
-from ccjax.models.llama3.leaves import CheckpointError, Placing, StoredTensor, listed, load_leaves, specs_of
+from ccjax.models.llama3.leaves import CheckpointError, Placing, StoredTensor, listed, load_leaves
 from ccjax.models.llama3.params import Params
+from ccjax.models.llama3.sources import Source, specs_of
 
 _NO_WEIGHTS = frozenset({ROPE_FACTORS})
 
@@ -53,7 +53,7 @@ def load_gguf(
         shape = tuple(reversed(tensor.shape.tolist()))
         if shape != part.shape:
             raise CheckpointError(f"{path}: tensor {part.tensor!r}: wanted shape {list(part.shape)}, got {list(shape)}")
-        num_parts = 1 if part.index is None else shape[0]
+        num_parts = 1 if part.expert is None else shape[0]
         return StoredTensor(path, _Dequantised(tensor, row_order(part.tensor, config)), tensor.n_bytes // num_parts)
 
     return load_leaves(

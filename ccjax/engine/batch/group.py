@@ -1,0 +1,195 @@
+"""The state of a request in the batch, and what its sequences have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ccjax.cache.chunk_cache import ChunkCache
+from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
+from ccjax.engine.answer import Answer
+from ccjax.engine.batch.shared_prompt import SharedPrompt
+from ccjax.engine.contracts import ReuseContracts
+from ccjax.engine.trace import Tracer
+from ccjax.policy.contract import ReuseContract
+from ccjax.prompts import Prompt
+from ccjax.requests import MOST_PRIORITY, Choice, Delta, Request, Response
+from ccjax.runner.cancellation import IsCancelled
+from ccjax.text import Tokenizer
+from ccjax.types import ReuseMode, ReuseReport
+
+if TYPE_CHECKING:
+    from ccjax.engine.batch.sequence import TokenSequence
+
+BACKGROUND_PRIORITY = MOST_PRIORITY + 1
+"""A lower priority than any that a client can request."""
+
+Emit = Callable[[Delta | Exception], None]
+"""Receives the deltas of an answer, or the error that ended it. Called on the loop's thread, or, with what an answer
+said before its search was complete, on the thread that ended the search; must return at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Whoever waits for the answers to a prompt. All but `is_cancelled` are called once per event on the loop's thread,
+    and must return at once.
+
+    Attributes:
+      emit: receives the deltas of all answers; the last one has the response.
+      on_start: called when the request leaves the queue.
+      is_cancelled: called between the layers of a prefill and between decode steps.
+      keep: called when the prefill is complete and the first token is known, while what it reused is still pinned;
+        None to store it as the answer to a question.
+    """
+
+    emit: Emit
+    on_start: Callable[[], None] = lambda: None
+    is_cancelled: IsCancelled = lambda: False
+    keep: Callable[[Prefilled], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupParts:
+    """What the requests of an engine have in common.
+
+    Attributes:
+      is_shared: coordinate with other processes on the store which of them computes what.
+    """
+
+    chunks: ChunkCache
+    contracts: ReuseContracts
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    is_shared: bool
+
+
+class SequenceGroup:
+    """The sequences of one request; for most requests just one.
+
+    Attributes:
+      num_answers: number of sequences in total.
+      num_started: number of sequences created so far.
+      open: created sequences that have not ended.
+      prompt: the prompt itself.
+      shared_prompt: the prompt's KV, set when the first of several sequences has its first token; reset to None if its
+        pages are reclaimed while no admitted sequence reads them.
+      reuse: what the prefill reused; None before it is complete.
+      arrived_s: `time.perf_counter` at the arrival of the request.
+      started_s: `time.perf_counter` when the request first left the queue; None before.
+      deadline_s: `time.perf_counter` at which the answers become useless; None for never.
+      tracer: records what happens; None if the request wants no trace.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: Prompt,
+        contract: ReuseContract,
+        caller: Caller,
+        parts: GroupParts,
+        *,
+        assemble_s: float = 0.0,
+        is_background: bool = False,
+    ) -> None:
+        """
+        Args:
+          assemble_s: seconds already spent on the request.
+          is_background: it waits until no client's request is left in the queue.
+        """
+        self.num_answers = request.sampling.n
+        self.num_started = 0
+        self.open: list[TokenSequence] = []
+        self.priority = BACKGROUND_PRIORITY if is_background else request.priority
+        self.flow = request.flow
+        self.arrived_s = time.perf_counter() - assemble_s
+        self.deadline_s = None if request.timeout_s is None else self.arrived_s + request.timeout_s
+        self.sampling = request.sampling
+        self.prompt = prompt
+        self.emit, self.is_cancelled = caller.emit, caller.is_cancelled
+        self.keep = caller.keep or parts.chunks.capture.keep
+        self.shared_prompt: SharedPrompt | None = None
+        self.reuse: ReuseReport | None = None
+        self.started_s: float | None = None
+        self.tracer: Tracer | None = None
+        if request.trace:
+            variants, costs = parts.chunks.variants, parts.chunks.costs
+            self.tracer = Tracer(contract.settings.num_layers, variants.peek, costs.full_prefill_s)
+        self._caller, self._contract, self._parts = caller, contract, parts
+        self._mode: ReuseMode = request.reuse
+        self._assemble_s = assemble_s
+        self._prompt_logits: np.ndarray | None = None
+        self._ttft_s = self._total_s = 0.0
+        self._choices: dict[int, Choice] = {}
+
+    def new_prefill(self) -> PlannedPrefill:
+        """A prefill of the prompt, not planned yet."""
+        return PlannedPrefill(
+            self._parts.chunks.planner,
+            self.prompt,
+            self._contract,
+            is_shared=self._parts.is_shared,
+            is_cancelled=self.is_cancelled,
+            on_load=None if self.tracer is None else self.tracer.load,
+        )
+
+    def new_answer(self, index: int) -> Answer:
+        """The answer with this index, empty."""
+        parts = self._parts
+        return Answer(self.sampling, parts.tokenizer, parts.eos_ids, self.prompt.question, index=index)
+
+    @property
+    def is_unread(self) -> bool:
+        """True if the shared prompt is in the pool and no admitted sequence reads it."""
+        return self.shared_prompt is not None and not any(sequence.reads_prompt for sequence in self.open)
+
+    def mark_started(self) -> None:
+        """Records when a sequence first left the queue; later calls have no effect."""
+        if self.started_s is None:
+            self.started_s = time.perf_counter()
+            self._caller.on_start()
+
+    def record_prefill(self, prefilled: Prefilled) -> bool:
+        """Records the first prefill of the prompt; returns False for later ones."""
+        if self.reuse is not None:
+            return False
+        self.reuse = self._parts.contracts.report(prefilled, self._contract, self._mode)
+        self._prompt_logits = prefilled.result.last_logits
+        if self.tracer is not None:
+            self.tracer.prefilled(prefilled, self.reuse)
+        return True
+
+    def record_token(self) -> None:
+        """Records the time of a new token."""
+        assert self.started_s is not None
+        now_s = time.perf_counter()
+        self._total_s = now_s - self.started_s + self._assemble_s
+        self._ttft_s = self._ttft_s or self._total_s
+        if self.tracer is not None:
+            self.tracer.token(now_s)
+
+    def finish(self, last: Delta, choice: Choice) -> None:
+        """Emits the last delta of a sequence, with the response if all sequences have finished."""
+        self._choices[last.index] = choice
+        if len(self._choices) == self.num_answers:
+            assert self.reuse is not None and self.started_s is not None
+            first, *others = (self._choices[index] for index in range(self.num_answers))
+            response = Response(
+                text=first.text,
+                token_ids=first.token_ids,
+                finish_reason=first.finish_reason,
+                reuse=self.reuse,
+                num_prompt_tokens=self.prompt.num_tokens,
+                ttft_s=self._ttft_s,
+                total_s=self._total_s,
+                logprobs=first.logprobs,
+                others=tuple(others),
+                first_logits=first.first_logits,
+                prompt_logits=self._prompt_logits,
+                trace=None if self.tracer is None else self.tracer.finish(self.arrived_s, self.started_s),
+            )
+            last = dataclasses.replace(last, response=response)
+        self.emit(last)
