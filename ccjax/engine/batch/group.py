@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from ccjax.requests import MOST_PRIORITY, Choice, Delta, Request, Response
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.text import Tokenizer
 from ccjax.types import ReuseMode, ReuseReport
-
-if TYPE_CHECKING:
-    from ccjax.engine.batch.sequence import TokenSequence
 
 BACKGROUND_PRIORITY = MOST_PRIORITY + 1
 """A lower priority than any that a client can request."""
@@ -73,7 +70,7 @@ class SequenceGroup:
     Attributes:
       num_answers: number of sequences in total.
       num_started: number of sequences created so far.
-      open: created sequences that have not ended.
+      open: created sequences (`TokenSequence`) that have not ended.
       prompt: the prompt itself.
       shared_prompt: the prompt's KV, set when the first of several sequences has its first token; reset to None if its
         pages are reclaimed while no admitted sequence reads them.
@@ -102,7 +99,7 @@ class SequenceGroup:
         """
         self.num_answers = request.sampling.n
         self.num_started = 0
-        self.open: list[TokenSequence] = []
+        self.open: list[Any] = []
         self.priority = BACKGROUND_PRIORITY if is_background else request.priority
         self.flow = request.flow
         self.arrived_s = time.perf_counter() - assemble_s
