@@ -18,7 +18,7 @@ _ENTRY = np.dtype("<u8")
 _readers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="store-read")
 
 
-def shard_index(layers: Sequence[np.ndarray]) -> np.ndarray:
+def shard_index(layers: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
     """zarr3's index of a shard that begins with `layers`, in order: offset and size of each."""
     sizes = np.asarray([layer.nbytes for layer in layers], _ENTRY)
     return np.stack([np.cumsum(sizes, dtype=_ENTRY) - sizes, sizes], axis=1)
@@ -62,7 +62,7 @@ class LocalObject:
       stored: one inner chunk per layer; `read` fills them, each once.
     """
 
-    def __init__(self, path: Path, stored: Sequence[np.ndarray]) -> None:
+    def __init__(self, path: Path, stored: np.ndarray | Sequence[np.ndarray]) -> None:
         self._path = path
         self._stored = stored
         self._lock = threading.Lock()

@@ -43,12 +43,12 @@ class StepInputs(AttentionInputs):
       q_rotation, k_rotation: `rotation_step` of `q_pos` and of `k_pos`.
     """
 
-    q_request: Int[Array, "N"]
+    q_request: Int[Array, "N"]  # pyright: ignore[reportGeneralTypeIssues]
     q_slot: Int[Array, "N"]
     q_rotation: Float[Array, "N H"]
-    k_request: Int[Array, "S"]
+    k_request: Int[Array, "S"]  # pyright: ignore[reportGeneralTypeIssues]
     k_slot: Int[Array, "S"]
-    k_rotation: Float[Array, "S H"]
+    k_rotation: Float[Array, "S H"]  # pyright: ignore[reportGeneralTypeIssues]
 
     @classmethod
     def abstract(cls, num_rows: int, num_slots: int, num_segments: int, head_dim: int) -> StepInputs:

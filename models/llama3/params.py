@@ -92,12 +92,12 @@ class LayerParams:
     w_gate: Float[Array, "D F"] | QuantizedWeight
     w_up: Float[Array, "D F"] | QuantizedWeight
     w_down: Float[Array, "F D"] | QuantizedWeight
-    bq: Float[Array, "Q H"] | None = dataclasses.field(default=None, kw_only=True)
-    bk: Float[Array, "K H"] | None = dataclasses.field(default=None, kw_only=True)
-    bv: Float[Array, "K H"] | None = dataclasses.field(default=None, kw_only=True)
-    bo: Float[Array, "D"] | None = dataclasses.field(default=None, kw_only=True)
-    q_norm: Float[Array, "H"] | None = dataclasses.field(default=None, kw_only=True)
-    k_norm: Float[Array, "H"] | None = dataclasses.field(default=None, kw_only=True)
+    bq: Float[Array, "Q H"] | None = struct.field(default=None, kw_only=True)
+    bk: Float[Array, "K H"] | None = struct.field(default=None, kw_only=True)
+    bv: Float[Array, "K H"] | None = struct.field(default=None, kw_only=True)
+    bo: Float[Array, "D"] | None = struct.field(default=None, kw_only=True)
+    q_norm: Float[Array, "H"] | None = struct.field(default=None, kw_only=True)
+    k_norm: Float[Array, "H"] | None = struct.field(default=None, kw_only=True)
 
 
 @struct.dataclass
