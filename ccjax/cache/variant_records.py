@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import jax
 
-from ccjax.cache.documents.registry import Origin
+from ccjax.cache.document_registry import Origin
 from ccjax.policy.capture import make_variant_id
 from ccjax.prompts import Prompt
 from ccjax.store.spec import ShardRecord, ShardSummary

@@ -17,7 +17,7 @@ import numpy as np
 
 from ccjax.cache.changes import Changes
 from ccjax.cache.chunk_tokens import ChunkTokens
-from ccjax.cache.documents.registry import DocumentRegistry, Origin
+from ccjax.cache.document_registry import DocumentRegistry, Origin
 from ccjax.cache.placement import Costs, Pinned, Placement
 from ccjax.cache.variant_records import (
     KnownVariant,

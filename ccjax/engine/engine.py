@@ -14,8 +14,8 @@ import numpy as np
 
 from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.documents.frame import PassageFrame, frame_documents
-from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.queue_preload import Preload
+from ccjax.cache.warming.passages import PassageWarmer
 from ccjax.config import EngineConfig
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.group import Caller, Emit, GroupParts

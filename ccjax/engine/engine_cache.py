@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from ccjax.cache.chunk_cache import ChunkCache
-from ccjax.cache.documents.warming import PassageWarmer
 from ccjax.cache.snapshot import IndexedStore, RestoreReport, SaveReport, restore_snapshot, save_snapshot
+from ccjax.cache.warming.passages import PassageWarmer
 from ccjax.config import EngineConfig
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.engine.maintenance import Maintenance, MaintenanceCounts

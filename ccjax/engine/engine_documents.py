@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ccjax.cache.chunk_cache import ChunkCache
+from ccjax.cache.document_registry import Pin, check_id
 from ccjax.cache.documents.document_cache import CachedDocument, Removal
 from ccjax.cache.documents.frame import PassageFrame
 from ccjax.cache.documents.pruning import Pruned, prune
-from ccjax.cache.documents.registry import Pin, check_id
-from ccjax.cache.documents.warming import PassageWarmer, WarmedDocument, Warming
 from ccjax.cache.exclusive import Exclusive
-from ccjax.cache.shared.warming import SharedVariant, SharedWarming
+from ccjax.cache.warming.passages import PassageWarmer, WarmedDocument, Warming
+from ccjax.cache.warming.shared import SharedVariant, SharedWarming
 from ccjax.config import EngineConfig
 from ccjax.errors import ContextLengthError, ReadOnlyError, RequestError
 from ccjax.policy.strategies import get_strategy

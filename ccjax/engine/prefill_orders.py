@@ -8,10 +8,10 @@ import logging
 import time
 
 from ccjax.cache.chunk_cache import ChunkCache
-from ccjax.cache.documents.warming import PassageWarmer
-from ccjax.cache.shared.prefill_order import PrefillOrder, order_for
-from ccjax.cache.shared.warming import SharedVariant, SharedWarming
-from ccjax.config import EngineConfig
+from ccjax.cache.warming.order import PrefillOrder, order_for
+from ccjax.cache.warming.passages import PassageWarmer
+from ccjax.cache.warming.shared import SharedVariant, SharedWarming
+from ccjax.config.engine import CacheSettings
 from ccjax.engine.batch.loop import BatchLoop
 from ccjax.errors import ConfigError, ReadOnlyError
 from ccjax.runner.cancellation import IsCancelled
@@ -52,7 +52,7 @@ class PrefillOrders:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: CacheSettings,
         chunks: ChunkCache,
         warmer: PassageWarmer,
         loop: BatchLoop,

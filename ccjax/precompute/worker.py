@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.cache.documents.pruning import Pruned
-from ccjax.cache.shared.warming import SharedVariant
+from ccjax.cache.warming.shared import SharedVariant
 from ccjax.engine import Engine, EngineConfig
 from ccjax.evaluation.questions import read_questions
 from ccjax.loading.model import LoadedModel, load_model

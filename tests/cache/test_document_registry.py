@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ccjax.cache.documents.registry import ERASURE_AGE_S, PIN_NOTE_S, DocumentRegistry, Origin, Pin
+from ccjax.cache.document_registry import ERASURE_AGE_S, PIN_NOTE_S, DocumentRegistry, Origin, Pin
 from ccjax.errors import RequestError, UnknownDocumentError
 from ccjax.store.files import FileRoot
 from ccjax.store.notes import Notes

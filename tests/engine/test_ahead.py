@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ccjax.cache import variant_records
-from ccjax.cache.shared.prefill_order import PrefillOrder
+from ccjax.cache.warming.order import PrefillOrder
 from ccjax.engine import Request, SamplingParams, prefill_orders
 from ccjax.errors import ConfigError, ReadOnlyError, RequestError
 from ccjax.prompts import chunk_id

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ccjax.cache.documents import registry as documents_module
+from ccjax.cache import document_registry as documents_module
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.errors import (
     ContextLengthError,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ccjax.store.commits
-from ccjax.cache.documents import registry as documents_module
-from ccjax.cache.documents.registry import Origin
+from ccjax.cache import document_registry as documents_module
+from ccjax.cache.document_registry import Origin
 from ccjax.cache.snapshot import inspect_snapshot
 from ccjax.cache.variant_records import with_origin
 from ccjax.engine import Engine, Request, SamplingParams

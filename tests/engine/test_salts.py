@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ccjax.prompts
-from ccjax.cache.shared.prefill_order import PrefillOrder
+from ccjax.cache.warming.order import PrefillOrder
 from ccjax.engine import Request
 from ccjax.prompts import as_chunk, chunk_id, tenant_of, tenant_tag
 from ccjax.requests import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ccjax.cache.shared import warming
+from ccjax.cache.warming import shared as warming
 from ccjax.engine import Engine, EngineConfig
 from ccjax.errors import ReadOnlyError, RequestError
 from ccjax.loading.model import load_model

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ccjax.cache.documents.registry import DocumentRegistry
+from ccjax.cache.document_registry import DocumentRegistry
 from ccjax.cli.options import StartupError
 from ccjax.cli.serving.options import serve_options
 from ccjax.loading.gguf import config_of, load_gguf, open_gguf, text_of

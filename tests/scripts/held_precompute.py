@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from ccjax.cache.shared import warming as shared_warming
+from ccjax.cache.warming import shared as shared_warming
 from ccjax.precompute import worker
 from ccjax.precompute.compilation import Compilation
 from ccjax.precompute.worker import Worker

@@ -1,1 +1,1 @@
-"""Documents as units of the cache: which chunks belong to a document; warming, pinning, invalidation and erasure."""
+"""Documents as units of the cache: pinning, invalidation, erasure, and preparation behind the frame."""

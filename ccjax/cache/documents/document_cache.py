@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ccjax.cache.documents.registry import Erasure, Link, Origin
+from ccjax.cache.document_registry import Erasure, Link, Origin
 from ccjax.cache.documents.unprepared import UnpreparedPassages
 from ccjax.cache.variant_records import origin_of_record
 from ccjax.cache.variants import VariantIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from ccjax.cache.documents.registry import Pin
+from ccjax.cache.document_registry import Pin
 from ccjax.cache.variants import VariantIndex
 from ccjax.errors import PinLimitError
 from ccjax.store.tiered import TieredStore

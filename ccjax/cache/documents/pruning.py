@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Collection
 
-from ccjax.cache.documents.registry import DocumentRegistry
+from ccjax.cache.document_registry import DocumentRegistry
 from ccjax.cache.variants import VariantIndex
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK

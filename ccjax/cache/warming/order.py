@@ -13,9 +13,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from ccjax.cache.documents.warming import Warming
 from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.variants import VariantIndex
+from ccjax.cache.warming.passages import Warming
 from ccjax.errors import RequestError
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.contract import ReuseContract

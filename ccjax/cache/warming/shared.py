@@ -8,10 +8,10 @@ import logging
 from collections.abc import Sequence
 from typing import Literal
 
-from ccjax.cache.documents.warming import PassageWarmer, Warming, WarmStatus
 from ccjax.cache.exclusive import Exclusive
 from ccjax.cache.rates import Rates
 from ccjax.cache.variants import VariantIndex
+from ccjax.cache.warming.passages import PassageWarmer, Warming, WarmStatus
 from ccjax.policy.capture import make_variant_id
 from ccjax.policy.loading import claim_s
 from ccjax.runner.cancellation import IsCancelled, PrefillCancelledError

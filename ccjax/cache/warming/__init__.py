@@ -1,0 +1,1 @@
+"""Computes passages before a question needs them."""
