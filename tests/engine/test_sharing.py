@@ -18,7 +18,7 @@ from ccjax.cache import contexts, planned_prefill
 from ccjax.cache.shared import prefill as sharing
 from ccjax.cache.shared.prefill import SharedPrefill
 from ccjax.engine import EngineConfig
-from ccjax.engine.batch import loop, sequence, sequences
+from ccjax.engine.batch import group, loop, sequences
 from ccjax.errors import ConfigError
 from ccjax.policy.capture import variants_to_compute
 from ccjax.policy.loading import LEAST_WAIT_S, STORE_S, longest_shared_wait_s
@@ -180,7 +180,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    for module in (loop, sequences, sequence, planned_prefill, contexts):
+    for module in (loop, sequences, group, planned_prefill, contexts):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(sharing, "time", SimpleNamespace(perf_counter=clock.look))
     return clock
