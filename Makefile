@@ -113,15 +113,15 @@ bench-ragcache: $(VENV)/.test  ## RAGCache's cache-aware order and early answers
 bench-cluster: $(VENV)/.test  ## replicas on one store, with a generator and without, and with no store; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/bench.py cluster --json $(ARGS)
 
-evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first, then the published rules: docs/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
+evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first, then the published rules: build/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build
 	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --ways default --cached prepared seen idle \
-	  --resume build/default.jsonl --markdown docs/quality.md --title "What the default costs in answers" $(ARGS)
+	  --resume build/default.jsonl --markdown build/quality.md --title "What the default costs in answers" $(ARGS)
 	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 20 --cached alone seen \
-	  --resume build/rules.jsonl --markdown docs/quality.md --append --title "The published rules" $(ARGS)
+	  --resume build/rules.jsonl --markdown build/quality.md --append --title "The published rules" $(ARGS)
 	$(BIN)/ccjax evaluate --model smollm2 --questions "$$CCJAX_TEST_DATA/qa/rag_top5_musique.jsonl" --limit 200 \
 	  --ways default --cached prepared idle \
-	  --resume build/musique.jsonl --markdown docs/quality.md --append --title "The default over MuSiQue" $(ARGS)
+	  --resume build/musique.jsonl --markdown build/quality.md --append --title "The default over MuSiQue" $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis

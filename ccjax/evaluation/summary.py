@@ -13,12 +13,19 @@ from ccjax.evaluation.scores import TEXT_SCORES, best, mean_interval, ratio_inte
 
 
 def figures(outcomes: Sequence[WayResults]) -> list[dict[str, Any]]:
-    """The scores of each way; the first outcome is full prefill's.
+    """The scores of each way, `ways` of `ccjax evaluate --json`; the first outcome is full prefill's.
 
-    `against_full`: the same scores with full prefill's text in place of the right answers. `of_full`: right answers in
-    the text (F1 if full prefill has none) over those of full prefill, with questions drawn in pairs. `kinds`: exact
-    match by kind. Means of the scores against right answers are over the questions that have any. `forced`: scores of
-    given answers; `nll_difference` is the mean difference from full prefill over questions.
+    Intervals are 95 %: Wilson's for shares of questions, percentile bootstraps for other means; ratios and differences
+    draw questions in pairs. Keys:
+      `state` of the store (null for full prefill); `computed_share` of the passages' tokens, over all layers;
+      `mean_cfo` (Cache-Craft eq. 12; 1 for a passage that was computed whole); `ttft_s`, the median
+      `gold`: exact match, `contains` (the right answer's words in a row), F1, Jaccard and ROUGE-L, over the questions
+        that have right answers; `against_full`: the same against full prefill's text; `of_full`: right answers in the
+        text (F1 if full prefill has none) over those of full prefill; `kinds`: exact match by kind
+      `forced`: scores of given answers, token by token: `kl` (KL(full, way) in nats) and `agreement` (same likeliest
+        token) over full prefill's own answer; `nll` of the right answer, nats a token, and `nll_difference` from full
+        prefill's
+      `same_share`: questions with exactly full prefill's tokens; `first_kl`: KL of the first token's distribution
     """
     full = outcomes[0]
     return [_way(outcome, full) for outcome in outcomes]

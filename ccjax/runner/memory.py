@@ -1,7 +1,7 @@
 """Computes, from shapes alone, the memory that serving a model takes on each device, and whether it fits.
 
 All figures are per device. Weights and KV are exact; activations and workspace are the peak of the steps of
-`ccjax.models.llama3.paged_steps`, from their shapes (docs/memory.md).
+`ccjax.models.llama3.paged_steps`, from their shapes (docs/operations.md).
 """
 
 from __future__ import annotations

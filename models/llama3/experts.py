@@ -59,7 +59,7 @@ def route(x: Float[Array, "N D"], router: Float[Array, "D E"], num_chosen: int) 
 def routed_mlp(x: Float[Array, "*B N D"], layer: RoutedLayerParams) -> Float[Array, "*B N D"]:
     """Output of the chosen experts for each token; the cost grows with these, not with the number of all experts.
 
-    The form depends on the platform, see docs/experts.md. TPUs use `jax.lax.ragged_dot`, which XLA compiles to a
+    The form depends on the platform, see docs/weights.md. TPUs use `jax.lax.ragged_dot`, which XLA compiles to a
     grouped product there; elsewhere jax 0.10 and 0.11 expand it to a product over all experts, with a copy of the rows
     for each. If the weights' inner width (`ffn`) is split over several devices, each computes its part of the sum.
     """
