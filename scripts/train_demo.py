@@ -41,10 +41,9 @@ from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequenci
 SYSTEM_PROMPT = "Answer the question from the passages."
 CONTEXT_WEIGHT = 0.03
 """Loss weight of passage tokens; answers weigh 1. Passages are mostly random and at equal weight would dominate."""
-HINT_LAYERS, BLOCK_TOKENS, WARMUP_STEPS = 4, 96, 50
-"""Layers after which hints are predicted; queries of a block of attention; steps in which learning rates rise."""
-WINDOW_STEPS = 50
-"""Steps over which exact match is averaged before the curriculum moves on."""
+HINT_LAYERS, BLOCK_TOKENS, WARMUP_STEPS, WINDOW_STEPS = 4, 96, 50, 50
+"""Layers after which hints are predicted; queries of a block of attention; steps in which learning rates rise; steps
+over which exact match is averaged before the curriculum moves on."""
 CONSTANT = 4.0
 """Axis 0 of every embedding: queries and keys need a component common to all tokens to attend by position alone."""
 BACK_SHARPNESS, MATCH_SHARPNESS, COPY_STRENGTH = 6.0, 4.0, 3.0

@@ -43,13 +43,13 @@ from ccjax.retrieval import default_embedder
 from ccjax.retrieval.staged import Found, staged_search
 from ccjax.types import Document
 from scripts.benchmarks.common import BenchmarkError, Say, data_folder, environment, rows_of, spread, stages
-from scripts.benchmarks.retrieval import artificial_vectors
+from scripts.benchmarks.retrieval import artificial_index
 
 QUICK = {"model": f"{RANDOM}2x64x1", "requests": 4, "rounds": 1, "budgets": [0.4], "vectors": 4000}
 QUICK |= {"ratios": [1.0], "searches": 4, "strategies": ["prefix"]}
 ZIPF, LOAD = 0.8, 1.1
 """With that exponent of the questions' odds a third to three quarters of the passages are hits, as in the paper."""
-NUM_PASSAGES, WINDOW, MAX_PENDING, MAX_SEQUENCES, MAX_CLUSTERS = 2, 32, 4, 4, 1024
+NUM_PASSAGES, WINDOW, MAX_PENDING, MAX_SEQUENCES = 2, 32, 4, 4
 """As in the paper; with `MAX_PENDING` prompts pending no answer begins early."""
 STAGES = 16
 _TIMEOUT_S = 600.0
@@ -186,7 +186,9 @@ def measure_speculation(
     questions = [str((request.messages or [{}])[-1]["content"]) for request in requests[: options.searches]]
     say(f"speculation: index of {options.vectors} vectors")
     queries = embedder.embed(questions)
-    index = build_index(embedder.embed([f"{document.title}\n{document.text}" for document in real]), options.vectors)
+    index = artificial_index(
+        embedder.embed([f"{document.title}\n{document.text}" for document in real]), options.vectors
+    )
     num_threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)  # a core is left for answering
 
@@ -208,18 +210,6 @@ def measure_speculation(
             cases.append({"search_ratio": ratio, **case, "gain": dataclasses.asdict(gain)})
     faiss.omp_set_num_threads(num_threads)
     return cases
-
-
-def build_index(real: np.ndarray, num_vectors: int) -> Any:
-    """An IVF index of the real unit vectors `[n, dim]`, filled up with artificial ones."""
-    dim, clusters = real.shape[1], min(MAX_CLUSTERS, num_vectors // 250)
-    index: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, clusters, faiss.METRIC_INNER_PRODUCT)
-    batches = artificial_vectors(real, num_vectors)
-    first = np.concatenate(list(itertools.islice(batches, 20)))
-    index.train(first)
-    for vectors in itertools.chain([first], batches):
-        index.add(vectors)
-    return index
 
 
 def search(

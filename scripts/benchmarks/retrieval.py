@@ -22,6 +22,7 @@ Keys of --json, besides those of every benchmark (`bench.py --help`):
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -29,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 
 from ccjax.cli.values import positive_int
@@ -210,3 +212,15 @@ def _print(figures: dict[str, Any]) -> None:
 
 def _latency(figures: dict[str, float]) -> str:
     return f"{figures['p50_ms']:.1f} / {figures['p99_ms']:.1f}"
+
+
+def artificial_index(real: np.ndarray, num_vectors: int) -> Any:
+    """An IVF index of the real unit vectors `[n, dim]`, filled up with artificial ones."""
+    dim, clusters = real.shape[1], min(1024, num_vectors // 250)
+    index: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, clusters, faiss.METRIC_INNER_PRODUCT)
+    batches = artificial_vectors(real, num_vectors)
+    first = np.concatenate(list(itertools.islice(batches, 20)))
+    index.train(first)
+    for vectors in itertools.chain([first], batches):
+        index.add(vectors)
+    return index

@@ -140,12 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--variants", type=positive_int, default=100_000, help="in the store (%(default)s)")
     add("--directory", type=Path, help="where to write (default: the directory for temporary files)")
-    add(
-        "--repetitions",
-        type=positive_int,
-        default=9,
-        help="of the disk tier; the median counts (%(default)s)",
-    )
+    add("--repetitions", type=positive_int, default=9, help="of the disk tier; the median counts (%(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

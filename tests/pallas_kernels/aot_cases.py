@@ -6,11 +6,13 @@ plugin, which fails if a kernel needs more shared memory than a program may have
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +40,9 @@ MEMORY_BYTES = {"a100": 80e9, "h100": 80e9, "v5e": 16 << 30, "v6e": 32 << 30}
 PAGE_TOKENS = 16
 
 DUMP = Path(tempfile.mkdtemp(prefix="ccjax-aot-")) if "v5e" in CHIPS else Path()
-if "v5e" in CHIPS:  # libtpu reads it when it is loaded; of its passes only one is written, all are 200 MB a kernel
+if "v5e" in CHIPS:
+    atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
+    # libtpu reads it when it is loaded; of its passes only one is written, all are 200 MB a kernel
     os.environ["LIBTPU_INIT_ARGS"] = (
         f"--xla_jf_dump_to={DUMP} --xla_jf_dump_llo_text=true "
         "--xla_jf_dump_llo_pass_label_regex=hlo-static-per-bundle-utilization"
