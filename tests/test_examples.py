@@ -31,9 +31,8 @@ def printed(example: str, *options: str) -> tuple[str, str]:
 
 def reuse_is_shown(first: str, second: str) -> None:
     """The second question reuses most of a prompt whose passages the first one computed, and each part is listed."""
-    assert [int(count) for count in COUNTS.findall(first)[0]][0] == 0
-    ((reused, prompt_tokens),) = [[int(count) for count in found] for found in COUNTS.findall(second)]
-    assert prompt_tokens / 2 < reused < prompt_tokens
+    ((before, _), (reused, prompt_tokens)) = [map(int, found) for found in COUNTS.findall(first + second)]
+    assert 10 * before < prompt_tokens < 2 * reused < 2 * prompt_tokens  # a server may have prepared its instructions
     parts = re.findall(r"^ +(\w+) +(\d+) reused +(\d+) recomputed +(\d+) computed", second, re.MULTILINE)
     assert [name for name, *_ in parts] == ["instructions", "ferry", "lighthouse", "harbour"]
     assert sum(int(count) for _, count, _, _ in parts) == reused
