@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ccjax import functional
     from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
     from ccjax.types import Document, ReuseReport
 
@@ -23,10 +24,12 @@ _EXPORTS = {
     "Document": "ccjax.types",
     "ReuseReport": "ccjax.types",
 }
-__all__ = ["Document", "Engine", "EngineConfig", "Request", "Response", "ReuseReport", "SamplingParams"]
+__all__ = ["Document", "Engine", "EngineConfig", "Request", "Response", "ReuseReport", "SamplingParams", "functional"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "functional":
+        return importlib.import_module("ccjax.functional")
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'ccjax' has no attribute {name!r}")

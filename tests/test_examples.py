@@ -57,3 +57,10 @@ def test_library() -> None:
 def test_openai_client(url: str) -> None:
     pytest.importorskip("openai")
     reuse_is_shown(*printed("openai_client", "--url", f"{url}/v1"))
+
+
+def test_functional() -> None:
+    command = [sys.executable, "examples/functional.py", "--model", "demo"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.partition("The ferry sails")[2].split()) > 3
