@@ -28,7 +28,10 @@ WORKER = "tests.engine.skewed_worker"
 
 LIBRARY = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
 
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs libfaketime: apt-get install faketime")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(LIBRARY is None, reason="needs libfaketime: apt-get install faketime"),
+]
 
 
 class Process:

@@ -233,6 +233,7 @@ EXPERT_MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", EXPERT_MUTANTS)
 def test_wrong_experts_exceed_the_tolerance(tmp_path, mutant):
     model, tokens = make_peer("mixtral"), tokens_of("mixtral")

@@ -142,6 +142,7 @@ def test_compiling_a_pack_does_not_hold_the_pages_lock(monkeypatch):
         assert {f"module @jit_{name}_step" for name in ("paged_layer", "paged_decode", "write_rows")} <= set(was_free)
 
 
+@pytest.mark.slow
 def test_size_that_fails_to_compile_is_skipped(monkeypatch, caplog):
     tiny = model(88)
     with tiny.engine(**FEW) as engine:

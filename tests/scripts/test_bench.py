@@ -48,6 +48,7 @@ def test_decode_counts_the_tokens_while_all_requests_are_decoded():
     assert decode.overlapping_rate([[1.0, 2.0, 2.25, 2.5, 3.0], [2.0, 2.5, 3.0, 3.5]]) == 5.0
 
 
+@pytest.mark.slow
 def test_store_opens_with_and_without_a_catalog_and_compares_the_disk_tier(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHAPES", {"small": (KVSpec(2, 2, 8, "bfloat16"), 16)})
     _, figures = in_process.figures("store", "--variants", 400, "--directory", tmp_path)
@@ -61,6 +62,7 @@ def test_store_opens_with_and_without_a_catalog_and_compares_the_disk_tier(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_serve_measures_the_default_first_and_at_equal_load():
     """Servers are processes; their client is this one."""
     few = ["--rates", 4, "--requests", 3, "--concurrency", 2, "--strategies", "default", "--slo-s", 1e-3]
@@ -119,6 +121,7 @@ def test_least_exposed_time_is_equation_16_and_that_of_a_simulated_pipeline():
         assert loading.least_exposed_s("sync", num_layers, 1.0, load_s, queue_s) == max(0.0, load_s - queue_s)
 
 
+@pytest.mark.slow
 def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):
     """Over few real texts, which take by far the longest to embed."""
     texts = retrieval._texts

@@ -241,6 +241,7 @@ def test_calibration_is_written_and_applied(tmp_path, monkeypatch):
     assert "reuse: 2 answers cannot show it even if all are kept" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_calibration_takes_the_results_of_an_evaluation(tmp_path, monkeypatch):
     results, path = tmp_path / "results.jsonl", tmp_path / "calibration.json"
     options = ["--limit", 2, "--passages", 3, "--kinds", "single", "--seed", "test"]

@@ -44,6 +44,7 @@ def bare_python(tmp_path_factory):
     return folder / "bin" / "python"
 
 
+@pytest.mark.slow
 def test_the_check_runs_without_the_test_extra(bare_python, tmp_path):
     missing = "import hypothesis, beartype, openai, httpx, moto"
     assert subprocess.run([bare_python, "-c", missing], capture_output=True, cwd=ROOT).returncode

@@ -22,6 +22,7 @@ def file(tmp_path_factory):
     return source, peers.in_float32(source, tmp_path_factory.mktemp("gguf") / "float32.gguf")
 
 
+@pytest.mark.slow
 def test_a_copy_has_the_same_weights_and_metadata(file):
     source, copy = map(gguf.GGUFReader, file)
     for name, field in source.fields.items():
@@ -33,6 +34,7 @@ def test_a_copy_has_the_same_weights_and_metadata(file):
         assert (gguf.dequantize(old.data, old.tensor_type) == new.data).all(), old.name
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_engine_answers_match_llama_cpp(file):
     pytest.importorskip("xllamacpp")

@@ -110,7 +110,7 @@ def test_no_tracer_is_created_unless_requested(server: Server, monkeypatch: pyte
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a tracer without a request for one")
 
-    monkeypatch.setattr("ccjax.engine.submission.Tracer", never)
+    monkeypatch.setattr("ccjax.engine.batch.group.Tracer", never)
     for wanted in (None, False):
         assert "trace" not in ask(server, [0], trace=wanted)
     refused = patience.post(

@@ -181,6 +181,7 @@ def test_llama3_long_runs_do_not_panic(llama3, text):
     assert llama3.decode(llama3.encode(text, allow_special=False)) == text
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_llama3_tokenizer_formats_give_the_same_ids(llama3, tmp_path):
     from transformers.convert_slow_tokenizer import TikTokenConverter
