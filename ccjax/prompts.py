@@ -14,7 +14,7 @@ import numpy as np
 from ccjax.errors import ContextLengthError, RequestError
 from ccjax.policy.settings import PromptChunk
 from ccjax.requests import Request
-from ccjax.text import PromptBuilder
+from ccjax.text import PromptBuilder, PromptParts
 from ccjax.types import REUSED_ANYWHERE, Chunk, ChunkId, Document, Segment, SegmentRole, leading_instructions
 
 _SHORT_ANSWER = 128
@@ -119,10 +119,11 @@ def assemble(
     wanted = request.sampling.max_new_tokens
     reserve = wanted if wanted is not None else int(answer)
     total = sum(len(segment.chunk.token_ids) for segment in segments)
+    is_cut = request.segments is None and not request.documents  # what a message says is never left out
     if request.truncate:
         room = wanted if wanted is not None else min(_SHORT_ANSWER, max_model_len // 4)
         for number in reversed(range(len(segments))):
-            if total + room > max_model_len and segments[number].role == "passage":
+            if total + room > max_model_len and segments[number].role == "passage" and not is_cut:
                 total -= len(segments.pop(number).chunk.token_ids)
     if total + reserve > max_model_len:
         lengths = [len(segment.chunk.token_ids) for segment in segments if segment.role == "passage"]
@@ -168,12 +169,25 @@ def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> 
     except ValueError as error:
         argument, _, message = str(error).partition(": ")
         raise RequestError(argument, message) from error
+    if parts.blocks:
+        return _cut(parts, tenant)
     instructions = [Segment("instructions", as_chunk(parts.system, None, tenant))] if parts.system else []
     passages = [
         Segment("passage", as_chunk(ids, document, tenant))
         for ids, document in zip(parts.documents, request.documents, strict=True)
     ]
     return [*instructions, *passages, Segment("question", as_chunk(parts.question, None, tenant), parts.borders)]
+
+
+def _cut(parts: PromptParts, tenant: str) -> list[Segment]:
+    """The segments of a prompt with passages in its contents. Only what every prompt begins with are instructions, so
+    that a date in the system prompt, say, does not decide what passages are prepared behind."""
+    ids = parts.system + parts.question
+    spans: list[tuple[SegmentRole, int, int]] = [("instructions", 0, parts.num_opening)]
+    for start, end in parts.blocks:
+        spans += [("text", spans[-1][2], start), ("passage", start, end)]
+    spans.append(("question", spans[-1][2], len(ids)))
+    return [Segment(role, as_chunk(ids[start:end], None, tenant)) for role, start, end in spans if start < end]
 
 
 def _from_segments(given: Sequence[Any], vocab_size: int, tenant: str) -> list[Segment]:

@@ -21,6 +21,9 @@ from ccjax.types import (
     leading_instructions,
 )
 
+LEAST_TEXT = 16
+"""Shorter text is computed again: storing it costs more than it saves."""
+
 
 def make_variant_id(chunk_id: ChunkId, prefix_ids: Sequence[ChunkId], fidelity: Fidelity) -> VariantId:
     """sha256 (hex) of chunk id, ordered prefix chunk ids and fidelity; the same in every process."""
@@ -113,13 +116,16 @@ def should_capture(
     A computed chunk is, unless a variant with the same prefix and at least that fidelity exists. An approximately
     reused chunk is if some of it was recomputed, the variant it came from is exact (approximate variants are never
     derived from approximate ones, so errors cannot compound) and no variant with the same prefix exists. Nothing else
-    is. What is no passage is reused behind its own prefix alone, so an approximate variant of it is of no use.
+    is. What is no passage is reused behind its own prefix alone, so an approximate variant of it is of no use, nor is a
+    stored one of less than `LEAST_TEXT` tokens.
 
     Args:
       existing_variants: the stored variants; those of other chunks are skipped.
       prefix_ids: chunk ids before the chunk in the prompt.
     """
     if segment.chunk_id is None or (segment.role not in REUSED_ANYWHERE and segment.fidelity != "exact"):
+        return False
+    if segment.role == "text" and segment.num_tokens < LEAST_TEXT:
         return False
     own = [meta for meta in existing_variants if meta.chunk_id == segment.chunk_id]
     same_prefix = {meta.fidelity for meta in own if meta.prefix_ids == tuple(prefix_ids)}

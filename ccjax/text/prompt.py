@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ccjax.text.cutting import blocks_of
 from ccjax.text.template import ChatTemplate, TemplateRejectedError
 from ccjax.text.tokenizer import Follows, Tokenizer
 from ccjax.types import Document
@@ -19,6 +20,8 @@ from ccjax.types import Document
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _SENTINEL = "ccjaxContent{}z7f3a9"
 _SENTINEL_PATTERN = re.compile(r"ccjaxContent(\d+)z7f3a9")
+LEAST_BLOCK = 24
+"""Tokens of the shortest passage that is looked for in a content."""
 _Parts = list[tuple[str, bool]]
 """Text and whether it is trusted: the template's own text is, contents are not."""
 
@@ -32,6 +35,11 @@ class PromptParts:
     question: tuple[int, ...]
     borders: tuple[int, ...] = ()
     """Offsets in the question at which a message, or a part of a message's content, begins."""
+    num_opening: int = 0
+    """Number of tokens before the first content: what every prompt begins with."""
+    blocks: tuple[tuple[int, int], ...] = ()
+    """First and last token (exclusive) of each passage that a content has, in `system` and `question` together; none if
+    there are documents."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -80,7 +88,7 @@ class PromptBuilder:
             text = head[-1][0]
             head[-1] = (text.rstrip(" "), True)
             rest.insert(0, (" " * (len(text) - len(head[-1][0])), True))
-        return self._assemble(self._tokenizer.encode_parts(head), documents, rest)
+        return self._assemble(head, documents, rest)
 
     def build_completion(self, prompt: str, documents: Sequence[Document] = ()) -> PromptParts:
         """Ids of bos, the documents and `prompt` verbatim, without a template.
@@ -90,8 +98,7 @@ class PromptBuilder:
         """
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(f"prompt: wanted a non-empty string, got {prompt!r}")
-        bos_id = self._tokenizer.bos_id
-        return self._assemble([] if bos_id is None else [bos_id], documents, [(prompt, False)])
+        return self._assemble([(self._special_tokens["bos_token"], True)], documents, [(prompt, False)])
 
     def document_ids(self, document: Document) -> tuple[int, ...]:
         """Ids of one document, independent of its place in the prompt; never a control token."""
@@ -99,18 +106,43 @@ class PromptBuilder:
         text = "\n".join([title, document.text.strip()] if title else [document.text.strip()])
         return tuple(self._tokenizer.encode(f"{text}\n\n", allow_special=False))
 
-    def _assemble(self, system: list[int], documents: Sequence[Document], rest: _Parts) -> PromptParts:
+    def _assemble(self, head: _Parts, documents: Sequence[Document], rest: _Parts) -> PromptParts:
+        system = self._tokenizer.encode_parts(head)
         follows: Follows = "start"
         if documents or system:
             follows = "control" if not documents and system[-1] in self._tokenizer.special_ids else "text"
         is_divided = sum(not trusted for _, trusted in rest) > 1
         borders = self._tokenizer.borders(rest, follows=follows) if is_divided else ()
+        blocks = [] if documents else self._blocks(head, "start", 0) + self._blocks(rest, follows, len(system))
+        opening = self._tokenizer.borders(head)
         return PromptParts(
             system=tuple(system),
             documents=tuple(self.document_ids(document) for document in documents),
             question=tuple(self._tokenizer.encode_parts(rest, follows=follows)),
             borders=tuple(dict.fromkeys(borders)),
+            num_opening=opening[0] if opening else len(system),
+            blocks=tuple(blocks),
         )
+
+    def _blocks(self, parts: _Parts, follows: Follows, start: int) -> list[tuple[int, int]]:
+        """The passages in the contents of `parts`, whose first token has the offset `start`."""
+        pieces: _Parts = []
+        numbers = []  # of the pieces that are passages, among the untrusted ones
+        count = 0
+        for text, trusted in parts:
+            if trusted:
+                pieces.append((text, True))
+                continue
+            last = 0
+            for begin, end in blocks_of(text):
+                pieces += [(text[last:begin], False), (text[begin:end], False)]
+                numbers.append(count + 1)
+                count, last = count + 2, end
+            pieces.append((text[last:], False))
+            count += 1
+        begins = self._tokenizer.borders(pieces, follows=follows)
+        spans = [(start + begins[number], start + begins[number + 1]) for number in numbers]
+        return [(begin, end) for begin, end in spans if end - begin >= LEAST_BLOCK]
 
     def _split_chat(self, roles: Sequence[str], contents: Sequence[Sequence[str]]) -> tuple[_Parts, _Parts]:
         """The chat before the first user content, and the rest from it on."""

@@ -1,0 +1,76 @@
+"""Finds passages in the text of a message: blocks between the borders that clients put around what they paste.
+
+A block gives the same token ids wherever it stands, since its first and last word are left out: the tokenizer may join
+them with what is around it. What is between blocks (numbers, dates, file names, tags) is text of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Iterator
+
+_KINDS = "document|doc|passage|context|source|citation|chunk|result|excerpt|reference|file|page|title|id"
+_BORDER = re.compile(
+    r"\s*(?:"
+    + "|".join(
+        (
+            r"\n[ \t]*(?=\n)",  # a blank line
+            r"(?:\\r|\\n){2,}",  # one inside a JSON string
+            r"</?[A-Za-z_][\w.:-]*(?:\s[^<>\n]{0,300})?/?>",  # a tag
+            r"<!\[CDATA\[|\]\]>",
+            r"(?<![^\n])[ \t]*```[^\n]*",  # a code fence
+            r"(?<![^\n])[ \t]*[^\w\s]{3,}[ \t]*(?![^\n])",  # a line of dashes or the like
+            r"(?<![^\n])[ \t]*(?=#{1,6} )",  # a heading, which belongs to what follows
+            r"(?<![^\n])[ \t]*(?:[-*•]|\d{1,3}[.)])[ \t]+",  # the mark of a list item
+            rf"(?<![^\n])[^\w\n]{{0,6}}(?i:end )?(?i:{_KINDS})\b[^\n:\w]{{0,3}}[#\w-]{{0,24}}[ \t]*(?:\]:?|:)",
+            r"(?<![^\n])[ \t]*\[\d{1,3}\]:?",
+            r"[{\[,]\s*\"\w+\"\s*:\s*\"?",  # a key of a JSON object
+            r"(?<!\\)\"\s*(?=[,}\]])",  # the end of a JSON string
+        )
+    )
+    + r")\s*"
+)
+_LONG_LINE = re.compile(r"(?<![^\n])[^\n]{100,}(?![^\n])")
+"""A line that is a paragraph: it does not belong together with the lines around it."""
+_WORD_ENDS = re.compile(r"(?<=\S) (?=\S)|(?<=\w)(?=[，。、；：！？])")
+_SENTENCE_ENDS = re.compile(r"(?<=[.!?])[\"')\]]*(?= \S)|(?<=[。！？])")
+_LEAST_CHARS, _MOST_CHARS = 400, 2000
+"""Length of the parts that longer blocks are divided into."""
+_ONE_OF = 3
+"""One of so many ends of sentences, chosen by the words before it, divides a long block."""
+
+
+def blocks_of(text: str) -> list[tuple[int, int]]:
+    """Start and end, in characters, of the passages in a text, ascending; each begins and ends between two words."""
+    found = []
+    for start, end in _between_borders(text):
+        ends = [match.start() for match in _WORD_ENDS.finditer(text, start, end)]
+        if len(ends) > 1:
+            found += _parts(text, ends[0], ends[-1])
+    return found
+
+
+def _between_borders(text: str) -> Iterator[tuple[int, int]]:
+    start = 0
+    for border in itertools.chain(_BORDER.finditer(text), (None,)):
+        end = len(text) if border is None else border.start()
+        for line in _LONG_LINE.finditer(text, start, end):
+            yield start, line.start()
+            yield line.start(), line.end()
+            start = line.end()
+        yield start, end
+        start = end if border is None else border.end()
+
+
+def _parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """A block, in parts if it is long: cut at ends of sentences that its words choose, so that a text of which only
+    some is quoted is cut at the same places."""
+    for match in _SENTENCE_ENDS.finditer(text, start, end):
+        length = match.end() - start
+        is_chosen = not zlib.crc32(text[max(start, match.end() - 64) : match.end()].encode()) % _ONE_OF
+        if end - start > _MOST_CHARS and (length >= _MOST_CHARS or (length >= _LEAST_CHARS and is_chosen)):
+            yield start, match.end()
+            start = match.end()
+    yield start, end
