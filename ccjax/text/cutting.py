@@ -12,25 +12,24 @@ import zlib
 from collections.abc import Iterator
 
 _KINDS = "document|doc|passage|context|source|citation|chunk|result|excerpt|reference|file|page|title|id"
+_LINE = r"(?<![^\n])[ \t]{0,40}"
 _BORDER = re.compile(
-    r"\s*(?:"
-    + "|".join(
+    "|".join(
         (
-            r"\n[ \t]*(?=\n)",  # a blank line
+            r"\n[ \t]*\n",  # a blank line
             r"(?:\\r|\\n){2,}",  # one inside a JSON string
-            r"</?[A-Za-z_][\w.:-]*(?:\s[^<>\n]{0,300})?/?>",  # a tag
+            r"</?[A-Za-z_][\w.:-]{0,60}(?:\s[^<>\n]{0,300})?/?>",  # a tag
             r"<!\[CDATA\[|\]\]>",
-            r"(?<![^\n])[ \t]*```[^\n]*",  # a code fence
-            r"(?<![^\n])[ \t]*[^\w\s]{3,}[ \t]*(?![^\n])",  # a line of dashes or the like
-            r"(?<![^\n])[ \t]*(?=#{1,6} )",  # a heading, which belongs to what follows
-            r"(?<![^\n])[ \t]*(?:[-*•]|\d{1,3}[.)])[ \t]+",  # the mark of a list item
-            rf"(?<![^\n])[^\w\n]{{0,6}}(?i:end )?(?i:{_KINDS})\b[^\n:\w]{{0,3}}[#\w-]{{0,24}}[ \t]*(?:\]:?|:)",
-            r"(?<![^\n])[ \t]*\[\d{1,3}\]:?",
-            r"[{\[,]\s*\"\w+\"\s*:\s*\"?",  # a key of a JSON object
-            r"(?<!\\)\"\s*(?=[,}\]])",  # the end of a JSON string
+            _LINE + r"```[^\n]*",  # a code fence
+            _LINE + r"[^\w\s]{3,}[ \t]*(?![^\n])",  # a line of dashes or the like
+            _LINE + r"(?=#{1,6} )",  # a heading, which belongs to what follows
+            _LINE + r"(?:[-*•]|\d{1,3}[.)])[ \t]",  # the mark of a list item
+            rf"{_LINE}[^\w\n]{{0,6}}(?i:end )?(?i:{_KINDS})\b[^\n:\w]{{0,3}}[#\w-]{{0,24}}[ \t]{{0,3}}(?:\]:?|:)",
+            _LINE + r"\[\d{1,3}\]:?",
+            r"[{\[,]\s{0,40}\"\w{1,60}\"\s{0,3}:\s{0,3}\"?",  # a key of a JSON object
+            r"(?<!\\)\"\s{0,40}(?=[,}\]])",  # the end of a JSON string
         )
     )
-    + r")\s*"
 )
 _LONG_LINE = re.compile(r"(?<![^\n])[^\n]{100,}(?![^\n])")
 """A line that is a paragraph: it does not belong together with the lines around it."""
@@ -46,6 +45,7 @@ def blocks_of(text: str) -> list[tuple[int, int]]:
     """Start and end, in characters, of the passages in a text, ascending; each begins and ends between two words."""
     found = []
     for start, end in _between_borders(text):
+        start += len(text[start:end]) - len(text[start:end].lstrip())
         ends = [match.start() for match in _WORD_ENDS.finditer(text, start, end)]
         if len(ends) > 1:
             found += _parts(text, ends[0], ends[-1])

@@ -150,3 +150,12 @@ def test_text_without_spaces_is_cut_at_punctuation():
     (block,) = [text[start:end] for start, end in blocks_of(f"资料：\n\n{text}\n\n问题") if end - start > 20]
     assert block == text[text.index("，") : text.rindex("。")] or block in text
     assert blocks_of("") == blocks_of("word") == blocks_of("\n\n---\n\n") == []
+
+
+@pytest.mark.parametrize(
+    "unit", [" ", "\n", "\t", "\n \t", "a", "a ", '"', ', "', "<a ", "-", "```\n", "\\n", ". ", "[1] ", "x: ", "。"]
+)
+def test_time_grows_with_the_length_of_any_text(unit):
+    """A pattern that is tried again at each character of a run would take hours for this."""
+    text = unit * (1_000_000 // len(unit))
+    assert all(0 <= start < end <= len(text) for start, end in blocks_of(text))
