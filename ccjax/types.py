@@ -119,8 +119,9 @@ class VariantMeta:
 
     @property
     def chunks_before(self) -> int:
-        """Number of chunks before it, without the instructions at the beginning."""
-        return len(self.prefix_ids) - self.num_instructions
+        """Number of chunks before it, without instructions and text."""
+        before = self.roles[: len(self.prefix_ids)]
+        return len(self.prefix_ids) - sum(role not in REUSED_ANYWHERE for role in before)
 
 
 def leading_instructions(roles: Iterable[SegmentRole]) -> int:

@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from ccjax.policy.capture import make_variant_id, should_capture, variant_meta, variants_to_compute
+from ccjax.policy.capture import LEAST_TEXT, make_variant_id, should_capture, variant_meta, variants_to_compute
 from ccjax.policy.planner import plan_prefill
 from ccjax.policy.settings import PlannerSettings
 from ccjax.types import ChunkId, PlannedSegment, VariantId
@@ -139,8 +139,10 @@ class TestShouldCapture:
 
     def test_text_and_instructions_are_captured_only_exact(self):
         for role in ("text", "instructions", "passage"):
-            computed = dataclasses.replace(COMPUTED, role=role)
+            computed = dataclasses.replace(COMPUTED, role=role, num_tokens=LEAST_TEXT)
             assert should_capture(computed, [], ids("AB"))
+            shorter = dataclasses.replace(computed, num_tokens=LEAST_TEXT - 1)
+            assert should_capture(shorter, [], ids("AB")) == (role != "text")
             is_passage = role == "passage"
             assert should_capture(dataclasses.replace(computed, fidelity="approx"), [], ids("AB")) is is_passage
 

@@ -49,8 +49,8 @@ function strip(segment) {
 }
 
 function card(segment, number, numLayers) {
-  const names = { system: "System prompt", question: "Question, and the borders of the turns" };
-  const title = names[segment.role] ?? segment.title ?? segment.document_id ?? "untitled";
+  const names = { instructions: "Instructions", text: "Text", question: "Question, and the borders of the turns" };
+  const title = names[segment.role] ?? segment.title ?? segment.document_id ?? "Passage";
   const badges = [];
   if (segment.action === "reuse") {
     badges.push(badge(`from ${TIERS[segment.tier] ?? segment.tier ?? "the store"}`, `tier-${segment.tier}`));
