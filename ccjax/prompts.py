@@ -119,14 +119,15 @@ def assemble(
     wanted = request.sampling.max_new_tokens
     reserve = wanted if wanted is not None else int(answer)
     total = sum(len(segment.chunk.token_ids) for segment in segments)
-    is_cut = request.segments is None and not request.documents  # what a message says is never left out
+    # Of a request's text only documents are left out, nothing that a message says.
+    droppable = len(segments) if request.segments is not None else 1 + len(request.documents)
     if request.truncate:
         room = wanted if wanted is not None else min(_SHORT_ANSWER, max_model_len // 4)
-        for number in reversed(range(len(segments))):
-            if total + room > max_model_len and segments[number].role == "passage" and not is_cut:
+        for number in reversed(range(min(droppable, len(segments)))):
+            if total + room > max_model_len and segments[number].role == "passage":
                 total -= len(segments.pop(number).chunk.token_ids)
     if total + reserve > max_model_len:
-        lengths = [len(segment.chunk.token_ids) for segment in segments if segment.role == "passage"]
+        lengths = [len(segment.chunk.token_ids) for segment in segments[:droppable] if segment.role == "passage"]
         passages = (
             f"; {len(lengths)} documents, the longest of {max(lengths, default=0)} tokens: send less or set truncate"
         )
@@ -169,25 +170,31 @@ def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> 
     except ValueError as error:
         argument, _, message = str(error).partition(": ")
         raise RequestError(argument, message) from error
-    if parts.blocks:
-        return _cut(parts, tenant)
-    instructions = [Segment("instructions", as_chunk(parts.system, None, tenant))] if parts.system else []
+    cut = _cut(parts, tenant)
+    if not parts.documents:
+        return cut
     passages = [
         Segment("passage", as_chunk(ids, document, tenant))
         for ids, document in zip(parts.documents, request.documents, strict=True)
     ]
-    return [*instructions, *passages, Segment("question", as_chunk(parts.question, None, tenant), parts.borders)]
+    instructions = [segment for segment in cut if segment.role == "instructions"]
+    return [*instructions, *passages, *cut[len(instructions) :]]
 
 
 def _cut(parts: PromptParts, tenant: str) -> list[Segment]:
-    """The segments of a prompt with passages in its contents. Only what every prompt begins with are instructions, so
-    that a date in the system prompt, say, does not decide what passages are prepared behind."""
-    ids = parts.system + parts.question
-    spans: list[tuple[SegmentRole, int, int]] = [("instructions", 0, parts.num_opening)]
+    """The segments of a prompt without its documents. If its contents have passages, only what every prompt begins with
+    are instructions, so that a date in the system prompt, say, does not decide what passages are prepared behind."""
+    ids, num_system = parts.system + parts.question, len(parts.system)
+    is_kept = bool(parts.documents) or not parts.blocks
+    spans: list[tuple[SegmentRole, int, int]] = [("instructions", 0, num_system if is_kept else parts.num_opening)]
     for start, end in parts.blocks:
         spans += [("text", spans[-1][2], start), ("passage", start, end)]
     spans.append(("question", spans[-1][2], len(ids)))
-    return [Segment(role, as_chunk(ids[start:end], None, tenant)) for role, start, end in spans if start < end]
+    segments = [Segment(role, as_chunk(ids[start:end], None, tenant)) for role, start, end in spans if start < end]
+    *before, last = segments
+    first = len(ids) - len(last.chunk.token_ids) - num_system  # of the last segment, in the question
+    borders = tuple(border - first for border in parts.borders if border >= first)
+    return [*before, Segment(last.role, last.chunk, borders)]
 
 
 def _from_segments(given: Sequence[Any], vocab_size: int, tenant: str) -> list[Segment]:

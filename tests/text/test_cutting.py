@@ -107,6 +107,11 @@ def test_prompts_are_cut_too_and_documents_are_not(builder):
     messages = [{"role": "system", "content": LIGHTHOUSE}, QUESTION]
     given = prompt_of(builder, messages=messages, documents=[Document(HARBOUR)])
     assert [segment.role for segment in given.segments] == ["instructions", "passage", "question"]
+    messages[1] = {"role": "user", "content": f"{LIGHTHOUSE}\n\nWhen was it built?"}
+    given = prompt_of(builder, messages=messages, documents=[Document(HARBOUR)])
+    assert [s.role for s in given.segments] == ["instructions", "passage", "text", "passage", "question"]
+    assert tuple(given.token_ids) == builder.build_chat(messages, [Document(HARBOUR)]).token_ids
+    assert given.passages[1].token_ids in passages_of(builder, LIGHTHOUSE)
 
 
 def test_what_changes_between_passages_is_text_of_its_own(builder):
