@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ccjax.errors import ContextLengthError
 from ccjax.loading.model import DEMO_MODEL
@@ -164,3 +166,38 @@ def test_time_grows_with_the_length_of_any_text(unit):
     """A pattern that is tried again at each character of a run would take hours for this."""
     text = unit * (1_000_000 // len(unit))
     assert all(0 <= start < end <= len(text) for start, end in blocks_of(text))
+
+
+PIECES = [
+    LIGHTHOUSE,
+    HARBOUR,
+    FERRY,
+    "\n\n",
+    "\n",
+    " ",
+    "- ",
+    "<source id='1'>",
+    "[1] ",
+    '{"a": "',
+    '"}',
+    "```\n",
+    "# ",
+    "—",
+    "🚢 ",
+    "。",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=12), min_size=1, max_size=20))
+def test_no_text_changes_its_tokens_by_being_cut(demo, pieces):
+    messages = [{"role": "assistant", "content": "".join(pieces)}, QUESTION]
+    prompt = prompt_of(demo, messages=messages)
+    assert tuple(prompt.token_ids) == demo.build_chat(messages).token_ids
+    assert all(len(chunk.token_ids) >= 24 for chunk in prompt.passages)
+
+
+@pytest.fixture(scope="module")
+def demo() -> PromptBuilder:
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    assert tokenizer is not None
+    return PromptBuilder(tokenizer, ChatTemplate.load(DEMO_MODEL))
