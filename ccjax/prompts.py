@@ -186,7 +186,8 @@ def _cut(parts: PromptParts, tenant: str) -> list[Segment]:
     are instructions, so that a date in the system prompt, say, does not decide what passages are prepared behind."""
     ids, num_system = parts.system + parts.question, len(parts.system)
     is_kept = bool(parts.documents) or not parts.blocks
-    spans: list[tuple[SegmentRole, int, int]] = [("instructions", 0, num_system if is_kept else parts.num_opening)]
+    spans: list[tuple[SegmentRole, int, int]] = []
+    spans.append(("instructions", 0, num_system if is_kept else parts.num_opening))
     for start, end in parts.blocks:
         spans += [("text", spans[-1][2], start), ("passage", start, end)]
     spans.append(("question", spans[-1][2], len(ids)))
