@@ -186,12 +186,15 @@ def _cut(parts: PromptParts, tenant: str) -> list[Segment]:
     are instructions, so that a date in the system prompt, say, does not decide what passages are prepared behind."""
     ids, num_system = parts.system + parts.question, len(parts.system)
     is_kept = bool(parts.documents) or not parts.blocks
-    spans: list[tuple[SegmentRole, int, int]] = []
-    spans.append(("instructions", 0, num_system if is_kept else parts.num_opening))
+    # Where a segment ends and which role it has; the next one begins there.
+    ends: list[tuple[int, SegmentRole]] = [(num_system if is_kept else parts.num_opening, "instructions")]
     for start, end in parts.blocks:
-        spans += [("text", spans[-1][2], start), ("passage", start, end)]
-    spans.append(("question", spans[-1][2], len(ids)))
-    segments = [Segment(role, as_chunk(ids[start:end], None, tenant)) for role, start, end in spans if start < end]
+        ends.append((start, "text"))
+        ends.append((end, "passage"))
+    ends.append((len(ids), "question"))
+    starts = [0, *(end for end, _ in ends)]
+    spans = [(role, start, end) for start, (end, role) in zip(starts, ends, strict=False) if start < end]
+    segments = [Segment(role, as_chunk(ids[start:end], None, tenant)) for role, start, end in spans]
     *before, last = segments
     first = len(ids) - len(last.chunk.token_ids) - num_system  # of the last segment, in the question
     borders = tuple(border - first for border in parts.borders if border >= first)
