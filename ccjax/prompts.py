@@ -186,19 +186,20 @@ def _cut(parts: PromptParts, tenant: str) -> list[Segment]:
     are instructions, so that a date in the system prompt, say, does not decide what passages are prepared behind."""
     ids, num_system = parts.system + parts.question, len(parts.system)
     is_kept = bool(parts.documents) or not parts.blocks
-    # Where a segment ends and which role it has; the next one begins there.
-    ends: list[tuple[int, SegmentRole]] = [(num_system if is_kept else parts.num_opening, "instructions")]
+    segments: list[Segment] = []
+
+    def add(role: SegmentRole, start: int, end: int) -> None:
+        if start < end:
+            segments.append(Segment(role, as_chunk(ids[start:end], None, tenant)))
+
+    last = num_system if is_kept else parts.num_opening
+    add("instructions", 0, last)
     for start, end in parts.blocks:
-        ends.append((start, "text"))
-        ends.append((end, "passage"))
-    ends.append((len(ids), "question"))
-    starts = [0, *(end for end, _ in ends)]
-    spans = [(role, start, end) for start, (end, role) in zip(starts, ends, strict=False) if start < end]
-    segments = [Segment(role, as_chunk(ids[start:end], None, tenant)) for role, start, end in spans]
-    *before, last = segments
-    first = len(ids) - len(last.chunk.token_ids) - num_system  # of the last segment, in the question
-    borders = tuple(border - first for border in parts.borders if border >= first)
-    return [*before, Segment(last.role, last.chunk, borders)]
+        add("text", last, start)
+        add("passage", start, end)
+        last = end
+    borders = tuple(border - last + num_system for border in parts.borders if border >= last - num_system)
+    return [*segments, Segment("question", as_chunk(ids[last:], None, tenant), borders)]
 
 
 def _from_segments(given: Sequence[Any], vocab_size: int, tenant: str) -> list[Segment]:
