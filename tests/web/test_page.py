@@ -76,6 +76,7 @@ def check_shows(page: Page, told: dict[str, Any]) -> None:
         assert page.inner_text(f"#sums .{name} dd").split()[0].replace(",", "") == str(reuse[f"{name}_tokens"])
     # In prompt order, each with its tier; a token's mark stands where the API says.
     titles = page.locator(".segment h3").all_inner_texts()
+    assert titles[0] == "Instructions"
     for number, (title, document) in enumerate(zip(titles[1:], reuse["per_document"][1:], strict=False), 1):
         assert title == f"{number}. {document['title']}"
     for at, segment in enumerate(trace["segments"]):
