@@ -13,16 +13,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import Array, lax
+from jax import Array, core, lax
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
+from ccjax.config import EngineConfig
 from ccjax.kernels import rope
 from ccjax.kernels.attention import AttentionOutput, attention
 from ccjax.kernels.attention.bounds import UNUSED
@@ -83,7 +84,7 @@ class KV:
     def append(self, positions: Int[Array, "N"]) -> KV:
         """With N more slots at these positions, which `partial_prefill` has to compute before anything attends to them;
         `UNUSED` positions are room for `decode`."""
-        positions = _integers("positions", positions, ("N",))
+        positions = _integers("positions", positions, ("N",), least=0)
         zeros = jnp.zeros((*self._k.shape[:1], *positions.shape, *self._k.shape[2:]), self._k.dtype)
         return KV.merge(self, dataclasses.replace(self, _k=zeros, _v=zeros, positions=positions.astype(jnp.int32)))
 
@@ -92,12 +93,12 @@ class KV:
         """The slots of all parts, one after another; positions stay as they are.
 
         Raises:
-          ValueError: the parts are of different models.
+          ValueError: the parts are of different models, or there is none.
         """
-        models = {(*part._k.shape[:1], *part._k.shape[2:], str(part._k.dtype), part._frequencies) for part in parts}
-        if len(models) != 1:
-            found = sorted(model[:4] for model in models)
-            raise ValueError(f"parts: wanted the KV of one model, got layers, heads and dtypes {found}")
+        if not parts:
+            raise ValueError("parts: wanted at least 1, got none")
+        for part in parts[1:]:
+            _check_same("parts", _model_of(parts[0]), _model_of(part))
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, max(0, leaves[0].ndim - 3)), *parts)
 
 
@@ -129,9 +130,10 @@ def load(
       The tokenizer is None for a directory without one.
 
     Raises:
-      ConfigError: there is no such model.
+      ConfigError: there is no such model, `dtype` or `quantization`.
       CheckpointError: files are missing or inconsistent.
     """
+    EngineConfig().replace(dtype=dtype, quantization=quantization)  # raises if one of them does not exist
     loaded = load_model(path, dtype=dtype, quantization=quantization)
     return loaded.params, loaded.config, loaded.tokenizer
 
@@ -157,16 +159,18 @@ def prefill(
       mesh: mesh of the weights if they are on several devices (`ccjax.models.llama3.sharding`).
 
     Raises:
-      ValueError: an argument has a wrong shape or dtype.
+      ValueError: an argument has a wrong shape, dtype or (if concrete) value, or there are no tokens.
       NotImplementedError: the implementation does not exist or does not support the model.
     """
     token_ids = _integers("token_ids", token_ids, ("N",))
     index = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     if num_tokens is None:
         num_tokens = token_ids.shape[0]
+    num_tokens = _integers("num_tokens", num_tokens, (), within=range(1, token_ids.shape[0] + 1)).astype(jnp.int32)
+    start = _integers("start", start, ()).astype(jnp.int32)
     positions = jnp.where(index < num_tokens, start + index, UNUSED)
     zeros = jnp.zeros((config.num_layers, *index.shape, config.num_kv_heads, config.head_dim), params.embedding.dtype)
-    logits_of = jnp.asarray(num_tokens - 1) if logits_of is None else logits_of
+    logits_of = num_tokens - 1 if logits_of is None else logits_of
     how = {"logits_of": logits_of, "implementation": implementation, "mesh": mesh}
     kv = KV(zeros, zeros, positions, tuple(map(float, rope_frequencies(config))))
     logits, kv, _ = partial_prefill(params, config, kv, token_ids, index, **how)
@@ -198,22 +202,24 @@ def partial_prefill(
       implementation, mesh: as in `prefill`.
 
     Raises:
-      ValueError: an argument has a wrong shape or dtype.
+      ValueError: an argument is empty or has a wrong shape, dtype or (if concrete) value; the KV is of another model.
       NotImplementedError: the implementation does not exist or does not support the model.
     """
     token_ids = _integers("token_ids", token_ids, ("N",))
     rows = _integers("rows", rows, token_ids.shape)
+    _check_model(params, config, kv)
     if (segments is None) != (num_segments == 0):
         raise ValueError(f"segments and num_segments={num_segments}: wanted both or neither")
     if segments is not None:
         segments = _integers("segments", segments, kv.positions.shape)
-    _check_model(config, kv)
+    if logits_of is not None:
+        logits_of = _integers("logits_of", logits_of, None, least=0, within=range(-rows.size, rows.size))
     settings = StepSettings(config, implementation, mesh)
     done = forward_rows(params, token_ids, rows, kv._k, kv._v, kv.positions, segments, num_segments, settings=settings)
     asked = done.x[-1] if logits_of is None else done.x[logits_of]
     logits = unembed(asked.reshape(-1, config.d_model), params, config.rms_norm_eps)
     return PartialPrefill(
-        logits.reshape(*asked.shape[:-1], -1), dataclasses.replace(kv, _k=done.k, _v=done.v), done.mass
+        logits.reshape(*asked.shape[:-1], logits.shape[-1]), dataclasses.replace(kv, _k=done.k, _v=done.v), done.mass
     )
 
 
@@ -229,19 +235,19 @@ def deviations(
 ) -> Float[Array, "S"]:
     """How much the keys and values of each slot differ from those that a full prefill computes, Euclidean distance over
     all heads in one layer, float32: the tokens to recompute first (CacheBlend sec. 4.3). Computes all tokens in the
-    layers before it. In layer 0 they depend on the token alone.
+    layers before it. In layer 0 they depend on the token alone. Unused slots are -inf: behind all tokens in a ranking.
 
     Args:
       token_ids: tokens of all slots.
       implementation, mesh: as in `prefill`.
 
     Raises:
-      ValueError: the tokens are not as many as slots, or there is no such layer.
+      ValueError: the tokens are not as many as slots or none, the KV is of another model, or there is no such layer.
     """
     token_ids = _integers("token_ids", token_ids, kv.positions.shape)
     if not 0 <= layer < config.num_layers:
         raise ValueError(f"layer: wanted 0 to {config.num_layers - 1}, got {layer}")
-    _check_model(config, kv)
+    _check_model(params, config, kv)
     settings = StepSettings(config, implementation, mesh)
     before, rows = dataclasses.replace(params, layers=params.layers[:layer]), jnp.arange(kv.num_slots, dtype=jnp.int32)
     x = forward_rows(before, token_ids, rows, kv._k[:layer], kv._v[:layer], kv.positions, settings=settings).x
@@ -249,7 +255,10 @@ def deviations(
     at = jnp.where(kv.positions == UNUSED, 0, kv.positions)
     k = rope.rotate(k, rope.rotation_rows(at, _frequencies(kv)))
     pairs = (k, kv._k[layer]), (v, kv._v[layer])
-    return jnp.sqrt(sum(jnp.square(a.astype(jnp.float32) - b.astype(jnp.float32)).sum((1, 2)) for a, b in pairs))
+    square = sum(jnp.square(a.astype(jnp.float32) - b.astype(jnp.float32)).sum((1, 2)) for a, b in pairs)
+    is_zero = square == 0  # there the gradient of a square root is NaN
+    distance = jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
+    return jnp.where(kv.positions == UNUSED, -jnp.inf, distance)
 
 
 def decode(
@@ -268,9 +277,10 @@ def decode(
       implementation, mesh: as in `prefill`.
 
     Raises:
-      ValueError: the token is not one integer.
+      ValueError: the token is not one integer, or the KV has no slots or is of another model.
     """
     token_id = _integers("token_id", token_id, ())
+    _check_model(params, config, kv)
     is_unused = kv.positions == UNUSED
     slot = jnp.where(is_unused.any(), jnp.argmax(is_unused), kv.num_slots).astype(jnp.int32)
     kv = dataclasses.replace(kv, positions=kv.positions.at[slot].set(kv.end, mode="drop"))
@@ -328,9 +338,10 @@ def move_keys(
       implementation: of `ccjax.kernels.rope.move_keys`.
 
     Raises:
-      ValueError: `old` or `new` are neither one position nor as many as slots.
+      ValueError: `old` or `new` are no integers, or neither one position nor as many as slots.
     """
-    shift = jnp.asarray(new, jnp.int32) - jnp.asarray(old, jnp.int32)
+    old, new = (_integers(name, at, None, least=0) for name, at in (("old", old), ("new", new)))
+    shift = new.astype(jnp.int32) - old.astype(jnp.int32)
     if shift.shape not in ((), kv.positions.shape):
         raise ValueError(f"old and new: wanted one position or {kv.positions.shape}, got {shift.shape}")
     shift = jnp.where(kv.positions == UNUSED, 0, shift)
@@ -345,26 +356,43 @@ def _frequencies(kv: KV) -> np.ndarray:
     return np.asarray(kv._frequencies, np.float32)
 
 
-def _integers(name: str, value: Array, shape: tuple[int | str, ...]) -> Array:
-    """The value as an array of integers; a name in `shape` is any length.
+def _integers(
+    name: str, value: Any, shape: tuple[int | str, ...] | None, *, least: int = 1, within: range | None = None
+) -> Array:
+    """The value as an array of at least `least` integers; N in `shape` is any length, None is any shape.
 
     Raises:
-      ValueError: it is not one, or has another shape.
+      ValueError: it is not one, has another shape, or has concrete values that are not `within` the range.
     """
     value = jnp.asarray(value)
-    if value.ndim != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, value.shape, strict=True)):
-        raise ValueError(f"{name}: wanted shape ({', '.join(map(str, shape))}), got {value.shape}")
+    wanted = value.shape if shape is None else shape
+    if value.ndim != len(wanted) or any(n not in ("N", m) for n, m in zip(wanted, value.shape, strict=True)):
+        raise ValueError(f"{name}: wanted shape ({', '.join(map(str, wanted))}), got {value.shape}")
+    if value.size < least:
+        raise ValueError(f"{name}: wanted at least {least}, got none")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise ValueError(f"{name}: wanted integers, got {value.dtype}")
+    if within is not None and not isinstance(value, core.Tracer):
+        for outside in {*np.asarray(value).ravel().tolist()} - {*within}:
+            raise ValueError(f"{name}: wanted {within[0]} to {within[-1]}, got {outside}")
     return value
 
 
-def _check_model(config: LlamaConfig, kv: KV) -> None:
-    """Checks that the KV may be of the model.
+def _model_of(kv: KV) -> tuple[Any, ...]:
+    layers, _, heads, head_dim = kv._k.shape
+    return layers, heads, head_dim, str(kv._k.dtype), *kv._frequencies
 
-    Raises:
-      ValueError: it has other layers or heads.
-    """
-    wanted, got = (config.num_layers, config.num_kv_heads, config.head_dim), (*kv._k.shape[:1], *kv._k.shape[2:])
-    if wanted != got:
-        raise ValueError(f"kv: wanted layers, kv heads and head dimension {wanted}, got {got}")
+
+def _check_model(params: Params, config: LlamaConfig, kv: KV) -> None:
+    """Raises ValueError unless the KV is of such a model and has slots."""
+    shape, dtype = (config.num_layers, config.num_kv_heads, config.head_dim), str(params.embedding.dtype)
+    _check_same("kv", (*shape, dtype, *map(float, rope_frequencies(config))), _model_of(kv))
+    if not kv.num_slots:
+        raise ValueError("kv: wanted at least one slot, got none")
+
+
+def _check_same(argument: str, wanted: tuple[Any, ...], got: tuple[Any, ...]) -> None:
+    names = "layers", "kv heads", "head dimension", "dtype", *["RoPE frequency (theta, scaling)"] * len(wanted)
+    for name, one, other in zip(names, wanted, got, strict=False):
+        if one != other:
+            raise ValueError(f"{argument}: wanted the KV of one model, with {name} {one}, got {other}")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-import ccjax
 from ccjax.engine import Request
 from ccjax.functional import (
     KV,
@@ -24,7 +23,6 @@ from ccjax.functional import (
     decode,
     deviations,
     generate,
-    load,
     move_keys,
     partial_prefill,
     prefill,
@@ -199,6 +197,64 @@ def test_vmap_over_two_padded_prompts_equals_one_by_one():
         assert ids[row].tolist() == generate(PARAMS, CONFIG, kv, alone.argmax(), 4)[0].tolist()
 
 
+def test_repairs_of_padded_passages_are_those_of_passages_without_padding_under_vmap():
+    random, lengths, question = np.random.default_rng(5), np.array([[19, 30], [30, 12]]), np.arange(7, 12)
+    passages = random.integers(0, 97, (2, 2, 30)).astype(np.int32)
+
+    def answer(first, second, num_first, num_second, count, rank=deviations):
+        """The recipe of the page."""
+        _, a = prefill(PARAMS, CONFIG, first, num_tokens=num_first)
+        _, b = prefill(PARAMS, CONFIG, second, num_tokens=num_second)
+        merged = KV.merge(a, move_keys(b, 0, a.end)).append(jnp.full(3, UNUSED))
+        tokens = jnp.concatenate([first, second, jnp.full(3, 96), question])
+        deviation = rank(PARAMS, CONFIG, merged, tokens[: merged.num_slots])
+        _, repaired = jax.lax.top_k(deviation, count)
+        rows = jnp.concatenate([jnp.sort(repaired), merged.num_slots + jnp.arange(5)])
+        kv = merged.append(merged.end + jnp.arange(5))
+        return deviation, partial_prefill(PARAMS, CONFIG, kv, tokens[rows], rows).logits
+
+    def ranking_padding_too(params, config, kv, tokens):
+        used = dataclasses.replace(kv, positions=jnp.where(kv.positions == UNUSED, kv.end, kv.positions))
+        return deviations(params, config, used, tokens)
+
+    def padded(rank):
+        run = jax.jit(jax.vmap(lambda *arguments: answer(*arguments, 14, rank)))
+        return run(passages[:, 0], passages[:, 1], *lengths.T)
+
+    (deviation, logits), (_, wrong) = padded(deviations), padded(ranking_padding_too)
+    for row, (m, n) in enumerate(lengths):
+        used = np.concatenate([np.arange(30) < m, np.arange(30) < n, np.zeros(3, bool)])
+        assert np.isneginf(deviation[row][~used]).all() and (deviation[row][used] >= 0).all()
+        _, alone = answer(passages[row, 0, :m], passages[row, 1, :n], m, n, 14)
+        np.testing.assert_allclose(logits[row], alone, atol=TOLERANCE)
+        assert np.abs(np.asarray(wrong[row]) - alone).max() > 100 * TOLERANCE
+
+
+def test_deviations_have_a_gradient_where_they_are_0_and_where_a_slot_is_unused():
+    tokens = jnp.asarray(flat(SEGMENTS)[:12])
+    _, kv = prefill(PARAMS, CONFIG, tokens, num_tokens=9)
+
+    def total(params, kv):
+        found = deviations(params, CONFIG, kv, tokens, layer=0, implementation="reference")
+        return jnp.where(kv.positions == UNUSED, 0, found).sum(), found
+
+    (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(PARAMS, kv)
+    assert (found[:9] == 0).any()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    scaled = dataclasses.replace(kv, _v=kv._v * 1.5)
+    gradient = jax.jit(jax.grad(total, has_aux=True))(PARAMS, scaled)[0]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    assert np.abs(gradient.layers[0].wv).max() > 0
+
+
+def test_a_context_may_start_without_tokens():
+    _, kv = prefill(PARAMS, CONFIG, jnp.arange(5))
+    ids, _ = generate(PARAMS, CONFIG, kv[:0], jnp.asarray(3), 4)
+    logits, _ = prefill(PARAMS, CONFIG, ids[:3])
+    assert ids[0] == 3 and ids[3] == logits.argmax()
+    assert prefill(PARAMS, CONFIG, jnp.arange(5), logits_of=jnp.arange(0))[0].shape == (0, CONFIG.vocab_size)
+
+
 def test_gradients_are_those_of_the_training_code():
     from scripts.train_demo import training_logits  # its own layers, attention and rotation
 
@@ -265,47 +321,6 @@ def test_attention_has_a_stable_signature():
     q, k, at = jnp.ones((1, 4, 8)), jnp.ones((3, 2, 8)), jnp.arange(3)
     done = attention(q, k, k, AttentionInputs(q_pos=at[-1:], k_pos=at), scale=8**-0.5, implementation="reference")
     np.testing.assert_allclose(done.out, np.ones((1, 4, 8)), atol=1e-6)
-
-
-BAD = {
-    r"token_ids: wanted shape \(N\), got \(1, 5\)": lambda kv, ids: prefill(PARAMS, CONFIG, ids[None]),
-    "token_ids: wanted integers, got float32": lambda kv, ids: prefill(PARAMS, CONFIG, np.ones(5, np.float32)),
-    r"rows: wanted shape \(5\), got \(4,\)": lambda kv, ids: repair(kv, ids, ids[1:]),
-    r"segments: wanted shape \(5\), got \(4,\)": lambda kv, ids: repair(kv, ids, segments=ids[1:], num_segments=2),
-    "num_segments=0: wanted both or neither": lambda kv, ids: repair(kv, ids, segments=ids),
-    r"kv: wanted layers, kv heads and .* \(2, .*\), got \(3, ": lambda kv, ids: decode(*another_model(), kv, ids[0]),
-    "parts: wanted the KV of one model": lambda kv, ids: KV.merge(kv, prefill(*another_model(), ids)[1]),
-    r"token_ids: wanted shape \(5\), got \(4,\)": lambda kv, ids: deviations(PARAMS, CONFIG, kv, ids[1:]),
-    "layer: wanted 0 to 2, got 3": lambda kv, ids: deviations(PARAMS, CONFIG, kv, ids, layer=3),
-    r"token_id: wanted shape \(\), got \(5,\)": lambda kv, ids: decode(PARAMS, CONFIG, kv, ids),
-    "num_tokens: wanted at least 1, got 0": lambda kv, ids: generate(PARAMS, CONFIG, kv, ids[0], 0),
-    r"old and new: wanted one position or \(5,\), got \(4,\)": lambda kv, ids: move_keys(kv, 0, ids[1:]),
-    r"positions: wanted shape \(N\), got \(\)": lambda kv, ids: kv.append(ids[0]),
-}
-
-
-def repair(kv, ids, rows=None, **named):
-    return partial_prefill(PARAMS, CONFIG, kv, ids, ids if rows is None else rows, **named)
-
-
-@functools.cache
-def another_model():
-    model = TinyModel(num_hidden_layers=2)
-    return model.loaded.params, model.config
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_arguments_are_named(message):
-    ids = jnp.arange(5)
-    _, kv = prefill(PARAMS, CONFIG, ids)
-    with pytest.raises(ValueError, match=message):
-        BAD[message](kv, ids)
-
-
-def test_load_gives_what_an_engine_loads():
-    assert ccjax.functional.load is load
-    params, config, tokenizer = load("random:2x32x4")
-    assert tokenizer is not None and len(params.layers) == config.num_layers == 2
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ ALLOWED = {
     "examples": {"ccjax.functional"},  # and what `ccjax` itself names: all that users need
     "scripts": {"ccjax", "ccjax.models", "ccjax.store", "ccjax.kernels"},
     "ccjax.__main__": {"ccjax.cli"},
-    "ccjax.functional": {"ccjax.loading", "ccjax.models.llama3", "ccjax.kernels", "ccjax.text"},
+    "ccjax.functional": {"ccjax.loading", "ccjax.models.llama3", "ccjax.kernels", "ccjax.text", "ccjax.config"},
     "ccjax.cli": {"ccjax.server", "ccjax.cluster", "ccjax.precompute", "ccjax.evaluation"}
     | {"ccjax.engine", "ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.retrieval", "ccjax.policy"}
     | {"ccjax.store", "ccjax.config", "ccjax.types", "ccjax.errors"},
