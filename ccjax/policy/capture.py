@@ -22,7 +22,7 @@ from ccjax.types import (
 )
 
 LEAST_TEXT = 16
-"""Shorter text is computed again: storing it costs more than it saves."""
+"""Text of fewer tokens, less than a page of the pool, is computed again instead of stored."""
 
 
 def make_variant_id(chunk_id: ChunkId, prefix_ids: Sequence[ChunkId], fidelity: Fidelity) -> VariantId:

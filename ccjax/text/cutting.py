@@ -67,10 +67,11 @@ def _between_borders(text: str) -> Iterator[tuple[int, int]]:
 def _parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """A block, in parts if it is long: cut at ends of sentences that its words choose, so that a text of which only
     some is quoted is cut at the same places."""
-    for match in _SENTENCE_ENDS.finditer(text, start, end):
-        length = match.end() - start
-        is_chosen = not zlib.crc32(text[max(start, match.end() - 64) : match.end()].encode()) % _ONE_OF
-        if end - start > _MOST_CHARS and (length >= _MOST_CHARS or (length >= _LEAST_CHARS and is_chosen)):
-            yield start, match.end()
-            start = match.end()
+    if end - start > _MOST_CHARS:
+        for match in _SENTENCE_ENDS.finditer(text, start, end):
+            last_words = text[max(start, match.end() - 64) : match.end()]
+            least = _MOST_CHARS if zlib.crc32(last_words.encode()) % _ONE_OF else _LEAST_CHARS
+            if match.end() - start >= least:
+                yield start, match.end()
+                start = match.end()
     yield start, end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -228,3 +229,9 @@ class TestOtherContext:
         useless = [self.OWN, variant("X", "S", fidelity="approx"), variant("Y", "S")]
         assert choose_other_context(useless, self.OWN) is None
         assert choose_other_context([], self.OWN) is None
+
+
+def test_text_and_instructions_are_no_passages_before_a_chunk():
+    roles = ("instructions", "text", "passage", "text", "passage")
+    assert dataclasses.replace(variant("X", "STAT"), roles=roles).chunks_before == 1
+    assert variant("X", "SABC").chunks_before == 3

@@ -46,6 +46,15 @@ def test_pasted_passages_are_reused_in_another_order(client: openai.OpenAI, name
     assert cached(ask(client, write(passages), "off")) == 0
 
 
+def test_answer_names_the_documents_and_not_what_was_pasted(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "\n\n".join([*texts("listed"), QUESTION])}]
+    body = {"documents": [{"id": "own", "text": "Carla studies whales."}, {"id": "dropped", "text": "whale " * 600}]}
+    body["truncate"] = True
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, extra_body=body)
+    assert [document["id"] for document in answer.documents] == ["own"]
+    assert [part["role"] for part in answer.reuse["per_document"]].count("passage") == 3
+
+
 def test_exact_reuse_of_pasted_passages_gives_the_answer_of_full_prefill(client: openai.OpenAI) -> None:
     """A longer conversation over them, with an edited turn: tokens as with `off`, and only what is new is computed."""
     passages = texts("a conversation's")
