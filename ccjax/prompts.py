@@ -50,6 +50,11 @@ class Prompt:
         return tuple(segment.chunk for segment in self.segments if segment.role in REUSED_ANYWHERE)
 
     @property
+    def documents(self) -> tuple[Segment, ...]:
+        """The passages that are documents of the request, not parts of its messages."""
+        return tuple(segment for segment in self.segments if segment.chunk.text is not None)
+
+    @property
     def instructions(self) -> tuple[Segment, ...]:
         """The instructions that the prompt begins with."""
         return self.segments[: leading_instructions(segment.role for segment in self.segments)]
@@ -114,20 +119,21 @@ def assemble(
     """
     if request.segments is not None:
         segments = _from_segments(request.segments, vocab_size, tenant_tag(request.cache_salt))
+        droppable = range(len(segments))
     else:
-        segments = _from_text(request, builder, tenant_tag(request.cache_salt))
+        segments, droppable = _from_text(request, builder, tenant_tag(request.cache_salt))
     wanted = request.sampling.max_new_tokens
     reserve = wanted if wanted is not None else int(answer)
     total = sum(len(segment.chunk.token_ids) for segment in segments)
-    # Of a request's text only documents are left out, nothing that a message says.
-    droppable = len(segments) if request.segments is not None else 1 + len(request.documents)
     if request.truncate:
         room = wanted if wanted is not None else min(_SHORT_ANSWER, max_model_len // 4)
-        for number in reversed(range(min(droppable, len(segments)))):
+        for number in reversed(droppable):
             if total + room > max_model_len and segments[number].role == "passage":
                 total -= len(segments.pop(number).chunk.token_ids)
+                droppable = droppable[:-1]
     if total + reserve > max_model_len:
-        lengths = [len(segment.chunk.token_ids) for segment in segments[:droppable] if segment.role == "passage"]
+        kept = (segments[number] for number in droppable)
+        lengths = [len(segment.chunk.token_ids) for segment in kept if segment.role == "passage"]
         passages = (
             f"; {len(lengths)} documents, the longest of {max(lengths, default=0)} tokens: send less or set truncate"
         )
@@ -154,7 +160,8 @@ def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str 
     )
 
 
-def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> list[Segment]:
+def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> tuple[list[Segment], range]:
+    """The segments, and the numbers of those that may be left out: the documents, nothing that a message says."""
     if builder is None:
         raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
     try:
@@ -170,36 +177,40 @@ def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> 
     except ValueError as error:
         argument, _, message = str(error).partition(": ")
         raise RequestError(argument, message) from error
-    cut = _cut(parts, tenant)
-    if not parts.documents:
-        return cut
-    passages = [
+    documents = [
         Segment("passage", as_chunk(ids, document, tenant))
         for ids, document in zip(parts.documents, request.documents, strict=True)
     ]
-    instructions = [segment for segment in cut if segment.role == "instructions"]
-    return [*instructions, *passages, *cut[len(instructions) :]]
+    return _cut(parts, documents, tenant)
 
 
-def _cut(parts: PromptParts, tenant: str) -> list[Segment]:
-    """The segments of a prompt without its documents. If its contents have passages, only what every prompt begins with
-    are instructions, so that a date in the system prompt, say, does not decide what passages are prepared behind."""
+def _cut(parts: PromptParts, documents: Sequence[Segment], tenant: str) -> tuple[list[Segment], range]:
+    """The segments of a prompt, and the numbers of the documents. Where a content has passages before the documents, or
+    any without documents, only what every prompt begins with are instructions, so that a date in the system prompt,
+    say, does not decide what passages are prepared behind."""
     ids, num_system = parts.system + parts.question, len(parts.system)
-    is_kept = bool(parts.documents) or not parts.blocks
+    in_system = tuple(block for block in parts.blocks if block[0] < num_system) if documents else parts.blocks
     segments: list[Segment] = []
 
-    def add(role: SegmentRole, start: int, end: int) -> None:
+    def add(role: SegmentRole, start: int, end: int) -> int:
         if start < end:
             segments.append(Segment(role, as_chunk(ids[start:end], None, tenant)))
+        return end
 
-    last = num_system if is_kept else parts.num_opening
-    add("instructions", 0, last)
-    for start, end in parts.blocks:
-        add("text", last, start)
-        add("passage", start, end)
-        last = end
+    def add_all(last: int, blocks: Sequence[tuple[int, int]]) -> int:
+        for start, end in blocks:
+            add("text", last, start)
+            last = add("passage", start, end)
+        return last
+
+    last = add_all(add("instructions", 0, parts.num_opening if in_system else num_system), in_system)
+    if documents:
+        last = add("text", last, num_system)
+    numbers = range(len(segments), len(segments) + len(documents))
+    segments += documents
+    last = add_all(last, parts.blocks[len(in_system) :])
     borders = tuple(border - last + num_system for border in parts.borders if border >= last - num_system)
-    return [*segments, Segment("question", as_chunk(ids[last:], None, tenant), borders)]
+    return [*segments, Segment("question", as_chunk(ids[last:], None, tenant), borders)], numbers
 
 
 def _from_segments(given: Sequence[Any], vocab_size: int, tenant: str) -> list[Segment]:

@@ -86,7 +86,7 @@ class PromptReader:
         return timeout_s if timeout_s is not None and math.isfinite(timeout_s) and timeout_s > 0 else None
 
     def _search(self, body: Generation) -> tuple[Document, ...] | None:
-        if self._retriever is None or body.documents is not None or body.retrieval is False:
+        if self._retriever is None or not body.searches():
             return None
         query = body.query()
         if query is None:

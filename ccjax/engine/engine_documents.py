@@ -123,7 +123,7 @@ class EngineDocuments:
             except ContextLengthError as error:
                 message = str(error).removeprefix(f"{error.argument}: ").partition(";")[0]
                 raise ContextLengthError(f"documents[{number}]", message) from error
-            prompt = Prompt.of_chunks(prompt.cached)
+            prompt = Prompt.of_chunks((*prompt.instructions, *prompt.documents))
             framed = self.frame.around(prompt) if behind is None else None
             fits = framed is not None and framed.num_tokens <= self._max_model_len
             prompts.append((prompt, framed) if framed is not None and fits else (prompt,))

@@ -54,12 +54,12 @@ class LiveCounts:
             self._record_documents(job, response, now)
 
     def _record_documents(self, job: Job, response: Response, now: float) -> None:
-        told = [reuse for reuse in response.reuse.per_document if reuse.role == "passage"]
+        told = {reuse.document_id: reuse for reuse in response.reuse.per_document}
         seen = set()
         # Documents that clients bring are private, and have no `source_id`.
-        for document, reuse in zip(job.request.documents, told, strict=False):
-            key = document.source_id
-            if key is None:
+        for document in job.request.documents:
+            key, reuse = document.source_id, told.get(document.id)
+            if key is None or reuse is None:
                 continue
             use = self._uses.setdefault(key, _Use(document.title))
             self._uses.move_to_end(key)

@@ -6,7 +6,6 @@ passages of the prompt) and, if requested, `trace`: on the answer, or on the las
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -94,12 +93,9 @@ class Formatter:
         return {**self._base, "object": name, "choices": choices}
 
     def _extra(self, response: Response) -> dict[str, Any]:
-        # Truncation drops passages from the end, so the report shows how many of them are in the prompt.
-        listed = [part.role for part in response.reuse.per_document if part.role != "instructions"]
-        used = len(list(itertools.takewhile(lambda role: role == "passage", listed)))
         passages = [
             {"id": passage.id, "title": passage.title, "version": passage.version, "score": passage.score}
-            for passage in self._documents[:used]
+            for passage in self._documents
         ]
         return {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s, "documents": passages} | self._trace
 

@@ -6,7 +6,7 @@ OpenAI-compatible servers do; but a known field that would change the answer and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -15,6 +15,7 @@ from ccjax.engine import MOST_ANSWERS, Request, SamplingParams
 from ccjax.errors import RequestError
 from ccjax.retrieval.filters import parse_filter
 from ccjax.server.settings import LARGEST_TOP_K
+from ccjax.text import has_context
 from ccjax.types import Document, ReuseMode, document_from_mapping
 
 LONGEST_SALT = 256
@@ -117,7 +118,7 @@ class Generation(Body):
     retrieval: Annotated[
         RetrievalIn | Literal[False] | None,
         BeforeValidator(_retrieval, json_schema_input_type=RetrievalIn | bool | None),
-    ] = Field(None, description="search the server's documents; on by default if it has some")
+    ] = Field(None, description="search the server's documents; by default if no message brings passages")
     reuse: str | None = Field(None, description="off, exact, bounded or fast")
     quality_target: float | None = Field(None, description="share of full prefill's answers that reuse is to keep")
     truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
@@ -134,6 +135,16 @@ class Generation(Body):
     def query(self) -> str | None:
         """The text to search passages by; None if the request has none."""
         raise NotImplementedError
+
+    def texts(self) -> Iterator[str]:
+        """The texts that a client may have put retrieved context into."""
+        raise NotImplementedError
+
+    def searches(self) -> bool:
+        """True if the server's own documents are to be searched: on request, or if the client brings no context."""
+        if self.documents is not None or self.retrieval is False:
+            return False
+        return self.retrieval is not None or not any(has_context(text) for text in self.texts())
 
     def prompt_fields(self) -> dict[str, Any]:
         """The fields of the engine's `Request` that hold the question."""
@@ -236,12 +247,12 @@ class ChatBody(Generation):
 
     def query(self) -> str | None:
         """Text of the last user message."""
-        contents = [message.get("content") for message in self.messages if message.get("role") == "user"]
-        content = contents[-1] if contents else None
-        if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, dict)]
-            content = "\n".join(text for text in texts if isinstance(text, str))
-        return content if isinstance(content, str) and content.strip() else None
+        texts = [_text_of(message) for message in self.messages if message.get("role") == "user"]
+        return texts[-1] if texts and texts[-1].strip() else None
+
+    def texts(self) -> Iterator[str]:
+        """Of every message but the assistant's."""
+        return (_text_of(message) for message in self.messages if message.get("role") != "assistant")
 
     def prompt_fields(self) -> dict[str, Any]:
         """The messages verbatim: the engine checks them."""
@@ -276,6 +287,10 @@ class CompletionBody(Generation):
     def query(self) -> str | None:
         """The prompt, if it is a text."""
         return self.prompt if isinstance(self.prompt, str) and self.prompt.strip() else None
+
+    def texts(self) -> Iterator[str]:
+        """The prompt, if it is a text."""
+        return iter([self.prompt] if isinstance(self.prompt, str) else [])
 
     def prompt_fields(self) -> dict[str, Any]:
         """A text, or a question of token ids behind an empty system prompt.
@@ -337,6 +352,15 @@ class TokenizeBody(Body):
     def own_documents(self) -> tuple[Document, ...]:
         """The passages in the body."""
         return tuple(_document(number, value) for number, value in enumerate(self.documents or ()))
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message; "" if it has none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
 
 
 def _document(number: int, value: DocumentIn) -> Document:

@@ -173,7 +173,7 @@ class Service:
         tenant: str = "",
         waited_s: float = 0.0,
     ) -> tuple[Job, Sequence[Document]]:
-        """Submits a request that passed every check; returns its job and the passages used.
+        """Submits a request that passed every check; returns its job and the documents in its prompt.
 
         Args:
           passages: result of an earlier search of the server's own documents, used instead of searching again.
@@ -222,7 +222,7 @@ class Service:
             raise
         if begun is not None:
             self.metrics.count_speculations(begun)
-        return job, documents
+        return job, documents[: len(prompt.documents)]
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """vLLM's response of /tokenize; `tokens` is null for messages, of which only the number is known here."""
@@ -348,7 +348,7 @@ class Service:
         own = body.own_documents()
         if own is not None and body.retrieval:
             raise RequestError("retrieval", "wanted one of documents and retrieval, got both")
-        if own is not None or body.retrieval is False:
+        if not await asyncio.to_thread(body.searches):
             return own or ()
         if passages is not None:
             return passages

@@ -1,6 +1,7 @@
 """Tokenizers, chat prompts and streamed text."""
 
 from ccjax.text.byte_tokenizer import BYTE_TEMPLATE, ByteTokenizer
+from ccjax.text.cutting import has_context
 from ccjax.text.prompt import PromptBuilder, PromptParts
 from ccjax.text.stream import IncrementalDecoder, StopStrings
 from ccjax.text.template import ChatTemplate, TemplateRejectedError
@@ -16,5 +17,6 @@ __all__ = [
     "StopStrings",
     "TemplateRejectedError",
     "Tokenizer",
+    "has_context",
     "load_tokenizer",
 ]

@@ -39,6 +39,7 @@ _LEAST_CHARS, _MOST_CHARS = 400, 2000
 """Length of the parts that longer blocks are divided into."""
 _ONE_OF = 3
 """One of so many ends of sentences, chosen by the words before it, divides a long block."""
+_COUNTED_CHARS, _CONTEXT_CHARS = 100, 1000
 
 
 def blocks_of(text: str) -> list[tuple[int, int]]:
@@ -50,6 +51,12 @@ def blocks_of(text: str) -> list[tuple[int, int]]:
         if len(ends) > 1:
             found += _parts(text, ends[0], ends[-1])
     return found
+
+
+def has_context(text: str) -> bool:
+    """True if a text looks like retrieved context: its passages of 100 characters or more have 1,000 or more in all."""
+    lengths = (end - start for start, end in blocks_of(text))
+    return len(text) >= _CONTEXT_CHARS and sum(n for n in lengths if n >= _COUNTED_CHARS) >= _CONTEXT_CHARS
 
 
 def _between_borders(text: str) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ccjax.text.cutting import blocks_of
+from ccjax.text.cutting import blocks_of, has_context
 from ccjax.text.template import ChatTemplate, TemplateRejectedError
 from ccjax.text.tokenizer import Follows, Tokenizer
 from ccjax.types import Document
@@ -38,8 +38,8 @@ class PromptParts:
     num_opening: int = 0
     """Number of tokens before the first content: what every prompt begins with."""
     blocks: tuple[tuple[int, int], ...] = ()
-    """First and last token (exclusive) of each passage that a content has, in `system` and `question` together; with
-    documents none in `system`."""
+    """First and last token (exclusive) of each passage that a content has, in `system` and `question` together; beside
+    documents those in `system` only if it has retrieved context."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -113,7 +113,8 @@ class PromptBuilder:
             follows = "control" if not documents and system[-1] in self._tokenizer.special_ids else "text"
         is_divided = sum(not trusted for _, trusted in rest) > 1
         borders = self._tokenizer.borders(rest, follows=follows) if is_divided else ()
-        blocks = [] if documents else self._blocks(head, "start", 0)
+        is_cut = not documents or has_context("".join(text for text, trusted in head if not trusted))
+        blocks = self._blocks(head, "start", 0) if is_cut else []
         blocks += self._blocks(rest, follows, len(system))
         opening = self._tokenizer.borders(head)
         return PromptParts(

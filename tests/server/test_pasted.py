@@ -46,6 +46,24 @@ def test_pasted_passages_are_reused_in_another_order(client: openai.OpenAI, name
     assert cached(ask(client, write(passages), "off")) == 0
 
 
+def test_own_documents_are_added_only_where_the_client_brings_no_context(client: openai.OpenAI) -> None:
+    known = "Anna lives in Paris. She repairs violins in a small shop by the river. "
+
+    def roles(content: str, role: str = "system", **extra) -> tuple[int, list[str]]:
+        turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
+        messages = [{"role": role, "content": content}, *turns, {"role": "user", "content": QUESTION}]
+        if role == "assistant":
+            messages.insert(0, turns[0])
+        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=2, extra_body=extra)
+        return len(answer.documents), [part["role"] for part in answer.reuse["per_document"]]
+
+    long = known * 15
+    assert roles("Be kind.")[0] == roles(long[:990])[0] == roles(long, "assistant")[0] == 2
+    assert roles(long)[0] == roles(long, "user")[0] == roles(long, retrieval=False)[0] == 0
+    number, listed = roles(long, retrieval=True)
+    assert number == 2 and listed[:5] == ["instructions", "text", "passage", "text", "passage"]
+
+
 def test_answer_names_the_documents_and_not_what_was_pasted(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "\n\n".join([*texts("listed"), QUESTION])}]
     body = {"documents": [{"id": "own", "text": "Carla studies whales."}, {"id": "dropped", "text": "whale " * 600}]}

@@ -11,7 +11,7 @@ from ccjax.loading.model import DEMO_MODEL
 from ccjax.prompts import assemble
 from ccjax.requests import Request, SamplingParams
 from ccjax.text import ChatTemplate, PromptBuilder, load_tokenizer
-from ccjax.text.cutting import blocks_of
+from ccjax.text.cutting import blocks_of, has_context
 from ccjax.text.template import LLAMA3_TEMPLATE
 from ccjax.types import Document
 from tests.data import data_path
@@ -114,6 +114,24 @@ def test_prompts_are_cut_too_and_documents_are_not(builder):
     assert [s.role for s in given.segments] == ["instructions", "passage", "text", "passage", "question"]
     assert tuple(given.token_ids) == builder.build_chat(messages, [Document(HARBOUR)]).token_ids
     assert given.passages[1].token_ids in passages_of(builder, LIGHTHOUSE)
+
+
+def test_context_in_a_system_message_is_cut_the_same_way_beside_documents(builder):
+    text = WRAPPERS["anythingllm"]([*PASSAGES, sentences(0, 10)])
+    assert has_context(text) and not has_context("\n\n".join(PASSAGES)) and not has_context("- a few words\n" * 500)
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": f"{LIGHTHOUSE}\n\nWhy?"}]
+    alone = prompt_of(builder, messages=messages)
+    given = prompt_of(builder, messages=messages, documents=[Document(HARBOUR), Document(FERRY)])
+    assert tuple(given.token_ids) == builder.build_chat(messages, [Document(HARBOUR), Document(FERRY)]).token_ids
+    first = given.segments.index(given.documents[0])
+    assert [segment.role for segment in given.segments[first:]] == ["passage", "passage", "text", "passage", "question"]
+    assert first > 6 and given.segments[: first - 1] == alone.segments[: first - 1]
+    assert given.segments[first - 1].role == alone.segments[first - 1].role == "text"
+    ids = given.segments[first - 1].chunk.token_ids
+    assert alone.segments[first - 1].chunk.token_ids[: len(ids) - 1] == ids[:-1]
+    request = Request(messages=messages, documents=[Document(HARBOUR), Document(FERRY)], truncate=True)
+    left = assemble(request, builder, max_model_len=given.num_tokens + 20, vocab_size=10**6)
+    assert left.segments == (*given.segments[: first + 1], *given.segments[first + 2 :])
 
 
 def test_what_changes_between_passages_is_text_of_its_own(builder):
