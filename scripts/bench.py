@@ -20,7 +20,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ccjax.errors import ConfigError  # noqa: E402
 from scripts.benchmarks.common import BenchmarkError  # noqa: E402
 
-BENCHMARKS = ("ttft", "decode", "serve", "cluster", "loading", "store", "retrieval", "ragcache", "trace", "kernels")
+BENCHMARKS = (
+    "ttft",
+    "decode",
+    "serve",
+    "clients",
+    "cluster",
+    "loading",
+    "store",
+    "retrieval",
+    "ragcache",
+    "trace",
+    "kernels",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A server process, load on it through its socket, and the figures of a run; shared by `serve` and `cluster`.
+"""A server process, load on it through its socket, and the figures of a run; shared by benchmarks of servers.
 
 While an answer streams, only times and raw bytes are kept; events are parsed when it is over.
 """
@@ -103,6 +103,9 @@ class RequestRecord:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     computed_tokens: float | None = None
+    cached_tokens: int = 0
+    reuse: Mapping[str, Any] | None = None
+    text: str = ""
 
 
 def chat(question: str, documents: Sequence[Body], max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -179,11 +182,15 @@ def read_stream(record: RequestRecord, arrived: Sequence[tuple[float, bytes]], m
         value = json.loads(data)
         if "error" in value:
             record.error = record.error or str(value["error"].get("message", value["error"]))
-        record.text_s += [at for choice in value.get("choices", ()) if choice.get("delta", {}).get("content")]
+        pieces = [choice.get("delta", {}).get("content") for choice in value.get("choices", ())]
+        record.text_s += [at for piece in pieces if piece]
+        record.text += "".join(piece for piece in pieces if piece)
         if value.get("usage"):
             record.prompt_tokens = value["usage"]["prompt_tokens"]
             record.completion_tokens = value["usage"]["completion_tokens"]
+            record.cached_tokens = (value["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         if value.get("reuse"):
+            record.reuse = value["reuse"]
             record.computed_tokens = value["reuse"]["computed_share"] * value["reuse"]["prompt_tokens"]
     if record.error is None and not is_done:
         record.error = "the stream ended early"

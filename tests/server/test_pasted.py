@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.text.wrappers import WRAPPERS
+from scripts.benchmarks.wrappers import WRAPPERS
 
 if TYPE_CHECKING:
     import openai

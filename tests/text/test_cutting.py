@@ -14,9 +14,9 @@ from ccjax.text import ChatTemplate, PromptBuilder, load_tokenizer
 from ccjax.text.cutting import blocks_of, has_context
 from ccjax.text.template import LLAMA3_TEMPLATE
 from ccjax.types import Document
+from scripts.benchmarks.wrappers import WRAPPERS
 from tests.data import data_path
 from tests.text import small_tokenizers as small
-from tests.text.wrappers import WRAPPERS
 
 LIGHTHOUSE = (
     "The old lighthouse on Heron Point was built in 1871 from blocks of grey granite. Its keeper lit forty oil lamps "
