@@ -80,7 +80,9 @@ class VariantMeta:
         attention sink, which receives mass from every token regardless of content, and they are the same in every
         prompt; so they do not count as prefix chunks in CacheCraft eq. 6, 7 and 9.
       inter_by_prefix: CacheCraft eq. 3, mean over layers: softmax mass that this chunk's queries put on each prefix
-        chunk; aligned with `prefix_ids`. 0 for instructions at the beginning: see `roles`.
+        chunk; aligned with `prefix_ids`. 0 for instructions at the beginning: see `roles`; and for text, which is no
+        prefix chunk in these equations either: the mass on all text of a prompt is one number, which counts in the
+        ranking of tokens only.
       a_mean, b_mean: CacheCraft eq. 9-10, inter and intra mass normalised by chunk lengths, mean over layers.
       cci: CacheCraft eq. 11, in [0.5, 1].
       token_ranking: in-chunk offsets, the most contextualised token first; all `num_tokens` of them.

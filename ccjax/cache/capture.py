@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ccjax.policy.capture import should_capture, variant_meta
-from ccjax.runner.plan_rows import SINK_TOKENS, PrefillOutcome
+from ccjax.runner.plan_rows import SINK_TOKENS, PrefillOutcome, mass_columns
 from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantId, VariantMeta
 
 ReadLayers = Callable[[VariantId, int, int], np.ndarray]
@@ -38,6 +38,7 @@ def capture_variants(
     """
     masses = _mean_masses(plan, result)
     ranking = masses[0] if ranking_layers is None else _mean_masses(plan, result, ranking_layers)[0]
+    columns = mass_columns(plan)
     before: list[PlannedSegment] = []
     for index, segment in enumerate(plan.segments):
         if segment.chunk_id is None:
@@ -46,7 +47,7 @@ def capture_variants(
         is_whole = segment.action == "compute" or index not in result.partly_recomputed
         if is_whole and should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
             kv = _kv(result, segment, read_layers)
-            yield _measured_meta(index, segment, before, prefix_ids, masses, ranking, kv.nbytes), kv
+            yield _measured_meta(columns[: index + 1], segment, before, prefix_ids, masses, ranking, kv.nbytes), kv
         before.append(segment)
 
 
@@ -69,18 +70,19 @@ def context_deviations(kv: np.ndarray, other: np.ndarray) -> tuple[float, ...]:
 def _mean_masses(
     plan: PrefillPlan, result: PrefillOutcome, layers: Collection[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mass [n, C] on every segment and self mass [n] of every prompt token, float64: means over `layers` or all layers,
-    without the attention sink.
+    """Mass [n, C] on every column (`mass_columns`) and self mass [n] of every prompt token, float64: means over
+    `layers` or all layers, without the attention sink.
 
     Tokens that no layer computed have mass 0, as `variant_meta` requires for a repaired chunk.
     """
-    mass = np.zeros((plan.num_tokens, len(plan.segments)))
+    num_columns = 1 + int(mass_columns(plan).max())
+    mass = np.zeros((plan.num_tokens, num_columns))
     own = np.zeros(plan.num_tokens)
     for rows in result.layers:
         if layers is not None and rows.layer not in layers:
             continue
         inside = slice(rows.first, rows.first + len(rows.offsets))
-        mass[rows.offsets] += np.asarray(rows.mass)[inside, : len(plan.segments)]
+        mass[rows.offsets] += np.asarray(rows.mass)[inside, :num_columns]
         own[rows.offsets] += np.asarray(rows.self_mass)[inside]
     own[:SINK_TOKENS] = 0.0  # their mass on segments is 0 already
     num_layers = result.layers[-1].layer + 1 if layers is None else len(layers)
@@ -88,7 +90,7 @@ def _mean_masses(
 
 
 def _measured_meta(
-    index: int,
+    columns: np.ndarray,
     segment: PlannedSegment,
     before: Sequence[PlannedSegment],
     prefix_ids: tuple[ChunkId, ...],
@@ -99,20 +101,23 @@ def _measured_meta(
     assert segment.chunk_id is not None
     rows = slice(segment.start, segment.start + segment.num_tokens)
     mass, own = masses[0][rows], masses[1][rows]
-    context = [number for number, earlier in enumerate(before) if earlier.role != "instructions"]
+    *others, column = columns.tolist()
+    earlier = [(other, one.role) for other, one in zip(others, before, strict=True)]
+    # As in eq. 6 to 9: instructions would only blur which tokens depend on the passages before them.
+    ranked = sorted({other for other, role in earlier if role != "instructions" and other != column})
+    mass_on = mass.sum(0).tolist()
     return variant_meta(
         chunk_id=segment.chunk_id,
         prefix_ids=prefix_ids,
-        prefix_lengths=tuple(earlier.num_tokens for earlier in before),
-        inter_by_prefix=tuple(float(value) for value in mass[:, :index].sum(0)),
+        prefix_lengths=tuple(one.num_tokens for one in before),
+        inter_by_prefix=tuple(0.0 if role == "text" else mass_on[other] for other, role in earlier),
         # Rounding may make this slightly negative for a token that attends only to itself.
-        intra=max(0.0, float((mass[:, index] - own).sum())),
-        # As in eq. 6 to 9: instructions would only blur which tokens depend on the passages before them.
-        token_scores=tuple(float(value) for value in ranking[rows][:, context].sum(1)),
+        intra=max(0.0, float((mass[:, column] - own).sum())),
+        token_scores=tuple(float(value) for value in ranking[rows][:, ranked].sum(1)),
         num_bytes=num_bytes,
         fidelity=segment.fidelity,
         start=segment.start,
-        roles=(*(earlier.role for earlier in before), segment.role),
+        roles=(*(one.role for one in before), segment.role),
     )
 
 

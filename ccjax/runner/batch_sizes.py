@@ -55,8 +55,13 @@ class BatchSizes:
 
     @property
     def num_segments(self) -> int:
-        """Columns of the mass output, for prompts of up to 15 chunks."""
+        """Columns of the mass output, for prompts of up to 15 passages and instructions."""
         return segment_bucket(1) if self.with_mass else 0
+
+    @property
+    def more_segments(self) -> int:
+        """The same for longer conversations."""
+        return segment_bucket(self.num_segments + 1) if self.with_mass else 0
 
     def packs(self) -> list[tuple[int, int]]:
         """(computed tokens, context slots) of every pack, small ones first.

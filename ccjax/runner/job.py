@@ -17,6 +17,7 @@ from ccjax.runner.plan_rows import (
     LayerRows,
     PrefillOutcome,
     computed_offsets,
+    mass_columns,
     question_stats,
     rows_outside,
     segment_of_tokens,
@@ -50,6 +51,7 @@ class PrefillJob:
     Attributes:
       offsets: positions, ascending, of all tokens that run through the model.
       segment_of: [n + a] int32, segment of every token; the answer belongs to the question's segment.
+      column_of: [n + a] int32, the column that the mass on every token is counted in (`mass_columns`).
       result: its results so far.
     """
 
@@ -84,6 +86,7 @@ class PrefillJob:
         self.num_logits = num_logits
         self.offsets = self._computed_offsets()
         self.segment_of = segment_of_tokens(plan, len(token_ids))
+        self.column_of = mass_columns(plan)[self.segment_of]
         self.result = PrefillOutcome()
         self._is_candidate = np.zeros(len(token_ids), bool)
         """Tokens among which deviation chooses."""

@@ -151,7 +151,7 @@ class Pack(Prefilling):
             if self._loads(piece) and piece.job.contexts is not None and piece.job not in loaded
         }
         positions = [self._context(piece) for piece in pieces]
-        most_segments = max(len(piece.job.plan.segments) for piece in pieces) if with_mass else 0
+        most_segments = 1 + max(int(piece.job.column_of.max()) for piece in pieces) if with_mass else 0
         self._size = self._first_size(sum(map(len, positions)), most_segments)
         num_slots, num_segments = (*self._size[1:], 0)[:2]
 
@@ -159,8 +159,8 @@ class Pack(Prefilling):
             return padded_to(np.concatenate(values), num_slots, fill)
 
         parts = [(piece.job, len(own)) for piece, own in zip(pieces, positions, strict=True)]
-        # Segment numbers of different requests overlap; a token's masses refer to the segments of its own request.
-        segments = [without_sink(job.segment_of)[:length] for job, length in parts]
+        # Columns of different requests overlap; a token's masses refer to the segments of its own request.
+        segments = [without_sink(job.column_of)[:length] for job, length in parts]
         named = {
             "k_slot": context([job.pages.slots[:length] for job, length in parts], pool.num_slots),
             "k_pos": context(positions, NO_POSITION),

@@ -15,8 +15,8 @@ from ccjax.types import REUSED_ANYWHERE, LayerStats, PrefillPlan
 class LayerRows:
     """What one layer computed: prompt offsets of its rows (ascending), their KV and, if collected, their masses.
 
-    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C]; `self_mass`: [N]. Only `len(offsets)` of the N rows are valid,
-    starting at `first`.
+    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C], by `mass_columns`; `self_mass`: [N]. Only `len(offsets)` of the N
+    rows are valid, starting at `first`.
     """
 
     layer: int
@@ -86,10 +86,17 @@ def segment_of_tokens(plan: PrefillPlan, num_tokens: int) -> np.ndarray:
     return segments
 
 
-def without_sink(segments: np.ndarray) -> np.ndarray:
-    """The segments [n] to which the mass on each token of a prompt is counted: -1 for the attention sink, even if it is
+def mass_columns(plan: PrefillPlan) -> np.ndarray:
+    """[segments] int32, the column of the mass output that the mass on each segment is counted in. Instructions and
+    passages have one each; text and the question, of which a prompt may have many, share the last."""
+    is_shared = np.asarray([segment.role in ("text", "question") for segment in plan.segments])
+    return np.where(is_shared, (~is_shared).sum(), np.cumsum(~is_shared) - 1).astype(np.int32)
+
+
+def without_sink(columns: np.ndarray) -> np.ndarray:
+    """The columns [n] that the mass on each token of a prompt is counted in: -1 for the attention sink, even if it is
     part of a passage."""
-    return np.where(np.arange(len(segments)) < SINK_TOKENS, np.int32(-1), segments)
+    return np.where(np.arange(len(columns)) < SINK_TOKENS, np.int32(-1), columns)
 
 
 def recomputed_share(plan: PrefillPlan, outcome: PrefillOutcome, index: int, num_layers: int) -> float:
@@ -109,7 +116,7 @@ def question_stats(plan: PrefillPlan, rows: LayerRows) -> LayerStats:
     """The question's mass on every document in one layer, for the focus policy."""
     question = plan.segments[-1]
     mass = np.asarray(rows.mass)[rows.first : rows.first + len(rows.offsets)][rows.offsets >= question.start]
-    return LayerStats(rows.layer, tuple(float(value) for value in mass[:, _documents(plan)].sum(0)))
+    return LayerStats(rows.layer, tuple(float(value) for value in mass[:, mass_columns(plan)[_documents(plan)]].sum(0)))
 
 
 def unfocused(plan: PrefillPlan, focused: frozenset[int]) -> frozenset[int]:

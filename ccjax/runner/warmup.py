@@ -63,10 +63,11 @@ class StepCompiler:
         return self._model.mesh is None
 
     def all(self) -> list[Key]:
-        """All listed sizes, those of `first` first."""
+        """All listed sizes, those of `first` first, then a few for prompts of many passages."""
         sizes = self._sizes
+        many: list[Key] = [("pack", (rows, slots, sizes.more_segments)) for rows, slots in sizes.first_packs()]
         keys = self._keys(sizes.packs(), sizes.questions(), sizes.decodes(), sizes.rows())
-        return list(dict.fromkeys([*self.first(), *keys]))
+        return list(dict.fromkeys([*self.first(), *many, *keys]))
 
     def first(self) -> list[Key]:
         """A few sizes that cover all others, and those that cannot be substituted."""

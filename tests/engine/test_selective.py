@@ -5,6 +5,7 @@ import pytest
 
 from ccjax.cache.capture import capture_variants
 from ccjax.policy.focus import FocusState, observe
+from ccjax.runner.plan_rows import mass_columns, question_stats
 from ccjax.types import ChunkId, LayerStats, PlannedSegment, PrefillPlan, VariantId, VariantMeta
 from tests.engine.helpers import TOLERANCE, TinyModel, run_plan, run_reusing, selective_oracle
 from tests.oracles import llama_forward
@@ -171,6 +172,35 @@ def test_captured_kv_and_metadata_match_the_oracle(ranking_layers):
         assert np.all(np.diff(ranked) < 1e-5) and sorted(meta.token_ranking) == list(range(size))
     with_diagonal = np.tril(attention[:, span["b"], span["b"]]).sum((1, 2)).mean() / LENGTHS["b"] ** 2
     assert with_diagonal / captured["b"][0].b_mean > 1.01  # the mutant: eq. 4 with its diagonal
+
+
+def test_masses_on_passages_are_the_same_whether_or_not_text_has_columns_of_its_own():
+    world = World(seed=40)
+    names, results = "sabtctdttq", []
+    tokens = np.array_split(world.prompt, len(names))
+    for text in ("text", "passage"):
+        segments, start = [], 0
+        for index, own in enumerate(tokens):
+            role = {"s": "instructions", "t": text, "q": "question"}.get(names[index], "passage")
+            chunk = None if role == "question" else ChunkId(str(index))
+            segments.append(PlannedSegment(role, "compute", start, len(own), chunk))
+            start += len(own)
+        plan = PrefillPlan(tuple(segments))
+        outcome = run_plan(MODEL.device_model(), np.concatenate(tokens), plan, collect=True)
+        metas = {meta.chunk_id: meta for meta, _ in capture_variants(plan, outcome, {}, None)}
+        results.append((mass_columns(plan), metas, question_stats(plan, outcome.layers[1])))
+    (shared, fewer, focus), (each, metas, all_focus) = results
+    assert shared.tolist() == [0, 1, 2, 5, 3, 5, 4, 5, 5, 5] and each.tolist() == list(range(10))
+    passages = [index for index, name in enumerate(names) if name in "abcd"]
+    assert focus.question_mass_by_chunk == pytest.approx(
+        [all_focus.question_mass_by_chunk[index - 1] for index in passages], rel=1e-4
+    )
+    for index in passages:
+        got, wanted = fewer[ChunkId(str(index))], metas[ChunkId(str(index))]
+        assert got.token_ranking == wanted.token_ranking and got.b_mean == pytest.approx(wanted.b_mean, rel=1e-4)
+        of_texts = [wanted.inter_by_prefix[other] for other in range(index) if names[other] == "t"]
+        inter = [0.0 if names[other] == "t" else mass for other, mass in enumerate(wanted.inter_by_prefix)]
+        assert got.inter_by_prefix == pytest.approx(inter, rel=1e-4) and all(mass > 0.01 for mass in of_texts)
 
 
 @pytest.mark.parametrize("window", [None, 1])
