@@ -84,8 +84,15 @@ class Prompt:
     def planned_chunks(self) -> list[PromptChunk]:
         """The segments as input of the policy."""
         return [
-            PromptChunk(segment.chunk.chunk_id, len(segment.chunk.token_ids), segment.role) for segment in self.segments
+            PromptChunk(segment.chunk.chunk_id, len(segment.chunk.token_ids), segment.role, segment.source)
+            for segment in self.segments
         ]
+
+    @functools.cached_property
+    def stored_ids(self) -> frozenset[ChunkId]:
+        """The chunks whose stored KV the prompt can reuse: its own, and those that its segments are slices of."""
+        sources = (segment.source.chunk_id for segment in self.cached if segment.source is not None)
+        return frozenset((*(chunk.chunk_id for chunk in self.chunks), *sources))
 
 
 def chunk_id(token_ids: Sequence[int], tenant: str = "") -> ChunkId:

@@ -57,10 +57,20 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ChunkSlice:
+    """Where a segment's tokens stand in a stored chunk: from its token `offset` on."""
+
+    chunk_id: ChunkId
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
     """A part of a prompt: a chunk and its role.
 
     Attributes:
+      source: the stored chunk whose tokens from `offset` on begin with this segment's, so that a slice of its KV can be
+        reused; None if only KV of the segment's own chunk can be.
       borders: ascending offsets of the tokens at which another message, or another part of a message's content, begins;
         tokenization does not depend on them.
     """
@@ -68,6 +78,7 @@ class Segment:
     role: SegmentRole
     chunk: Chunk
     borders: tuple[int, ...] = ()
+    source: ChunkSlice | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +150,8 @@ class PlannedSegment:
       start: offset of the first token in the prompt.
       role, chunk_id: the segment's. `chunk_id` is None for a question, which is never cached.
       variant_id: the variant to merge, only if `action == "reuse"`.
-      recompute_offsets: ascending in-chunk offsets to recompute, only if `action == "reuse"`.
+      chunk_offset: the variant's row that the segment begins with; `num_tokens` rows from there on are merged.
+      recompute_offsets: ascending offsets in the segment to recompute, only if `action == "reuse"`.
       cfo: CacheCraft eq. 12, the share of tokens that the policy chose to recompute; None if nothing is reused.
       key_shift: extra positions by which stored keys are rotated: 0, except in experiments that leave positions
         uncorrected.
@@ -156,6 +168,12 @@ class PlannedSegment:
     cfo: float | None = None
     key_shift: int = 0
     fidelity: Fidelity = "exact"
+    chunk_offset: int = 0
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the variant that are merged."""
+        return slice(self.chunk_offset, self.chunk_offset + self.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

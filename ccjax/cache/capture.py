@@ -127,7 +127,7 @@ def _kv(result: PrefillOutcome, segment: PlannedSegment, read_layers: ReadLayers
     kv = np.empty((last.layer + 1, 2, segment.num_tokens, *last.k.shape[1:]), last.k.dtype)
     if segment.variant_id is not None:
         assert read_layers is not None
-        kv[...] = read_layers(segment.variant_id, 0, last.layer + 1)
+        kv[...] = read_layers(segment.variant_id, 0, last.layer + 1)[:, :, segment.rows]
     for rows in result.layers:
         low, high = np.searchsorted(rows.offsets, (segment.start, segment.start + segment.num_tokens))
         inside = rows.offsets[low:high] - segment.start

@@ -110,7 +110,7 @@ class LayerLoader:
         assert self._pool is not None
         slots = np.full(self._shape[0], self._pool.num_slots, np.int32)
         for variant_id, segment in reused:
-            slots[segment.start : segment.start + segment.num_tokens] = self._ticket.slots(variant_id)
+            slots[segment.start : segment.start + segment.num_tokens] = self._ticket.slots(variant_id)[segment.rows]
             self._paged_bytes += segment.num_tokens * 2 * self._shape[1] * self._shape[2] * self._dtype.itemsize
         return self._pool.put_slots(slots)
 
@@ -231,7 +231,7 @@ class LayerLoader:
         k_buffer, v_buffer = _zeros(self._shape, self._dtype), _zeros(self._shape, self._dtype)
         num_bytes = 0
         for variant_id, segment in self._reused:
-            kv = self._read(variant_id, layer)
+            kv = self._read(variant_id, layer)[:, segment.rows]
             where = slice(segment.start, segment.start + segment.num_tokens)
             k_buffer[where], v_buffer[where] = kv[0], kv[1]
             if segment.key_shift:

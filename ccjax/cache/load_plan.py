@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -29,8 +30,8 @@ class LoadPlanner:
 
     def disk_bytes(self, plan: PrefillPlan) -> int:
         """KV bytes of the plan's variants that no faster tier holds, whether preloaded or not."""
-        sizes = {segment.variant_id: self._num_bytes(segment) for segment in plan.segments if segment.variant_id}
-        return sum(size for key, size in sizes.items() if self._store.tier_of(key) == DISK)
+        on_disk = (self._store.get_summary(key) for key in plan.pin if self._store.tier_of(key) == DISK)
+        return sum(summary.num_bytes for summary in on_disk if summary is not None)
 
     def load_s(self, plan: PrefillPlan, disk_bytes: int) -> float | None:
         """CacheCraft's Tload when `disk_bytes` of the plan's KV come from disk; None while nothing is measured. KV on
@@ -94,11 +95,11 @@ class LoadPlanner:
             return [], 0.0
         if not self._rates.tiers[DISK].is_settled:
             return [], 0.0
-        loads = []
-        for variant_id, segment in {segment.variant_id: segment for segment in plan.segments}.items():
-            if variant_id is not None and unread[variant_id]:
-                compute_s = (segment.num_tokens - plan.recomputed_tokens(segment)) * token_s
-                loads.append(PlannedLoad(variant_id, load_s * unread[variant_id] / total, compute_s))
+        saved: dict[VariantId, float] = collections.defaultdict(float)
+        for segment in plan.segments:
+            if segment.variant_id is not None and unread[segment.variant_id]:
+                saved[segment.variant_id] += segment.num_tokens - plan.recomputed_tokens(segment)
+        loads = [PlannedLoad(key, load_s * unread[key] / total, tokens * token_s) for key, tokens in saved.items()]
         return loads, prefill_s * (self._num_layers - 1) / self._num_layers  # layer 0 has nothing to hide behind
 
     def _prefill_s(self, plan: PrefillPlan) -> float | None:

@@ -3,6 +3,7 @@ unavailable."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable
@@ -152,11 +153,10 @@ class PlannedPrefill:
     def start_loading(self, shared: frozenset[int]) -> LayerLoader | None:
         """Starts loading all that the plan reuses except the segments in `shared`; None if nothing is to be loaded."""
         assert self.plan is not None
-        wanted = {
-            segment.variant_id: segment.num_tokens
-            for index, segment in enumerate(self.plan.segments)
-            if segment.variant_id is not None and index not in shared
-        }
+        wanted: collections.Counter[VariantId] = collections.Counter()
+        for index, segment in enumerate(self.plan.segments):
+            if segment.variant_id is not None and index not in shared:
+                wanted[segment.variant_id] += segment.num_tokens
         if not wanted:
             return None
         assert self._ticket is not None

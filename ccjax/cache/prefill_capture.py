@@ -23,7 +23,7 @@ from ccjax.runner.plan_rows import recomputed_share
 from ccjax.store.errors import StoreError
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE, HOST
-from ccjax.types import REUSED_ANYWHERE, ChunkId, PrefillPlan, VariantId, VariantMeta
+from ccjax.types import REUSED_ANYWHERE, ChunkId, PlannedSegment, PrefillPlan, Segment, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,10 @@ class PrefillCapture:
             num_layers = self._model.config.num_layers
             self._variants.credit(
                 [
-                    (segment.variant_id, recomputed_share(plan, prefilled.result, index, num_layers))
+                    (segment.variant_id, self._unused_share(segment, share))
                     for index, segment in enumerate(plan.segments)
                     if segment.variant_id is not None
+                    for share in [recomputed_share(plan, prefilled.result, index, num_layers)]
                 ]
             )
             if not self._planner.read_only:
@@ -151,14 +152,27 @@ class PrefillCapture:
                 count += 1
         return count
 
+    def _unused_share(self, segment: PlannedSegment, recomputed: float) -> float:
+        """The share of a reused variant that a prompt recomputed (`recomputed`, of its segment) or has no slice of."""
+        assert segment.variant_id is not None
+        summary = self._store.get_summary(segment.variant_id)
+        if summary is None or summary.num_tokens == segment.num_tokens:
+            return recomputed
+        return 1.0 - (1.0 - recomputed) * segment.num_tokens / summary.num_tokens
+
     def _note_unprepared(self, prompt: Prompt, plan: PrefillPlan) -> None:
         """Notes the passages that were computed, and those that were reused behind others though fewer than
-        `MIN_CHUNKS_BEFORE` chunks had stood before them or the deviations of their tokens are unknown."""
-        known = self._variants.of_chunks({chunk.chunk_id for chunk in prompt.passages})
+        `MIN_CHUNKS_BEFORE` chunks had stood before them or the deviations of their tokens are unknown; instead of a
+        slice that was reused, its whole chunk."""
+        known = self._variants.of_chunks(prompt.stored_ids)
         for segment, own in zip(plan.segments, prompt.segments, strict=True):
             if own.role not in REUSED_ANYWHERE:
                 continue
             variants = known.get(own.chunk.chunk_id, ())
+            if own.source is not None and all(variant.variant_id != segment.variant_id for variant in variants):
+                if segment.variant_id is not None and own.source.chunk_id in self._variants.tokens.known():
+                    own = Segment(own.role, self._variants.tokens.chunk(own.source.chunk_id))
+                    variants = known.get(own.chunk.chunk_id, ())
             used = [variant for variant in variants if variant.variant_id == segment.variant_id]
             is_known = any(variant.token_deviations for variant in variants)
             was_reused = segment.fidelity == "approx" and bool(used)

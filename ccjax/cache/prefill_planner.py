@@ -22,11 +22,11 @@ from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.device_model import DeviceModel
-from ccjax.runner.pool import DevicePool
+from ccjax.runner.pool import DevicePool, num_pages
 from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
-from ccjax.store.usage import DISK, HOST
+from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
@@ -168,9 +168,23 @@ class PrefillPlanner:
             is_approx = (is_lossy or is_foreign) and meta.variant_id not in as_stored
             return dataclasses.replace(meta, fidelity="approx") if is_approx else meta
 
-        found = (known or self._variants.of_chunks)({chunk.chunk_id for chunk in prompt.chunks})
+        found = (known or self._variants.of_chunks)(prompt.stored_ids)
+        failed = self._without_room(prompt, found).union(failed)
         usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in found.items()}
         return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
+
+    def _without_room(self, prompt: Prompt, found: Mapping[ChunkId, Sequence[VariantMeta]]) -> set[VariantId]:
+        """The variants on the device that the pool has no room for beside the prompt: a slice pins a whole variant."""
+        if self._pool is None:
+            return set()
+        room = self._pool.num_pages - num_pages(prompt.num_tokens + prompt.max_new_tokens) - len(prompt.segments)
+        left_out = set()
+        for chunk_id in prompt.stored_ids.difference(chunk.chunk_id for chunk in prompt.chunks):
+            for meta in found.get(chunk_id, ()):
+                if self._store.tier_of(meta.variant_id) == DEVICE:
+                    room -= num_pages(meta.num_tokens)
+                    left_out.update({meta.variant_id} if room < 0 else ())
+        return left_out
 
     def leave_out(self, error: LoadFailedError, waited_s: float) -> None:
         """Drops damaged and missing variants; late ones, and those on a failing disk, stay for later requests."""

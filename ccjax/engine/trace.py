@@ -45,7 +45,7 @@ class Tracer:
 
     def prefilled(self, prefilled: Prefilled, report: ReuseReport) -> None:
         """Records the finished prefill."""
-        metas = self._variants({segment.chunk_id for segment in prefilled.plan.segments if segment.chunk_id})
+        metas = self._variants(prefilled.prompt.stored_ids)
         ccis = {meta.variant_id: meta.cci for known in metas.values() for meta in known}
         self._segments = tuple(_segments(prefilled, report, ccis, self._num_layers))
         self._full_prefill_s = self._estimate(prefilled.plan.num_tokens)

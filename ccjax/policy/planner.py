@@ -6,11 +6,13 @@ compute, so it is reused unchanged wherever it occurs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ccjax.policy._checks import check_count
 from ccjax.policy.hkvd import counts_by_layer
 from ccjax.policy.settings import PlannerSettings, PromptChunk
+from ccjax.policy.slices import with_slices
 from ccjax.policy.strategies import get_strategy
 from ccjax.policy.strategy import Decision
 from ccjax.types import REUSE_MODES, REUSED_ANYWHERE, ChunkId, PlannedSegment, PrefillPlan, ReuseMode, VariantMeta
@@ -40,13 +42,16 @@ def plan_prefill(
 
     Args:
       chunks: the segments of the prompt, in order; each may occur more than once. Only the last may be a question.
-      candidates: the usable variants of each chunk; chunks without an entry have none.
+      candidates: the usable variants of each chunk, and of the sources of chunks; those without an entry have none. Of
+        a source's variants the slice is reused that the chunk is: exactly only the beginning of an exact variant behind
+        exactly its own prefix.
 
     Raises:
       ValueError: no chunk, one without tokens, a question before the last, an unknown mode, or a candidate that belongs
-        to another chunk or has another length.
+        to another chunk, has another length, or ends before the slice.
     """
     _check_prompt(chunks, candidates, mode)
+    candidates, offsets = with_slices(chunks, candidates)
     *chunks, last = chunks
     if mode == "off":
         decisions: Sequence[Decision] = [Decision()] * len(chunks)
@@ -57,6 +62,9 @@ def plan_prefill(
     start, is_exact = 0, True
     for chunk, decision in zip(chunks, decisions, strict=True):
         segment = _segment(chunk, decision, start, mode, is_exact, fixes_positions=settings.fixes_positions)
+        if segment.variant_id is not None:
+            first = offsets.get((chunk.chunk_id, segment.variant_id), 0)
+            segment = dataclasses.replace(segment, chunk_offset=first) if first else segment
         segments.append(segment)
         start += chunk.num_tokens
         is_exact = is_exact and segment.fidelity == "exact"
@@ -139,5 +147,15 @@ def _check_prompt(
             if meta.chunk_id != chunk.chunk_id or meta.num_tokens != chunk.num_tokens:
                 raise ValueError(
                     f"candidates[{chunk.chunk_id!r}]: wanted variants of this chunk with {chunk.num_tokens} tokens, "
+                    f"got {meta.variant_id!r} of {meta.chunk_id!r} with {meta.num_tokens}"
+                )
+        if chunk.source is None:
+            continue
+        check_count(f"chunks[{index}].source.offset", chunk.source.offset, least=0)
+        end = chunk.source.offset + chunk.num_tokens
+        for meta in candidates.get(chunk.source.chunk_id, ()):
+            if meta.chunk_id != chunk.source.chunk_id or meta.num_tokens < end:
+                raise ValueError(
+                    f"candidates[{chunk.source.chunk_id!r}]: wanted variants of this chunk with at least {end} tokens, "
                     f"got {meta.variant_id!r} of {meta.chunk_id!r} with {meta.num_tokens}"
                 )

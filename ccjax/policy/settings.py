@@ -6,16 +6,17 @@ import dataclasses
 
 from ccjax.policy._checks import check_count, check_mass, check_ratio
 from ccjax.policy.focus import check_focus_rule
-from ccjax.types import ChunkId, SegmentRole
+from ccjax.types import ChunkId, ChunkSlice, SegmentRole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """One segment of a prompt, as the policy sees it."""
+    """One segment of a prompt, as the policy sees it. `source`: as in `Segment`."""
 
     chunk_id: ChunkId
     num_tokens: int
     role: SegmentRole = "passage"
+    source: ChunkSlice | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

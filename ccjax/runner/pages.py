@@ -13,12 +13,16 @@ _PAGE, _START, _LENGTH = range(3)
 
 
 def shared_segments(plan: PrefillPlan, chunks: Container[VariantId | None]) -> frozenset[int]:
-    """Segments of a plan that are read in place from the pages of `chunks`: reused without recomputed tokens."""
+    """Segments of a plan that are read in place from the pages of `chunks`: reused without recomputed tokens, from the
+    beginning of a page on."""
     written = frozenset(plan.chosen_by_question)
     return frozenset(
         index
         for index, segment in enumerate(plan.segments)
-        if segment.variant_id in chunks and not segment.recompute_offsets and index not in written
+        if segment.variant_id in chunks
+        and not segment.recompute_offsets
+        and segment.chunk_offset % PAGE_TOKENS == 0
+        and index not in written
     )
 
 
@@ -53,12 +57,12 @@ class RequestPages:
         for index, segment in enumerate(plan.segments):
             variant_id = segment.variant_id
             if variant_id is None or index not in self.shared:
-                shard = shards[index]
+                shard, slots = shards[index], shards[index].slots
             else:
-                shard = chunks[variant_id]
+                shard, slots = chunks[variant_id], chunks[variant_id].slots[segment.rows]
             self._segments.append(shard)
             for first in range(0, segment.num_tokens, PAGE_TOKENS):
-                page, length = int(shard.slots[first]) // PAGE_TOKENS, min(PAGE_TOKENS, segment.num_tokens - first)
+                page, length = int(slots[first]) // PAGE_TOKENS, min(PAGE_TOKENS, segment.num_tokens - first)
                 table.append((page, segment.start + first, length))
         self.num_tokens = plan.num_tokens
         self.num_entries = len(table)

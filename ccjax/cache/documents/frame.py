@@ -74,13 +74,13 @@ class PassageFrame:
         return bool(between) and between == tuple(chunk.chunk_id for chunk in self.chunks(tenant_of(between[0])))
 
     def variant_ids(self, prompt: Prompt) -> frozenset[VariantId]:
-        """The ids of the variants of the prompt's passages behind the frame."""
+        """The ids that variants of the prompt's chunks, and of those that it has slices of, have behind the frame."""
         found = set()
         instructions = [segment.chunk.chunk_id for segment in prompt.instructions]
-        for chunk in prompt.passages:
-            before = self.chunks(tenant_of(chunk.chunk_id))
+        for chunk_id in prompt.stored_ids:
+            before = self.chunks(tenant_of(chunk_id))
             if before:
                 found.add(
-                    make_variant_id(chunk.chunk_id, (*instructions, *(passage.chunk_id for passage in before)), "exact")
+                    make_variant_id(chunk_id, (*instructions, *(passage.chunk_id for passage in before)), "exact")
                 )
         return frozenset(found)

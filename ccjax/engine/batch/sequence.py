@@ -123,16 +123,19 @@ class TokenSequence:
         """An upper bound of the work of each sequence of the group."""
         return self._unplanned() if self.group.num_answers == 1 else reading_work(self._unplanned())
 
-    def num_shared_pages(self, is_pinned: Callable[[str], bool]) -> int:
-        """Pages of cached chunks, or of its shared prompt, that are reclaimable now and would not be if it ran."""
+    def num_shared_pages(self, to_pin: Callable[[str], int]) -> int:
+        """Pages of cached chunks, or of its shared prompt, that are reclaimable now and would not be if it ran.
+
+        Args:
+          to_pin: returns how many of a variant's pages are reclaimable now.
+        """
         shared_prompt = self.group.shared_prompt
         if shared_prompt is not None:
             return shared_prompt.num_pages if self.group.is_unread else 0
         plan = self.prefill.plan
         if plan is None or not self._work.shared_pages:
             return 0
-        sizes = {s.variant_id: num_pages(s.num_tokens) for s in plan.segments if s.variant_id is not None}
-        return sum(size for key, size in sizes.items() if not is_pinned(key))
+        return sum(map(to_pin, plan.pin))
 
     def plan(self, at: int) -> None:
         """Plans its prefill, or plans it again, unless its prompt is shared; `at` is the count of variant changes."""
@@ -142,8 +145,8 @@ class TokenSequence:
 
     @property
     def chunk_ids(self) -> tuple[ChunkId, ...]:
-        """The chunks of its prompt."""
-        return tuple(chunk.chunk_id for chunk in self.prefill.prompt.chunks)
+        """The chunks whose stored KV its prompt can reuse."""
+        return tuple(self.prefill.prompt.stored_ids)
 
     @property
     def _plan(self) -> PrefillPlan | None:

@@ -21,6 +21,7 @@ from ccjax.runner.pack import Prefilling
 from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import SampledToken
 from ccjax.store.errors import TierFullError
+from ccjax.store.usage import DEVICE
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +188,12 @@ class Sequences:
 
     def shared_pages(self, sequence_id: str) -> int:
         """Shared pages of a sequence that are reclaimable now and would not be if it ran."""
-        return self._by_id[sequence_id].num_shared_pages(self._store.is_pinned)
+        return self._by_id[sequence_id].num_shared_pages(self._pages_to_pin)
+
+    def _pages_to_pin(self, variant_id: str) -> int:
+        """Pages of a variant that are reclaimable now: all that it has on the device, or none."""
+        is_there = self._store.tier_of(variant_id) == DEVICE and not self._store.is_pinned(variant_id)
+        return (self._store.charge_bytes(DEVICE, variant_id) or 0) // self._pool.page_bytes if is_there else 0
 
     # -- pages ---------------------------------------------------------------------------------------------------------
 

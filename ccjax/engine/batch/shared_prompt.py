@@ -33,7 +33,13 @@ class SharedPrompt:
         shards, self._own = pages.hand_over()
         question = plan.segments[-1]
         segments = [
-            dataclasses.replace(segment, action="reuse", variant_id=VariantId(f"prompt/{index}"), recompute_offsets=())
+            dataclasses.replace(
+                segment,
+                action="reuse",
+                variant_id=VariantId(f"prompt/{index}"),
+                recompute_offsets=(),
+                chunk_offset=segment.chunk_offset if index in pages.shared else 0,
+            )
             for index, segment in enumerate(plan.segments)
         ]
         segments[-1] = dataclasses.replace(segments[-1], num_tokens=question.num_tokens - 1)
