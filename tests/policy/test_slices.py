@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def piece(offset: int, num_tokens: int = 6, role: SegmentRole = "passage", name:
     return PromptChunk(ChunkId(name), num_tokens, role, ChunkSlice(ChunkId("A"), offset))
 
 
-def plan(chunks, *metas: VariantMeta, mode="bounded", **settings):
+def plan(chunks, *metas: VariantMeta, mode: Any = "bounded", **settings):
     candidates = {}
     for meta in metas:
         candidates.setdefault(meta.chunk_id, []).append(meta)
