@@ -12,6 +12,7 @@ import numpy as np
 from ccjax.errors import RequestError
 from ccjax.types import (
     REUSE_MODES,
+    ComputeCause,
     Document,
     ReuseMode,
     ReuseReport,
@@ -204,6 +205,7 @@ class SegmentTrace:
     focused: bool | None = None
     document_id: str | None = None
     title: str | None = None
+    cause: ComputeCause | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,6 +26,11 @@ not cached."""
 REUSED_ANYWHERE: frozenset[SegmentRole] = frozenset({"passage"})
 """Roles whose chunks are also reused behind other chunks than they were computed behind."""
 SegmentAction = Literal["compute", "reuse"]
+ComputeCause = Literal["question", "new", "short", "prefix", "mode", "load", "failed", "evicted"]
+"""Why tokens were computed: the question always is; no KV of the text is stored (new), or none any more, for want of
+space (evicted); it is text between passages, too short to be stored (short); its KV is stored only behind other text
+(prefix), or the request's reuse mode or the strategy does not use it (mode); loading it would have taken longer than
+computing it (load), or did not succeed (failed)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -240,7 +245,7 @@ class LayerStats:
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentReuse:
     """Reuse of one chunk of a prompt (a passage, the instructions, text); the three token counts add up to
-    `num_tokens`. `framed`: its KV was prepared after the frame."""
+    `num_tokens`. `framed`: its KV was prepared after the frame. `cause`: why it was computed, None if it was reused."""
 
     role: SegmentRole
     chunk_id: ChunkId | None
@@ -256,6 +261,7 @@ class DocumentReuse:
     document_id: str | None = None
     version: str | None = None
     title: str | None = None
+    cause: ComputeCause | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

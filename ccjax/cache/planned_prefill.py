@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from ccjax.cache.capture import ReadLayers
+from ccjax.cache.causes import KnownChunks, causes_of
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.reads import LoadFailedError, WaitLimit
@@ -21,7 +22,7 @@ from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.store.errors import ShardNotFoundError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE
-from ccjax.types import ChunkId, PrefillPlan, VariantId, VariantMeta
+from ccjax.types import ChunkId, ComputeCause, PrefillPlan, VariantId, VariantMeta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Prefilled:
 
     Attributes:
       ticket: None if reuse was off.
+      causes: of each segment of the plan, why it was computed; None if it was reused.
       shared: None if no other process was involved.
       preloaded_bytes, load_s, given_up_loads: as in `ReuseReport`.
     """
@@ -42,6 +44,7 @@ class Prefilled:
     plan_s: float
     planned_at_s: float
     failed_loads: int
+    causes: tuple[ComputeCause | None, ...]
     preloaded_bytes: int = 0
     load_s: float = 0.0
     given_up_loads: int = 0
@@ -84,6 +87,8 @@ class PlannedPrefill:
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
+        self._failed_chunks: set[ChunkId] = set()
+        self._known = KnownChunks()
         self._lossy: set[str] = set()
         self._wait_limit = WaitLimit(planner.rates.seconds_per_token)
         self._given_up: frozenset[VariantId] = frozenset()
@@ -107,10 +112,14 @@ class PlannedPrefill:
         if mode == "off":
             self.plan = self._planner.plan(self.prompt, mode, {})
         else:
+            usable = self._usable()
             self.plan, self._given_up = self._planner.loads.plan_loads(
-                lambda without: self._planner.plan(self.prompt, mode, self._usable(without), settings),
+                lambda without: self._planner.plan(
+                    self.prompt, mode, self._usable(without) if without else usable, settings
+                ),
                 adapts_ratio=mode == "bounded" and adapts_to_loading(settings),
             )
+            self._known = self._planner.known(self.prompt, usable, self._given_up)
         self._planned_at_s = time.perf_counter()
         self._plan_s += self._planned_at_s - started
         return self.plan
@@ -176,6 +185,9 @@ class PlannedPrefill:
         waited_s = 0.0 if self._loader is None else self._loader.waited_s
         self.close(ok=bool(waited_s))  # what was read completely and without errors may stay in memory
         self._failed.update(error.causes)
+        assert self.plan is not None
+        failed = (segment.chunk_id for segment in self.plan.segments if segment.variant_id in error.causes)
+        self._failed_chunks.update(filter(None, failed))
         self._waited_s += waited_s
         self._planner.leave_out(error, waited_s)
         self.make_plan()
@@ -188,6 +200,7 @@ class PlannedPrefill:
             self._loader.__exit__()
             outcome.loaded_bytes, outcome.load_wait_s = self._loader.loaded_bytes, self._loader.waited_s
             self._loader = None
+        known = dataclasses.replace(self._known, failed=frozenset(self._failed_chunks))
         shared_s = 0.0 if self._shared is None else self._shared.waited_s
         outcome.load_wait_s += self._waited_s + shared_s
         return Prefilled(
@@ -199,6 +212,7 @@ class PlannedPrefill:
             plan_s=self._plan_s,
             planned_at_s=self._planned_at_s,
             failed_loads=len(self._failed),
+            causes=causes_of(plan, self.contract.mode, known),
             preloaded_bytes=self._preloaded_bytes,
             load_s=self._planner.loads.load_s(self.plan, self._disk_bytes) or 0.0,
             given_up_loads=len(self._given_up),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 import jax.numpy as jnp
 
+from ccjax.cache.causes import KnownChunks
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.load_plan import LoadPlanner
 from ccjax.cache.rates import Rates
@@ -185,6 +186,23 @@ class PrefillPlanner:
                     room -= num_pages(meta.num_tokens)
                     left_out.update({meta.variant_id} if room < 0 else ())
         return left_out
+
+    def known(
+        self, prompt: Prompt, usable: Mapping[ChunkId, Sequence[VariantMeta]], given_up: Collection[VariantId]
+    ) -> KnownChunks:
+        """What is known now of a prompt's chunks, whose `usable` variants without `given_up` were planned with."""
+        sources = {part.chunk.chunk_id: part.source and part.source.chunk_id for part in prompt.cached}
+
+        def among(held: Container[ChunkId]) -> frozenset[ChunkId]:
+            """The chunks that are held, or are slices of a chunk that is."""
+            return frozenset(chunk for chunk, source in sources.items() if chunk in held or source in held)
+
+        return KnownChunks(
+            stored=among(self._variants.chunk_ids()),
+            usable=among({chunk for chunk, metas in usable.items() if metas}),
+            evicted=among(self._variants.evicted.ids),
+            given_up=among({c for c, metas in usable.items() if any(meta.variant_id in given_up for meta in metas)}),
+        )
 
     def leave_out(self, error: LoadFailedError, waited_s: float) -> None:
         """Drops damaged and missing variants; late ones, and those on a failing disk, stay for later requests."""

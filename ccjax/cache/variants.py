@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.cache.causes import EvictedChunks
 from ccjax.cache.changes import Changes
 from ccjax.cache.chunk_tokens import ChunkTokens
 from ccjax.cache.document_registry import DocumentRegistry, Origin
@@ -49,6 +50,7 @@ class VariantIndex:
       tokens: token ids of the chunks of variants whose records were read, as far as they are known.
       documents: which documents the chunks belong to, and which of these were erased.
       changes: counts the variants added and removed.
+      evicted: the chunks of which variants were evicted lately.
     """
 
     def __init__(
@@ -71,13 +73,14 @@ class VariantIndex:
         self._store = store
         self._expected_share = expected_share
         self._max_variants = max_variants
-        self._placement = Placement(store, costs, policy=policy, on_gone=self._drop, parent_of=parent_id)
+        self._placement = Placement(store, costs, policy=policy, on_gone=self._evicted, parent_of=parent_id)
         self._by_id: dict[VariantId, VariantMeta | KnownVariant] = {}
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta | KnownVariant]] = {}
         self._by_chunk_lock = threading.Lock()
         self._origins: dict[VariantId, Origin] = {}
         self._maybe_approximate: dict[VariantId, None] = {}
         self.changes = Changes()
+        self.evicted = EvictedChunks()
         hints = store.read_hints()
         frequencies = _frequencies(hints)
         with uncollected():
@@ -253,6 +256,12 @@ class VariantIndex:
     def forget(self, variant_id: VariantId) -> None:
         """Removes a variant that no tier holds any more from the index."""
         self._placement.forget(variant_id)
+        self._drop(variant_id)
+
+    def _evicted(self, variant_id: VariantId) -> None:
+        meta = self._by_id.get(variant_id)
+        if meta is not None:
+            self.evicted.note(meta.chunk_id)
         self._drop(variant_id)
 
     def _drop(self, variant_id: VariantId) -> None:

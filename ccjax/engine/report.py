@@ -25,7 +25,7 @@ def build_report(
     documents: list[DocumentReuse] = []
     number = 0
     splits = [_split(segment, result.recomputed_tokens_of.get(index)) for index, segment in enumerate(plan.segments)]
-    for segment, chunk, split in zip(plan.segments, prompt.chunks, splits, strict=False):
+    for segment, chunk, split, cause in zip(plan.segments, prompt.chunks, splits, prefilled.causes, strict=False):
         focused = None
         if segment.role in REUSED_ANYWHERE:
             focused = None if result.focused is None else number in result.focused
@@ -47,6 +47,7 @@ def build_report(
                 document_id=chunk.document_id,
                 version=chunk.version,
                 title=chunk.title,
+                cause=cause,
             )
         )
     approximate = [segment for segment in plan.segments if segment.fidelity != "exact"]

@@ -97,6 +97,7 @@ def _segments(
                 focused=told.focused,
                 document_id=told.document_id,
                 title=told.title,
+                cause=told.cause,
             )
         )
     last = plan.segments[-1]
@@ -111,6 +112,7 @@ def _segments(
                 recomputed_tokens=0,
                 computed_tokens=last.num_tokens,
                 exact=last.fidelity == "exact",
+                cause="question",
             )
         )
     return traces

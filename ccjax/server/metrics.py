@@ -69,9 +69,10 @@ class ServerMetrics:
             for name, text in (
                 ("reused", "whose stored KV was used unchanged"),
                 ("recomputed", "of reused chunks that were computed again"),
-                ("computed", "that had no stored KV"),
             )
         }
+        text = "Prompt tokens that were computed without stored KV, and why (docs/serving.md)"
+        self._computed_tokens = counter("computed_tokens", text, "role", "cause")
         # vLLM's names, in tokens: queries and hits of a prefix-only cache.
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens for which a stored prefix was looked up")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens in a stored prefix")
@@ -200,6 +201,11 @@ class ServerMetrics:
                 metric.labels(document.role).inc(getattr(document, field))
             listed = sum(getattr(document, field) for document in report.per_document)
             metric.labels("question").inc(getattr(report, field) - listed)
+        computed = [part for part in report.per_document if part.computed_tokens]
+        for part in computed:
+            self._computed_tokens.labels(part.role, part.cause).inc(part.computed_tokens)
+        listed = sum(part.computed_tokens for part in computed)
+        self._computed_tokens.labels("question", "question").inc(report.computed_tokens - listed)
 
     def _count_cached(self, report: ReuseReport) -> None:
         self._prefix_queries.inc(report.prompt_tokens)

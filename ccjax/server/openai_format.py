@@ -119,13 +119,18 @@ class Formatter:
 
 
 def usage(response: Response) -> dict[str, Any]:
-    """OpenAI's usage over all answers; tokens whose stored KV was reused unchanged count as cached."""
+    """OpenAI's usage over all answers; tokens whose stored KV was reused unchanged count as cached. Besides, SGLang's
+    `cached_tokens_details`: the same tokens by tier."""
     num_answer_tokens = response.num_answer_tokens
+    tiers = dict.fromkeys(("device", "host", "storage"), 0)
+    for part in response.reuse.per_document:
+        if part.tier is not None:
+            tiers[part.tier if part.tier in tiers else "storage"] += part.reused_tokens
     return {
         "prompt_tokens": response.num_prompt_tokens,
         "completion_tokens": num_answer_tokens,
         "total_tokens": response.num_prompt_tokens + num_answer_tokens,
-        "prompt_tokens_details": {"cached_tokens": response.reuse.reused_tokens},
+        "prompt_tokens_details": {"cached_tokens": response.reuse.reused_tokens, "cached_tokens_details": tiers},
     }
 
 

@@ -37,7 +37,7 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
     passages = [Segment("passage", Chunk(key, tuple(range(8)))) for key in ids]
     prompt = Prompt((*passages, Segment("question", Chunk(ChunkId("?"), (1, 2, 3, 4)))), 1)
     ticket = types.SimpleNamespace(tiers={"va": "host", "vb": "disk"})
-    prefilled = Prefilled(prompt, plan, outcome, ticket, None, 0.0, 0.0, 0)
+    prefilled = Prefilled(prompt, plan, outcome, ticket, None, 0.0, 0.0, 0, (None, None, "question"))
     report = build_report(
         prefilled,
         mode="bounded",

@@ -2,6 +2,16 @@
 
 import { byId, count, definitions, el, percent } from "./dom.js";
 
+const CAUSES = {
+  question: ["always computed", "The end of a prompt is never stored."],
+  new: ["new text", "No KV of this text is stored."],
+  short: ["too short", "Text between passages that is too short to be stored."],
+  prefix: ["other text before it", "Its KV is stored only behind other text than here, which it may not be reused behind."],
+  mode: ["not by this mode", "Its KV is stored, but the request's reuse mode, or the strategy, does not use it."],
+  load: ["computing was quicker", "Its KV is stored, but loading it would have taken longer than computing it."],
+  failed: ["could not be loaded", "Its stored KV could not be read, or not in time."],
+  evicted: ["evicted", "Its KV was stored and evicted for want of space."],
+};
 const TIERS = { device: "device memory", host: "host memory", disk: "disk" };
 
 /** One mark per token of a segment: "reused", "recomputed" or "computed". */
@@ -56,7 +66,8 @@ function card(segment, number, numLayers) {
     badges.push(badge(`from ${TIERS[segment.tier] ?? segment.tier ?? "the store"}`, `tier-${segment.tier}`));
     badges.push(segment.exact ? badge("exact") : badge("approximate"));
   } else {
-    badges.push(badge(segment.role === "question" ? "always computed" : "nothing stored"));
+    const [name, reason] = CAUSES[segment.cause] ?? CAUSES.new;
+    badges.push(badge(name, "", reason));
   }
   if (segment.focused === true) badges.push(badge("in focus"));
   if (segment.focused === false) badges.push(badge("out of focus"));
@@ -86,7 +97,7 @@ function card(segment, number, numLayers) {
   return el("li", { class: `segment ${segment.role}` }, head, numbers, cfoBar(segment), text);
 }
 
-const badge = (text, kind = "") => el("span", { class: `badge ${kind}` }, text);
+const badge = (text, kind = "", title = null) => el("span", { class: `badge ${kind}`, title }, text);
 
 function cfoBar(segment) {
   if (segment.action !== "reuse" || segment.role !== "passage" || !segment.cfo) return "";
