@@ -191,11 +191,13 @@ class PrefillPlanner:
         self, prompt: Prompt, usable: Mapping[ChunkId, Sequence[VariantMeta]], given_up: Collection[VariantId]
     ) -> KnownChunks:
         """What is known now of a prompt's chunks, whose `usable` variants without `given_up` were planned with."""
-        sources = {part.chunk.chunk_id: part.source and part.source.chunk_id for part in prompt.cached}
+        ids = {part.chunk.chunk_id: {part.chunk.chunk_id} for part in prompt.cached}
+        for part in prompt.cached:
+            ids[part.chunk.chunk_id] |= {part.source.chunk_id} if part.source else set()
 
         def among(held: Container[ChunkId]) -> frozenset[ChunkId]:
             """The chunks that are held, or are slices of a chunk that is."""
-            return frozenset(chunk for chunk, source in sources.items() if chunk in held or source in held)
+            return frozenset(chunk for chunk, own in ids.items() if any(one in held for one in own))
 
         return KnownChunks(
             stored=among(self._variants.chunk_ids()),

@@ -83,6 +83,9 @@ def check_shows(page: Page, told: dict[str, Any]) -> None:
         badges = page.locator(".segment").nth(at).locator(".badges").inner_text()
         names = {"device": "device memory", "host": "host memory", "disk": "disk"}
         assert segment["tier"] is None or f"from {names[segment['tier']]}" in badges
+        causes = {"question": "always computed", "new": "new text", "mode": "not by this mode"}
+        assert (segment["cause"] is None) == (segment["action"] == "reuse")
+        assert segment["cause"] is None or causes[segment["cause"]] in badges
         if segment["cfo"] is not None:
             assert f"{segment['cfo']:.2f}" in page.locator(".segment").nth(at).locator(".facts").inner_text()
     offsets = page.eval_on_selector_all(
