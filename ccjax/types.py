@@ -70,6 +70,15 @@ class ChunkSlice:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KnownRun:
+    """Tokens `[start, end)` of a prompt are those of a stored chunk from `source.offset` on."""
+
+    start: int
+    end: int
+    source: ChunkSlice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
     """A part of a prompt: a chunk and its role.
 

@@ -32,6 +32,7 @@ BENCHMARKS = (
     "ragcache",
     "trace",
     "kernels",
+    "recognition",
 )
 
 

@@ -121,6 +121,14 @@ def test_least_exposed_time_is_equation_16_and_that_of_a_simulated_pipeline():
         assert loading.least_exposed_s("sync", num_layers, 1.0, load_s, queue_s) == max(0.0, load_s - queue_s)
 
 
+def test_recognition_finds_all_known_text_in_its_prompts():
+    out, figures = in_process.figures("recognition", "--chunks", "2000", "--prompts", "5")
+    assert figures["found_share"] == 1.0 and any("100.0% of the known tokens" in line for line in out)
+    assert 4.0 < figures["bytes_per_token"] < 8.0 and figures["chunks"] == 2000
+    for name in ("find_ms", "cpu_ms", "repetitive_ms"):
+        assert 0.0 < figures[name]["p50"] <= figures[name]["p95"] <= figures[name]["p99"]
+
+
 @pytest.mark.slow
 def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):
     """Over few real texts, which take by far the longest to embed."""
