@@ -158,23 +158,28 @@ def question_step(
     scale = settings.config.head_dim**-0.5
 
     def attend(q: Array, pages: KVPages, inputs: StepInputs) -> tuple[Array, Array]:
-        keys = rotate(read_slots(pages.k, inputs.k_slot), inputs.k_rotation)
-        values = read_slots(pages.v, inputs.k_slot)
+        # Heads first, once for all blocks.
+        keys = jnp.swapaxes(rotate(read_slots(pages.k, inputs.k_slot), inputs.k_rotation), 0, 1)
+        values = jnp.swapaxes(read_slots(pages.v, inputs.k_slot), 0, 1)
 
         def block(rows: tuple[Array, ...]) -> tuple[Array, Array]:
             q, q_pos, q_request, is_row = rows
             is_visible = (q_request[:, None] == inputs.k_request[None]) & (q_pos[:, None] >= inputs.k_pos[None])
-            grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
-            scores = einsum("nkgh,skh->kgns", grouped, keys, preferred_element_type=jnp.float32) * scale
+            grouped = q.reshape(q.shape[0], keys.shape[0], -1, q.shape[2]).transpose(1, 2, 0, 3)
+            scores = einsum("kgnh,ksh->kgns", grouped, keys, preferred_element_type=jnp.float32) * scale
             weights = nn.softmax(jnp.where(is_visible[None, None], scores, -jnp.inf), axis=-1)
-            received = jnp.where(is_row[None, None, :, None], weights, 0.0).sum(-2).reshape(-1, keys.shape[0]).T
-            return einsum("kgns,skh->nkgh", weights.astype(values.dtype), values).reshape(q.shape), received
+            received = jnp.where(is_row[None, None, :, None], weights, 0.0).sum(-2).reshape(-1, keys.shape[1]).T
+            out = einsum("kgns,ksh->kgnh", weights.astype(values.dtype), values)
+            return out.transpose(2, 0, 1, 3).reshape(q.shape), received
+
+        def nothing(rows: tuple[Array, ...]) -> tuple[Array, Array]:
+            return jnp.zeros_like(rows[0]), jnp.zeros((keys.shape[1], q.shape[1]), jnp.float32)
 
         rows = (q, inputs.q_pos, inputs.q_request, inputs.q_slot < pages.num_slots)  # padding rows count no mass
         if q.shape[0] <= QUESTION_ROWS:
             return block(rows)
         blocks = tuple(value.reshape(-1, QUESTION_ROWS, *value.shape[1:]) for value in rows)
-        attended, received = lax.map(block, blocks)
+        attended, received = lax.map(lambda rows: lax.cond(rows[-1].any(), block, nothing, rows), blocks)
         return attended.reshape(q.shape), received.sum(0)
 
     q, _, _, pages = _projected(layer, x, pages, inputs, settings)
