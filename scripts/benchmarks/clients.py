@@ -81,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=positive_int, default=5, help="of a conversation (%(default)s)")
     add("--max-tokens", type=positive_int, default=16, help="of every answer (%(default)s)")
     add("--idle-s", type=float, default=300.0, help="most time to compile before, to prepare after (%(default)s)")
+    add("--limit-s", type=float, default=float("inf"), help="begin no client after so many seconds (default: all)")
     add("--timeout-s", type=float, default=600.0, help="seconds of silence until an answer is abandoned (%(default)s)")
 
 
@@ -102,7 +103,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             _wait(lambda: not scrape(url).get("ccjax_sizes_to_compile"), options.idle_s)
             model = _model_name(url)
             asked = []
+            until = time.monotonic() + options.limit_s
             for name, pool in zip(names, pools, strict=True):
+                if time.monotonic() > until:
+                    skipped.append(f"{name}: not begun within --limit-s {options.limit_s:g}")
+                    continue
                 before, after = schedule(pool, options.turns if CLIENTS[name].holds_history else 0)
                 try:
                     for way in WAYS:
