@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -15,9 +15,25 @@ from ccjax.errors import ContextLengthError, RequestError
 from ccjax.policy.settings import PromptChunk
 from ccjax.requests import Request
 from ccjax.text import PromptBuilder, PromptParts
-from ccjax.types import REUSED_ANYWHERE, Chunk, ChunkId, Document, Segment, SegmentRole, leading_instructions
+from ccjax.text.prompt import LEAST_BLOCK
+from ccjax.types import (
+    REUSED_ANYWHERE,
+    Chunk,
+    ChunkId,
+    ChunkSlice,
+    Document,
+    KnownRun,
+    Segment,
+    SegmentRole,
+    leading_instructions,
+)
 
 _SHORT_ANSWER = 128
+
+FindKnown = Callable[[Sequence[int], str], Sequence[KnownRun]]
+"""From token ids and a tenant's tag: the runs of them that stored passages of the tenant have, ascending."""
+_Passage = tuple[int, int, ChunkSlice | None]
+"""First and last token (exclusive), and where they are stored; None if only as a chunk of their own, if at all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +129,22 @@ def tenant_of(key: ChunkId) -> str:
 
 
 def assemble(
-    request: Request, builder: PromptBuilder | None, *, max_model_len: int, vocab_size: int, answer: bool = True
+    request: Request,
+    builder: PromptBuilder | None,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    answer: bool = True,
+    find_known: FindKnown | None = None,
 ) -> Prompt:
     """The prompt of a request; passages are dropped to make it fit only if the request allows it.
 
     Without `max_new_tokens` the answer may use the rest of the context, at least one token; if passages may be dropped,
     room for a short answer is kept. Without `answer` the prompt may fill the whole context.
+
+    Args:
+      find_known: finds text of stored passages in messages or a plain prompt, where no border need be around it. Not
+        asked in mode `exact`, where only the very same prompt is reused, however much is stored by then.
 
     Raises:
       RequestError: a part of the request is empty, of the wrong type or outside the vocabulary.
@@ -128,7 +154,8 @@ def assemble(
         segments = _from_segments(request.segments, vocab_size, tenant_tag(request.cache_salt))
         droppable = range(len(segments))
     else:
-        segments, droppable = _from_text(request, builder, tenant_tag(request.cache_salt))
+        find = find_known if request.reuse in ("bounded", "fast") else None
+        segments, droppable = _from_text(request, builder, tenant_tag(request.cache_salt), find)
     wanted = request.sampling.max_new_tokens
     reserve = wanted if wanted is not None else int(answer)
     total = sum(len(segment.chunk.token_ids) for segment in segments)
@@ -167,7 +194,9 @@ def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str 
     )
 
 
-def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> tuple[list[Segment], range]:
+def _from_text(
+    request: Request, builder: PromptBuilder | None, tenant: str, find: FindKnown | None
+) -> tuple[list[Segment], range]:
     """The segments, and the numbers of those that may be left out: the documents, nothing that a message says."""
     if builder is None:
         raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
@@ -188,26 +217,45 @@ def _from_text(request: Request, builder: PromptBuilder | None, tenant: str) -> 
         Segment("passage", as_chunk(ids, document, tenant))
         for ids, document in zip(parts.documents, request.documents, strict=True)
     ]
-    return _cut(parts, documents, tenant)
+    # The last token is always computed. Before documents the system prompt is left as it is.
+    first = len(parts.system) if documents else parts.num_opening
+    runs = find((parts.system + parts.question)[first:-1], tenant) if find is not None else ()
+    return _cut(parts, _passages(runs, first, parts.blocks), documents, tenant)
 
 
-def _cut(parts: PromptParts, documents: Sequence[Segment], tenant: str) -> tuple[list[Segment], range]:
+def _passages(runs: Sequence[KnownRun], first: int, blocks: Sequence[tuple[int, int]]) -> list[_Passage]:
+    """The passages of a prompt, ascending: runs of known text, counted from token `first`, and what these leave of
+    blocks."""
+    found: list[_Passage] = [(first + run.start, first + run.end, run.source) for run in runs]
+    ends = [0, *(end for _, end, _ in found)]
+    starts = [*(start for start, _, _ in found), max((end for _, end in blocks), default=0)]
+    for start, end in blocks:
+        between = ((max(start, left), min(end, right)) for left, right in zip(ends, starts, strict=True))
+        found += [(left, right, None) for left, right in between if right - left >= LEAST_BLOCK]
+    return sorted(found, key=lambda passage: passage[:2])
+
+
+def _cut(
+    parts: PromptParts, passages: Sequence[_Passage], documents: Sequence[Segment], tenant: str
+) -> tuple[list[Segment], range]:
     """The segments of a prompt, and the numbers of the documents. Where a content has passages before the documents, or
     any without documents, only what every prompt begins with are instructions, so that a date in the system prompt,
     say, does not decide what passages are prepared behind."""
     ids, num_system = parts.system + parts.question, len(parts.system)
-    in_system = tuple(block for block in parts.blocks if block[0] < num_system) if documents else parts.blocks
+    in_system = [passage for passage in passages if passage[0] < num_system] if documents else passages
     segments: list[Segment] = []
 
-    def add(role: SegmentRole, start: int, end: int) -> int:
+    def add(role: SegmentRole, start: int, end: int, source: ChunkSlice | None = None) -> int:
         if start < end:
-            segments.append(Segment(role, as_chunk(ids[start:end], None, tenant)))
+            chunk = as_chunk(ids[start:end], None, tenant)
+            is_whole = source is not None and source.chunk_id == chunk.chunk_id
+            segments.append(Segment(role, chunk, source=None if is_whole else source))
         return end
 
-    def add_all(last: int, blocks: Sequence[tuple[int, int]]) -> int:
-        for start, end in blocks:
+    def add_all(last: int, passages: Sequence[_Passage]) -> int:
+        for start, end, source in passages:
             add("text", last, start)
-            last = add("passage", start, end)
+            last = add("passage", start, end, source)
         return last
 
     last = add_all(add("instructions", 0, parts.num_opening if in_system else num_system), in_system)
@@ -215,7 +263,7 @@ def _cut(parts: PromptParts, documents: Sequence[Segment], tenant: str) -> tuple
         last = add("text", last, num_system)
     numbers = range(len(segments), len(segments) + len(documents))
     segments += documents
-    last = add_all(last, parts.blocks[len(in_system) :])
+    last = add_all(last, passages[len(in_system) :])
     borders = tuple(border - last + num_system for border in parts.borders if border >= last - num_system)
     return [*segments, Segment("question", as_chunk(ids[last:], None, tenant), borders)], numbers
 

@@ -133,7 +133,7 @@ class KnownText:
         least `LEAST_KNOWN` tokens. What a longer run covers of a shorter one is cut off. Of equally long runs that
         which begins its chunk comes first, then that of the chunk added first."""
         prompt = np.asarray(token_ids, np.int32)
-        if len(prompt) < LEAST_KNOWN:
+        if len(prompt) < LEAST_KNOWN or not len(self):
             return []
         at, keys = _anchors(prompt, np.arange(len(prompt), 0, -1), _salt(tenant))
         with self._lock:

@@ -19,6 +19,7 @@ from ccjax.cache.causes import EvictedChunks
 from ccjax.cache.changes import Changes
 from ccjax.cache.chunk_tokens import ChunkTokens
 from ccjax.cache.document_registry import DocumentRegistry, Origin
+from ccjax.cache.known_text import KnownText
 from ccjax.cache.placement import Costs, Pinned, Placement
 from ccjax.cache.variant_records import (
     KnownVariant,
@@ -38,7 +39,7 @@ from ccjax.store.spec import ShardRecord, ShardSummary
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DISK
-from ccjax.types import ChunkId, Fidelity, Segment, VariantId, VariantMeta
+from ccjax.types import REUSED_ANYWHERE, ChunkId, Fidelity, Segment, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class VariantIndex:
 
     Attributes:
       tokens: token ids of the chunks of variants whose records were read, as far as they are known.
+      known: the text of all passages whose records were read, to be found in prompts. Thread-safe.
       documents: which documents the chunks belong to, and which of these were erased.
       changes: counts the variants added and removed.
       evicted: the chunks of which variants were evicted lately.
@@ -69,6 +71,7 @@ class VariantIndex:
           expected_share: maps a variant's CCI to the share that a later use is likely to recompute.
         """
         self.tokens = ChunkTokens()
+        self.known = KnownText()
         self.documents = DocumentRegistry(store.notes)
         self._store = store
         self._expected_share = expected_share
@@ -130,13 +133,16 @@ class VariantIndex:
                 self._load_record(entry)
 
     def approximate(self, is_cancelled: Callable[[], bool] | None = None) -> list[VariantMeta]:
-        """The approximate variants; learns the token ids of their chunks where possible. Work for idle time: reads each
-        variant's record once, until `is_cancelled` returns True."""
+        """The approximate variants; learns the token ids of their chunks, and the text of all passages, as far as
+        possible. Work for idle time: reads each variant's record once, until `is_cancelled` returns True."""
         while self._maybe_approximate and not (is_cancelled is not None and is_cancelled()):
             variant_id = next(iter(self._maybe_approximate))
             del self._maybe_approximate[variant_id]
             record = self._store.get_record(variant_id)
-            if record is not None and record.meta.get("fidelity") != "exact":
+            if record is None:
+                continue
+            self._learn_text(record)
+            if record.meta.get("fidelity") != "exact":
                 self._load_record(self._by_id[variant_id])
         metas = [meta for meta in self._by_id.values() if isinstance(meta, VariantMeta) and meta.fidelity == "approx"]
         self._learn_tokens({key for meta in metas for key in meta.prefix_ids})
@@ -231,6 +237,7 @@ class VariantIndex:
         self._put(meta, origin=origin)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
+        self._learn_text(record)
         return True
 
     def _record(self, meta: VariantMeta, prompt: Prompt, origin: Origin) -> ShardRecord:
@@ -277,6 +284,8 @@ class VariantIndex:
                 del of_chunk[variant_id]
                 if not of_chunk:
                     del self._by_chunk[meta.chunk_id]
+            if not of_chunk:
+                self.known.remove(meta.chunk_id)
 
     def replaces_approximate(self, meta: VariantMeta) -> bool:
         """True if `add` of this exact variant would replace an approximate one."""
@@ -393,7 +402,14 @@ class VariantIndex:
             return None
         self._put(meta, origin=origin_of_record(record))
         self.tokens.learn(meta.chunk_id, token_ids(record))
+        self._learn_text(record)
         return meta
+
+    def _learn_text(self, record: ShardRecord) -> None:
+        """Indexes the text of a passage that is held, so that prompts can reuse slices of it."""
+        roles = record.meta.get("roles")
+        if isinstance(roles, list) and roles and roles[-1] in REUSED_ANYWHERE and not self.is_erased(record):
+            self.known.add(ChunkId(record.chunk_id), token_ids(record))
 
     def _discard_erased(self, variant_id: VariantId) -> None:
         """Drops every copy of the variant that an erasure covers; keeps copies that were computed after it."""

@@ -213,6 +213,7 @@ class Engine:
             max_model_len=self.max_model_len,
             vocab_size=self.model_config.vocab_size,
             answer=answer,
+            find_known=self._chunks.variants.known.find,
         )
 
     def preload(self, request: Request) -> Preload:
