@@ -51,8 +51,9 @@ class _Anchors:
         self.entries = entries[is_kept]
         bits = max(0, len(self.entries).bit_length() - 1)
         self._shift = _KEY_BITS - bits
-        begins = np.searchsorted(self.entries, np.arange(1 << bits) << (32 + self._shift))
-        self._begins = np.append(begins, len(self.entries)).astype(np.uint32)
+        counts = np.bincount(self.entries >> (32 + self._shift), minlength=1 << bits)
+        self._begins = np.zeros((1 << bits) + 1, np.uint32)
+        np.cumsum(counts, out=self._begins[1:])
 
     @property
     def nbytes(self) -> int:
@@ -75,8 +76,9 @@ class KnownText:
     """Token ids of chunks, and where each anchor is in them. Thread-safe. Chunks of one tenant are found only in
     prompts of that tenant.
 
-    Per stored token: 4 bytes for its id and 1.2 for anchors (one in 7 tokens, 8 bytes each); per chunk some 100 bytes
-    besides its id.
+    Per stored token: 4 bytes for its id and 1.4 for anchors (one in 7 tokens, 8 bytes each, and where their first bits
+    begin); per chunk some 100 bytes besides its id. Adding merges sorted anchors: up to 2 s for 10^6 chunks, once in
+    each 6 % that they grow by.
     """
 
     def __init__(self) -> None:
