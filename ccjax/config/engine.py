@@ -67,7 +67,7 @@ class ModelSettings(SettingsModel):
     device_memory_bytes: NumBytes | None = Field(default=None, ge=1)
     """Memory of each device, such as 80GB; without it as reported by the device or, for a CPU, the machine."""
     system_prompt: str | None = None
-    """System message of requests without one; without it a built-in one."""
+    """System message of requests without one; without it a built-in one beside documents."""
 
 
 class ReuseSettings(SettingsModel):

@@ -188,9 +188,8 @@ def model_tokenizer(path: str | Path, tokenizer: str | Path | None = None) -> To
 
 
 def prompt_builder(tokenizer: Tokenizer, template: ChatTemplate, system_prompt: str | None) -> PromptBuilder:
-    """A builder with this system prompt; None uses the built-in one."""
-    wording = {} if system_prompt is None else {"system_prompt": system_prompt}
-    return PromptBuilder(tokenizer, template, **wording)
+    """A builder with this system prompt; None uses the built-in one beside documents."""
+    return PromptBuilder(tokenizer, template, system_prompt=system_prompt)
 
 
 def model_directory(path: str | Path) -> Path:

@@ -6,7 +6,6 @@ No model is trained on these ids, so answers are meaningless; prompts are severa
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 
 from ccjax.text.template import LLAMA3_TEMPLATE, ChatTemplate
@@ -28,7 +27,7 @@ class ByteTokenizer(BaseTokenizer):
 
     def __init__(self) -> None:
         self.special_names = {name: _NUM_BYTES + index for index, name in enumerate(_CONTROL)}
-        super().__init__({name: (token_id, re.escape(name)) for name, token_id in self.special_names.items()})
+        super().__init__(self.special_names)
         self.special_ids = frozenset(self.special_names.values())
         self.bos_id: int | None = self.special_names["<|begin_of_text|>"]
         self.eos_ids = frozenset({self.special_names["<|end_of_text|>"], self.special_names["<|eot_id|>"]})

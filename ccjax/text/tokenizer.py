@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -105,13 +105,22 @@ class Tokenizer(Protocol):
 class BaseTokenizer:
     """Separation of control tokens from text, common to both file formats."""
 
-    def __init__(self, control: Mapping[str, tuple[int, str]]):
-        """`control`: name -> (id, regular expression that the name stands for in trusted text)."""
-        self._control = {name: token_id for name, (token_id, _) in control.items()}
-        self._control_ids = frozenset(self._control.values())
+    def __init__(
+        self,
+        control: Mapping[str, int],
+        *,
+        strip_before: Collection[str] = frozenset(),
+        strip_behind: Collection[str] = frozenset(),
+    ):
+        """
+        Args:
+          control: name -> id.
+          strip_before, strip_behind: names of those that include the white space before or behind them.
+        """
+        self._control = dict(control)
+        self._control_ids = frozenset(control.values())
+        self._strip_before, self._strip_behind = strip_before, strip_behind
         ordered = sorted(control, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(f"({control[name][1]})" for name in ordered) or "(?!)")
-        self._control_order = [self._control[name] for name in ordered]
         self._name_pattern = re.compile("|".join(re.escape(name) for name in ordered) or "(?!)")
 
     def encode(self, text: str, *, allow_special: bool) -> list[int]:
@@ -141,19 +150,26 @@ class BaseTokenizer:
     def _runs(self, parts: Sequence[tuple[str, bool]]) -> Iterator[tuple[int | str, list[int]]]:
         """The parts as control tokens and, between them, the longest runs of plain text; each with the offsets at which
         untrusted parts begin in it."""
-        text, begins = "", list[int]()
+        text, begins, last = "", list[int](), ""
+
+        def stripped(more: str) -> str:
+            return more.lstrip() if not text and last in self._strip_behind else more
+
         for part, trusted in parts:
             part, start = _valid_unicode(part), 0
             if not trusted:
                 begins.append(len(text))
-            for match in self._control_pattern.finditer(part) if trusted else ():
-                text += part[start : match.start()]
+            for match in self._name_pattern.finditer(part) if trusted else ():
+                text += stripped(part[start : match.start()])
+                last = match[0]
+                if last in self._strip_before:
+                    text = text.rstrip()
                 if text:
                     yield text, begins
                     begins = []
-                yield self._control_order[(match.lastindex or 0) - 1], begins
+                yield self._control[last], begins
                 text, begins, start = "", [], match.end()
-            text += part[start:]
+            text += stripped(part[start:])
         if text or begins:
             yield text, begins
 
@@ -200,7 +216,7 @@ class TiktokenTokenizer(BaseTokenizer):
         names = list(_LLAMA3_SPECIAL_HEAD)
         names += [f"<|reserved_special_token_{i}|>" for i in range(2, 2 + _LLAMA3_NUM_SPECIAL - len(names))]
         self.special_names = {name: len(ranks) + i for i, name in enumerate(names)}
-        super().__init__({name: (token_id, re.escape(name)) for name, token_id in self.special_names.items()})
+        super().__init__(self.special_names)
         self._encoding = tiktoken.Encoding(
             path.name, pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=dict(self.special_names)
         )
@@ -245,14 +261,15 @@ class HuggingFaceTokenizer(BaseTokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         unknown = definition["model"].get("unk_token")
         control = {
-            token.content: (
-                token_id,
-                (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else ""),
-            )
+            token.content: token_id
             for token_id, token in added.items()
             if token.content.strip() and token.content != unknown
         }
-        super().__init__(control)
+        super().__init__(
+            control,
+            strip_before=frozenset(token.content for token in added.values() if token.lstrip),
+            strip_behind=frozenset(token.content for token in added.values() if token.rstrip),
+        )
         # Users' text is encoded by a tokenizer without control tokens; added runs of spaces are text and stay.
         definition["added_tokens"] = [token for token in definition["added_tokens"] if not token["content"].strip()]
         definition["post_processor"] = definition["truncation"] = definition["padding"] = None

@@ -34,15 +34,20 @@ LLAMA2_TEMPLATE = (
 )
 
 
-def byte_level(directory: Path, template: str | list | None = None) -> Path:
-    """Llama 3's kind: byte-level BPE, special tokens outside the model, one control token that is not `special`."""
+def byte_level(directory: Path, template: str | list | None = None, *, strips: bool = False) -> Path:
+    """Llama 3's kind: byte-level BPE, special tokens outside the model, one control token that is not `special`.
+
+    Args:
+      strips: control tokens swallow the white space around them, as some of Phi-3's do.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_special_tokens(LLAMA3_SPECIALS)
+    flags = {"lstrip": strips, "rstrip": strips, "normalized": False}
+    tokenizer.add_special_tokens([tokenizers.AddedToken(name, **flags) for name in LLAMA3_SPECIALS])
     tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
     bos = LLAMA3_SPECIALS[0]
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 
+import numpy as np
 import pytest
 
 from ccjax.text import ChatTemplate, PromptBuilder, TemplateRejectedError, load_tokenizer
@@ -95,11 +96,14 @@ def test_injected_control_tokens_cannot_break_out_of_a_turn(which, attack, reque
     assert controls(attack, attack, attack) == controls("a", "b", "c") != []
 
 
-def test_default_system_prompt(llama):
-    builder = builder_of(llama)
-    assert "Answer the question from the passages." in text_of(llama, builder.build_chat([USER]).system)
-    bare = builder_of(llama, system_prompt="").build_chat([USER])
-    assert text_of(llama, bare.system) == "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"
+def test_default_system_prompt_is_added_beside_documents_and_a_given_one_always(llama):
+    def system(*documents, **options) -> str:
+        return text_of(llama, builder_of(llama, **options).build_chat([USER], documents).system)
+
+    bare = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n"
+    assert "Answer the question from the passages." in system(*DOCUMENTS)
+    assert system() == system(system_prompt="") == system(*DOCUMENTS, system_prompt="") == bare
+    assert "Be brief." in system(system_prompt="Be brief.")
 
 
 def test_system_prompt_is_merged_if_the_template_rejects_it(mistral):
@@ -231,6 +235,58 @@ def test_prompt_ids_match_transformers_without_documents(which, num_messages, wi
     assert list(builder_of(directory, system_prompt="").build_chat(messages).token_ids) == ids
 
 
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
+    "{{ '<|start_header_id|>system\n\nYou are helpful.<|eot_id|>\n' }}{% endif %}"
+    "{{ '<|start_header_id|>' + m['role'] + '\n' + CONTENT + '<|eot_id|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2's and Qwen's form, with a default system prompt."""
+MOVING = (
+    "{{ bos_token }}{% for m in messages if m['role'] != 'system' %}{% if m['role'] == 'user' %}[INST] "
+    "{% if loop.last and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "{{ m['content'] }}[/INST]{% else %}{{ m['content'] | trim + eos_token }}{% endif %}{% endfor %}"
+)
+TEMPLATES = {
+    "llama": LLAMA3_TEMPLATE,
+    "mistral": small.MISTRAL_TEMPLATE,
+    "llama2": small.LLAMA2_TEMPLATE,
+    "moving": MOVING,
+    "chatml": CHATML.replace("CONTENT", "m['content']"),
+    "chatml without line breaks": CHATML.replace("CONTENT", "m['content'].strip('\n')"),
+    "chatml without space behind": CHATML.replace("CONTENT", "m['content'].rstrip()"),
+    "plain": PLAIN_TEMPLATE,
+}
+WORDS = ["who", " wrote", "\n", "\n\n", " ", "  ", "\t", "letter", "3", "。", "Grüße", "?", "- ", "\u2003"]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("which", TEMPLATES)
+@pytest.mark.parametrize("kind", ["byte level", "stripping", "first", "prepend"])
+def test_ids_of_plain_prompts_are_those_of_transformers(which, kind, tmp_path):
+    """Contents with white space anywhere, with and without a system message, against `apply_chat_template`."""
+    import transformers
+
+    if kind in ("byte level", "stripping"):
+        directory = small.byte_level(tmp_path, TEMPLATES[which], strips=kind == "stripping")
+    else:
+        directory = small.sentencepiece(tmp_path, kind, TEMPLATES[which])
+    theirs, builder = transformers.PreTrainedTokenizerFast.from_pretrained(directory), builder_of(directory)
+    random = np.random.default_rng(len(which))
+    num_spaced = 0
+    for number in range(60):
+        texts = ["".join(random.choice(WORDS, random.integers(1, 9))) for _ in range(4)]
+        texts = [text if text.strip() else f"{text}who" for text in texts]
+        roles = ("system", "user", "assistant", "user")[(which == "mistral" or number % 2) :]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        messages = messages[: len(messages) - 2 * int(random.integers(0, 2))]
+        wanted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(builder.build_chat(messages).token_ids) == wanted, messages
+        stripped = [{**message, "content": message["content"].strip()} for message in messages]
+        num_spaced += list(builder.build_chat(stripped).token_ids) != wanted
+    assert num_spaced > 10 or which in ("llama", "llama2") or kind == "stripping"
+
+
 @pytest.mark.peers
 def test_prompt_ids_match_transformers_with_the_real_llama_3_tokenizer(test_data, tmp_path):
     import transformers
@@ -238,24 +294,25 @@ def test_prompt_ids_match_transformers_with_the_real_llama_3_tokenizer(test_data
 
     from ccjax.text.tokenizer import LLAMA3_SPLIT
 
-    ours = builder_of(test_data("tokenizer_llama3"))
+    tokenizer = load_tokenizer(test_data("tokenizer_llama3"))
     names = list(load_tokenizer(test_data("tokenizer_llama3")).special_names)
     path = str(test_data("tokenizer_llama3", "tokenizer.model"))
     fast = TikTokenConverter(vocab_file=path, pattern=LLAMA3_SPLIT, extra_special_tokens=names).converted()
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, bos_token=names[0])
-    theirs.chat_template = LLAMA3_TEMPLATE
     rows = test_data("qa", "rag_top5_musique.jsonl").read_text().splitlines()[:30]
-    for question in [json.loads(row)["question"] for row in rows]:
-        messages = [SYSTEM, {"role": "user", "content": question}, *TURNS[2:]]
-        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert list(ours.build_chat(messages).token_ids) == expected
+    for number, question in enumerate(json.loads(row)["question"] for row in rows):
+        messages = [SYSTEM, {"role": "user", "content": f"{question}\n"}, *TURNS[2:]][number % 2 :]
+        for theirs.chat_template in (LLAMA3_TEMPLATE, TEMPLATES["chatml"]):
+            ours = PromptBuilder(tokenizer, ChatTemplate(theirs.chat_template, {"bos_token": names[0]}))
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            assert list(ours.build_chat(messages).token_ids) == expected
 
 
 @pytest.mark.parametrize("which", ["llama", "mistral", "llama2"])
 def test_borders_are_where_messages_and_parts_of_contents_begin(which, request):
     directory = request.getfixturevalue(which)
     builder = builder_of(directory)
-    parts = [{"type": "text", "text": "Who is the first?"}, {"type": "text", "text": "Anna is the second.\n"}]
+    parts = [{"type": "text", "text": "Who is the first?"}, {"type": "text", "text": "Anna is the second."}]
     turns = [
         {"role": "user", "content": parts},
         {"role": "assistant", "content": "Anna."},
