@@ -193,7 +193,7 @@ def test_truncate_drops_passages_from_the_end(client: openai.OpenAI) -> None:
 def test_retrieved_passages_are_dropped_to_fit_a_long_question(server: Server, client: openai.OpenAI) -> None:
     import openai
 
-    messages = [{"role": "user", "content": "Who teaches chess on Tuesdays in Oslo? " * 39}]
+    messages = [{"role": "user", "content": "Who teaches chess on Tuesdays in Oslo? " * 41}]
 
     def count(**extra) -> int:
         return client.chat.completions.create(
