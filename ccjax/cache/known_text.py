@@ -137,7 +137,7 @@ class KnownText:
         prompt = np.asarray(token_ids, np.int32)
         if len(prompt) < LEAST_KNOWN or not len(self):
             return []
-        at, keys = _anchors(prompt, np.arange(len(prompt), 0, -1), _salt(tenant))
+        at, keys = _anchors(prompt, _salt(tenant))
         with self._lock:
             self._flush()
             shifts, numbers = self._alignments(at, keys, tenant)
@@ -164,7 +164,7 @@ class KnownText:
             self._numbers[key] = len(self._ids)
             self._ids.append(key)
         self._num_tokens += len(tokens)
-        at, keys = _anchors(tokens, np.repeat(ends, lengths) - np.arange(len(tokens)), salts)
+        at, keys = _anchors(tokens, salts)  # those across two chunks are of no use, but few
         chunk_of = np.searchsorted(ends, at, side="right")
         # The first place of each anchor in its chunk is enough: repetitive text would have one in every token.
         _, kept = np.unique((chunk_of << 32) | keys, return_index=True)
@@ -265,12 +265,11 @@ def _salt(tenant: str) -> int:
     return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:4], "big") >> 1
 
 
-def _anchors(tokens: np.ndarray, left: np.ndarray, salt: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets of the anchors of consecutive texts, ascending, and their keys of `_KEY_BITS` bits.
+def _anchors(tokens: np.ndarray, salt: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets of the anchors of a text, ascending, and their keys of `_KEY_BITS` bits.
 
     Args:
-      tokens: [n] int32.
-      left: [n], tokens from each one to the end of its text, itself included.
+      tokens: [n] int32, at least `LEAST_KNOWN`.
       salt: mixed into the keys: one, or [n].
     """
     first, second, third = _MULTIPLIERS
@@ -285,7 +284,6 @@ def _anchors(tokens: np.ndarray, left: np.ndarray, salt: int | np.ndarray) -> tu
         hashes = (hashes ^ (hashes >> np.uint32(16))) * second
         hashes ^= hashes >> np.uint32(13)
         least = _sliding(np.minimum, hashes, _WINDOWS)
-        least[left[: len(least)] < LEAST_KNOWN] = 0  # would reach into the next text
         edge = np.zeros(_WINDOWS - 1, np.uint32)
         padded = np.concatenate([edge, least, edge])  # each window once for each hash in it
         at = np.flatnonzero(_sliding(np.maximum, padded, _WINDOWS) == hashes)

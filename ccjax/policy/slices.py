@@ -45,7 +45,6 @@ def variant_slice(meta: VariantMeta, chunk: PromptChunk) -> VariantMeta:
             "inter_by_prefix": (*meta.inter_by_prefix, meta.b_mean * meta.num_tokens**2),
             "roles": (*meta.roles, meta.roles[-1]) if meta.roles else (),
             "start": None if meta.start is None else meta.start + offset,
-            "fidelity": "approx",
         }
     return dataclasses.replace(
         meta,
