@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -29,6 +29,8 @@ from ccjax.types import (
 )
 
 _SHORT_ANSWER = 128
+_ROLES = tuple(role for role in get_args(SegmentRole) if role != "answer")
+"""Roles of the segments of a request."""
 
 FindKnown = Callable[[Sequence[int], str], Sequence[KnownRun]]
 """From token ids and a tenant's tag: the runs of them that stored passages of the tenant have, ascending."""
@@ -89,6 +91,28 @@ class Prompt:
     def token_ids(self) -> np.ndarray:
         """The whole prompt [n], int32."""
         return np.asarray([token for segment in self.segments for token in segment.chunk.token_ids], np.int32)
+
+    def behind(self, slices: Iterable[tuple[SegmentRole, ChunkSlice, int]]) -> Prompt:
+        """The prompt with its first tokens cut differently: role, stored chunk and number of tokens of each slice that
+        it begins with. What the segment in which the last one ends has left is text, unless it is the question."""
+        ids, tenant, start = self.token_ids, tenant_of(self.segments[0].chunk.chunk_id), 0
+        segments: list[Segment] = []
+        for role, source, num_tokens in slices:
+            part = tuple(ids[start : start + num_tokens].tolist())
+            segments.append(Segment(role, as_chunk(part, None, tenant), source=source))
+            start += num_tokens
+        begin = 0
+        for segment in self.segments:
+            num_left = begin + len(segment.chunk.token_ids) - start
+            begin += len(segment.chunk.token_ids)
+            if num_left >= len(segment.chunk.token_ids):
+                segments.append(segment)
+            elif num_left > 0:
+                cut = len(segment.chunk.token_ids) - num_left
+                role = "question" if segment.role == "question" else "text"
+                borders = tuple(border - cut for border in segment.borders if border >= cut)
+                segments.append(Segment(role, as_chunk(segment.chunk.token_ids[cut:], None, tenant), borders))
+        return dataclasses.replace(self, segments=tuple(segments))
 
     def extended(self, token_ids: Sequence[int]) -> Prompt:
         """The prompt with these tokens at the end of its last segment, and an answer of one token."""
@@ -280,8 +304,8 @@ def _from_segments(given: Sequence[Any], vocab_size: int, tenant: str) -> list[S
         role: SegmentRole = "question" if is_last else "passage" if number else "instructions"
         if _has_role(segment):
             role, segment = segment
-            if role not in get_args(SegmentRole):
-                raise RequestError(name, f"wanted one of {get_args(SegmentRole)} as role, got {role!r}")
+            if role not in _ROLES:
+                raise RequestError(name, f"wanted one of {_ROLES} as role, got {role!r}")
             if is_last and role not in ("question", "text"):
                 raise RequestError(name, f"wanted a question or text at the end, got role {role!r}")
             if role == "question" and not is_last:

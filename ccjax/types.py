@@ -19,10 +19,10 @@ VariantId = NewType("VariantId", str)
 ReuseMode = Literal["off", "exact", "bounded", "fast"]
 REUSE_MODES: tuple[ReuseMode, ...] = ("off", "exact", "bounded", "fast")
 Fidelity = Literal["exact", "approx"]
-SegmentRole = Literal["instructions", "passage", "text", "question"]
+SegmentRole = Literal["instructions", "passage", "text", "answer", "question"]
 """What a part of a prompt is: instructions (the system prompt), a passage, other text (an earlier turn, text between
-passages), or the question at the end. Instructions and text are reused only behind the very same prefix; a question is
-not cached."""
+passages), an answer that was generated, or the question at the end. Only passages are reused behind other text than
+they were computed behind; a question is not cached."""
 REUSED_ANYWHERE: frozenset[SegmentRole] = frozenset({"passage"})
 """Roles whose chunks are also reused behind other chunks than they were computed behind."""
 SegmentAction = Literal["compute", "reuse"]

@@ -13,6 +13,7 @@ from ccjax.cache.prefill_capture import PrefillCapture
 from ccjax.cache.prefill_planner import PrefillPlanner
 from ccjax.cache.queue_preload import Preloader
 from ccjax.cache.rates import Rates
+from ccjax.cache.run_capture import RunCapture
 from ccjax.cache.shared.index_updater import VariantIndexUpdater
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
@@ -33,6 +34,7 @@ class ChunkCache:
       identity: the model and tenant whose KV it is.
       rates, costs: measured rates of loading and computing, and what a variant saves by them.
       planner, capture: what a prefill reuses, and what is kept of it.
+      runs: what is kept of whole prompts and answers; None where chunks are kept as prompts had them.
       preloader: reads what queued requests will need.
       documents, pins: documents as units.
       frame: the passages that others are prepared behind.
@@ -46,6 +48,7 @@ class ChunkCache:
     variants: VariantIndex
     planner: PrefillPlanner
     capture: PrefillCapture
+    runs: RunCapture | None
     preloader: Preloader
     documents: DocumentCache
     pins: DocumentPins
@@ -94,8 +97,12 @@ class ChunkCache:
             max_variants=config.max_variants,
             expected_share=expected_share,
         )
-        planner = PrefillPlanner(device.model, store, variants, rates, config, device.pool)
+        planner = PrefillPlanner(device.model, store, variants, rates, config, frame, device.pool)
         capture = PrefillCapture(device.model, store, variants, planner, config)
+        runs = None
+        if frame.documents and config.stores_chunks:
+            num_layers = loaded.config.num_layers
+            runs = RunCapture(variants, lambda slots: device.pool.read_layers(slots, 0, num_layers))
         preloader = Preloader(store, budget_bytes=config.preload_bytes, must_wait=lambda: planner.is_reading)
         documents = DocumentCache(capture.unprepared, variants, store)
         pins = DocumentPins(variants, store, max_variants=config.max_variants, share=config.pin_share)
@@ -104,5 +111,5 @@ class ChunkCache:
             documents.tend_erasures()
         updater = VariantIndexUpdater(store.change_feed, variants)
         return cls(
-            identity, rates, costs, store, variants, planner, capture, preloader, documents, pins, frame, updater
+            identity, rates, costs, store, variants, planner, capture, runs, preloader, documents, pins, frame, updater
         )

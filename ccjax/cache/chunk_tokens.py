@@ -43,6 +43,14 @@ class ChunkTokens:
         """Total tokens of these chunks, without those whose ids are unknown."""
         return sum(len(self._ids[key]) for key in keys if key in self._ids)
 
+    def ids(self, key: ChunkId) -> np.ndarray:
+        """The chunk's token ids [n], int32.
+
+        Raises:
+          KeyError: they are not known.
+        """
+        return self._ids[key]
+
     def chunk(self, key: ChunkId) -> Chunk:
         """The chunk.
 

@@ -79,7 +79,9 @@ class Erasure:
         """True if it covers a variant of that chunk and origin, which must then be deleted."""
         if self.id in origin.after:
             return False
-        return not self.chunk_ids.isdisjoint(origin.seen) if self.whole else chunk_id in self.chunk_ids
+        if self.whole or origin.is_run:
+            return not self.chunk_ids.isdisjoint(origin.seen)
+        return chunk_id in self.chunk_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,10 +92,12 @@ class Origin:
       seen: every chunk that influenced it: its own, its prefix, and for KV reused from other variants and repaired, the
         `seen` of those.
       after: erasures of these chunks that were known when it was computed, and so do not cover it.
+      is_run: it is the KV of a whole prompt, and so of all these chunks.
     """
 
     seen: frozenset[ChunkId]
     after: frozenset[str] = frozenset()
+    is_run: bool = False
 
 
 class DocumentRegistry:
@@ -263,10 +267,10 @@ class DocumentRegistry:
         self._notes.delete(f"erased-{erasure.id}")
         self._erasures.pop(erasure.id, None)
 
-    def after(self, chunk_id: ChunkId, seen: frozenset[ChunkId]) -> frozenset[str]:
+    def after(self, chunk_id: ChunkId, seen: frozenset[ChunkId], *, is_run: bool = False) -> frozenset[str]:
         """The known erasures that cover earlier variants of this chunk and origin, but not one computed now."""
         erasures = tuple(self._erasures.items())
-        return frozenset(key for key, erasure in erasures if erasure.covers(chunk_id, Origin(seen)))
+        return frozenset(key for key, erasure in erasures if erasure.covers(chunk_id, Origin(seen, is_run=is_run)))
 
     def is_erased(self, chunk_id: ChunkId, origin: Origin) -> bool:
         """True if an erasure covers the variant."""

@@ -12,6 +12,7 @@ from ccjax.cache.capture import ReadLayers
 from ccjax.cache.causes import KnownChunks, causes_of
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.prefill_planner import PrefillPlanner
+from ccjax.cache.prefix_runs import CutPrompt
 from ccjax.cache.reads import LoadFailedError, WaitLimit
 from ccjax.cache.shared.prefill import SharedPrefill
 from ccjax.policy.contract import ReuseContract
@@ -30,12 +31,17 @@ class Prefilled:
     """A finished prefill, as its report and capture need it.
 
     Attributes:
+      asked: the prompt as it was assembled.
+      prompt: the prompt as it was planned: begins with stored runs.
       ticket: None if reuse was off.
       causes: of each segment of the plan, why it was computed; None if it was reused.
       shared: None if no other process was involved.
+      prepared: passages that were prepared for this prompt.
+      keeps_chunks: what was computed is stored chunk by chunk.
       preloaded_bytes, load_s, given_up_loads: as in `ReuseReport`.
     """
 
+    asked: Prompt
     prompt: Prompt
     plan: PrefillPlan
     result: PrefillOutcome
@@ -49,6 +55,8 @@ class Prefilled:
     load_s: float = 0.0
     given_up_loads: int = 0
     shared: SharedPrefill | None = None
+    prepared: frozenset[ChunkId] = frozenset()
+    keeps_chunks: bool = True
 
 
 class PlannedPrefill:
@@ -58,6 +66,7 @@ class PlannedPrefill:
 
     Attributes:
       plan: the current plan; None before the first `make_plan`.
+      prepared: passages for which `unprepared` has returned a prompt.
     """
 
     def __init__(
@@ -66,12 +75,15 @@ class PlannedPrefill:
         prompt: Prompt,
         contract: ReuseContract,
         *,
+        num_last: int | None = None,
         is_shared: bool = False,
         is_cancelled: IsCancelled | None = None,
         on_load: Callable[[int, float, float], None] | None = None,
     ) -> None:
         """
         Args:
+          num_last: number of last tokens to compute; what is before them may be reused from stored runs, and the
+            prompt will be stored as such. None: it is reused and stored chunk by chunk.
           is_shared: coordinate with other processes on the store which of them computes what
             (`ccjax.cache.shared.prefill`).
           is_cancelled: when it returns True, waiting for loads ends with PrefillCancelledError.
@@ -81,9 +93,14 @@ class PlannedPrefill:
         self._on_load = on_load
         self.prompt = prompt
         self.contract = contract
+        self._num_last = None if contract.mode == "off" else num_last
+        self._keeps_chunks = num_last is None
+        self._cut = CutPrompt(prompt)
         self.plan: PrefillPlan | None = None
+        self.prepared: set[ChunkId] = set()
         self._planner = planner
-        self._shared = planner.shared() if is_shared and contract.mode != "off" else None
+        is_claimed = is_shared and contract.mode != "off" and self._keeps_chunks
+        self._shared = planner.shared() if is_claimed else None
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
@@ -112,14 +129,16 @@ class PlannedPrefill:
         if mode == "off":
             self.plan = self._planner.plan(self.prompt, mode, {})
         else:
+            if self._num_last is not None:
+                self._cut = self._planner.behind_runs(self.prompt, mode, self._num_last, failed=self._failed)
             usable = self._usable()
             self.plan, self._given_up = self._planner.loads.plan_loads(
                 lambda without: self._planner.plan(
-                    self.prompt, mode, self._usable(without) if without else usable, settings
+                    self._cut.prompt, mode, self._usable(without) if without else usable, settings
                 ),
                 adapts_ratio=mode == "bounded" and adapts_to_loading(settings),
             )
-            self._known = self._planner.known(self.prompt, usable, self._given_up)
+            self._known = self._planner.known(self._cut.prompt, usable, self._given_up)
         self._planned_at_s = time.perf_counter()
         self._plan_s += self._planned_at_s - started
         return self.plan
@@ -141,6 +160,16 @@ class PlannedPrefill:
     def is_wait_over(self) -> bool:
         """True once there is nothing left to wait for from other processes."""
         return self._shared is None or self._shared.is_wait_over()
+
+    def unprepared(self) -> list[Prompt]:
+        """Prompts that prepare passages of the plan; names each passage once."""
+        if self.contract.mode not in ("bounded", "fast"):
+            return []
+        assert self.plan is not None
+        found = self._planner.prepared.unprepared(self.prompt, self._cut.prompt, self.plan)
+        new = [prompt for prompt in found if prompt.chunks[-1].chunk_id not in self.prepared]
+        self.prepared.update(prompt.chunks[-1].chunk_id for prompt in new)
+        return new
 
     def pin(self) -> PrefillPlan:
         """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns
@@ -204,7 +233,8 @@ class PlannedPrefill:
         shared_s = 0.0 if self._shared is None else self._shared.waited_s
         outcome.load_wait_s += self._waited_s + shared_s
         return Prefilled(
-            prompt=self.prompt,
+            asked=self.prompt,
+            prompt=self._cut.prompt,
             plan=self.plan,
             result=outcome,
             ticket=self._ticket,
@@ -217,6 +247,8 @@ class PlannedPrefill:
             load_s=self._planner.loads.load_s(self.plan, self._disk_bytes) or 0.0,
             given_up_loads=len(self._given_up),
             shared=self._shared,
+            prepared=frozenset(self.prepared),
+            keeps_chunks=self._keeps_chunks,
         )
 
     def close(self, *, ok: bool = True) -> None:
@@ -235,4 +267,6 @@ class PlannedPrefill:
             self._shared = None
 
     def _usable(self, without: frozenset[VariantId] = frozenset()) -> dict[ChunkId, tuple[VariantMeta, ...]]:
-        return self._planner.usable(self.prompt, self._failed | without, lossy=self._lossy)
+        return self._planner.usable(
+            self._cut.prompt, self._failed | without, lossy=self._lossy, asked=self.prompt, runs=self._cut.runs
+        )

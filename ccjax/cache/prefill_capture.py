@@ -69,9 +69,10 @@ class PrefillCapture:
                 ]
             )
             if not self._planner.read_only:
-                self._note_unprepared(prefilled.prompt, plan)
-                self._variants.documents.learn(prefilled.prompt.chunks)
-                self._capture(prefilled, only_replacing=False)
+                self._note_unprepared(prefilled.asked.instructions, prefilled.prompt, plan)
+                self._variants.documents.learn(prefilled.asked.chunks)
+                if prefilled.keeps_chunks:
+                    self._capture(prefilled, only_replacing=False)
         except Exception:
             logger.exception("the chunk-caches of a prompt could not be stored")
 
@@ -96,8 +97,15 @@ class PrefillCapture:
           only_last: store only the last chunk.
           wait: if the disk's write queue is full, wait instead of skipping the disk.
         """
-        self._variants.documents.learn(prefilled.prompt.chunks)
+        self._variants.documents.learn(prefilled.asked.chunks)
         self._capture(prefilled, only_replacing=False, kept=kept, other=other, only_last=only_last, wait=wait)
+
+    def keep_prepared(self, prefilled: Prefilled) -> None:
+        """Stores the new chunks of a prefill that prepares a passage of a request. A failure is logged."""
+        try:
+            self.store_new(prefilled, set())
+        except Exception:
+            logger.exception("a prepared passage could not be stored")
 
     def stored_kv(self, variant_id: VariantId) -> np.ndarray | None:
         """KV [L, 2, T, K, H] of a stored variant, to compare with; None if it cannot be read."""
@@ -129,7 +137,11 @@ class PrefillCapture:
         count = 0
         received = received_mass(self._model, prompt.token_ids) if self._measures_received else None
         found = capture_variants(
-            plan, prefilled.result, known, prefilled.read_layers, ranking_layers=self._ranking_layers
+            plan,
+            prefilled.result,
+            known,
+            prefilled.read_layers,
+            ranking_layers=self._ranking_layers,
         )
         for meta, kv in found:
             if only_last and len(meta.prefix_ids) < len(prompt.chunks) - 1:
@@ -141,7 +153,9 @@ class PrefillCapture:
             if only_replacing and not is_replacing:
                 continue
             is_last = meta.chunk_id == prompt.chunks[-1].chunk_id
-            theirs = other if other is not None and is_last else self._other_kv(meta, known.get(meta.chunk_id, ()))
+            theirs = other if is_last else None
+            if not self._planner.prepared.are_kept_apart:
+                theirs = self._other_kv(meta, known.get(meta.chunk_id, ())) if theirs is None else theirs
             if theirs is not None:
                 meta = dataclasses.replace(meta, token_deviations=context_deviations(kv, theirs))
             if received is not None:
@@ -160,7 +174,7 @@ class PrefillCapture:
             return recomputed
         return 1.0 - (1.0 - recomputed) * segment.num_tokens / summary.num_tokens
 
-    def _note_unprepared(self, prompt: Prompt, plan: PrefillPlan) -> None:
+    def _note_unprepared(self, instructions: Sequence[Segment], prompt: Prompt, plan: PrefillPlan) -> None:
         """Notes the passages that were computed, and those that were reused behind others though fewer than
         `MIN_CHUNKS_BEFORE` chunks had stood before them or the deviations of their tokens are unknown; instead of a
         slice that was reused, its whole chunk."""
@@ -178,7 +192,7 @@ class PrefillCapture:
             was_reused = segment.fidelity == "approx" and bool(used)
             was_reused = was_reused and (used[0].chunks_before < MIN_CHUNKS_BEFORE or not is_known)
             if was_reused or segment.variant_id is None:
-                alone = Prompt.of_chunks((*prompt.instructions, own))
+                alone = Prompt.of_chunks((*instructions, own))
                 self.unprepared.note(alone, was_reused=was_reused)
 
     def _describe(self, plan: PrefillPlan) -> None:

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 from ccjax.cache.causes import KnownChunks
 from ccjax.cache.contexts import LayerLoader
+from ccjax.cache.documents.frame import PassageFrame
+from ccjax.cache.documents.prepared import PreparedPassages
 from ccjax.cache.load_plan import LoadPlanner
+from ccjax.cache.prefix_runs import CutPrompt, FoundRun
 from ccjax.cache.rates import Rates
 from ccjax.cache.reads import LoadFailedError, WaitLimit
 from ccjax.cache.shared.prefill import SharedPrefill
@@ -22,6 +25,7 @@ from ccjax.policy.planner import plan_prefill
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled
+from ccjax.runner.device_memory import longest
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pool import DevicePool, num_pages
 from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
@@ -31,6 +35,8 @@ from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
+_RECORDS_PER_PLAN = 100
+"""Some 5 ms."""
 FindVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[VariantMeta]]]
 
 
@@ -38,6 +44,7 @@ class PrefillPlanner:
     """Plans and loads for the prefills of one engine. Not thread-safe, except `is_reading` and `would_load`.
 
     Attributes:
+      prepared: which variants may serve a prompt.
       read_only: nothing computed is stored, and nothing is claimed from other processes.
       settings: the planner's settings unless a request has its own.
       rates: measured rates of loading and computing.
@@ -51,8 +58,12 @@ class PrefillPlanner:
         variants: VariantIndex,
         rates: Rates,
         config: EngineConfig,
+        frame: PassageFrame,
         pool: DevicePool | None = None,
     ) -> None:
+        prepares = config.unprepared == "prepare" and config.stores_chunks
+        limit = longest(model.config, config)
+        self.prepared = PreparedPassages(frame, variants, prepares=prepares, max_model_len=limit)
         self._model = model
         self._pool = pool
         self._store = store
@@ -88,6 +99,11 @@ class PrefillPlanner:
     ) -> PrefillPlan:
         """Plans a prompt with `ccjax.policy`."""
         return plan_prefill(prompt.planned_chunks, candidates, mode=mode, settings=settings or self.settings)
+
+    def behind_runs(self, prompt: Prompt, mode: ReuseMode, num_last: int, *, failed: Collection[str]) -> CutPrompt:
+        """See `PrefixRuns.cut`; reads some more records of a store that was opened with variants."""
+        self._variants.examine(_RECORDS_PER_PLAN)
+        return self._variants.runs.cut(prompt, mode, num_last, failed=failed)
 
     def shared(self) -> SharedPrefill | None:
         """State for sharing a prefill's computation with other processes; None if none shares the store."""
@@ -150,8 +166,12 @@ class PrefillPlanner:
         lossy: Collection[str] = (),
         as_stored: Collection[str] = (),
         known: FindVariants | None = None,
+        asked: Prompt | None = None,
+        runs: Sequence[FoundRun] = (),
     ) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         """The known variants of a prompt's chunks, except `failed` ones.
+
+        If passages are kept apart (`PreparedPassages`), only those that it allows.
 
         Variants whose load would read, or did read (`lossy`), a lossy copy count as approximate, unless they are in
         `as_stored`. So does float32 KV that another platform computed, whose rounding differs; in bfloat16 this
@@ -159,6 +179,7 @@ class PrefillPlanner:
 
         Args:
           known: looks variants up; None for `VariantIndex.of_chunks`.
+          asked: the prompt before it was cut behind `runs`.
         """
 
         platform = own_platform()
@@ -169,10 +190,19 @@ class PrefillPlanner:
             is_approx = (is_lossy or is_foreign) and meta.variant_id not in as_stored
             return dataclasses.replace(meta, fidelity="approx") if is_approx else meta
 
-        found = (known or self._variants.of_chunks)(prompt.stored_ids)
+        found = dict((known or self._variants.of_chunks)(prompt.stored_ids))
         failed = self._without_room(prompt, found).union(failed)
-        usable = {chunk: [meta for meta in metas if meta.variant_id not in failed] for chunk, metas in found.items()}
-        return {chunk: tuple(map(seen, metas)) for chunk, metas in usable.items()}
+        allowed = self.prepared.allowed(asked or prompt) if self.prepared.are_kept_apart else None
+
+        def is_usable(meta: VariantMeta) -> bool:
+            return meta.variant_id not in failed and (allowed is None or meta.variant_id in allowed)
+
+        usable = {chunk: tuple(map(seen, filter(is_usable, metas))) for chunk, metas in found.items()}
+        ids = [chunk.chunk_id for chunk in prompt.chunks]
+        for index, run in enumerate(runs):
+            if run.meta.variant_id not in failed:
+                usable[run.meta.chunk_id] = (seen(run.behind(ids[:index])),)
+        return usable
 
     def _without_room(self, prompt: Prompt, found: Mapping[ChunkId, Sequence[VariantMeta]]) -> set[VariantId]:
         """The variants on the device that the pool has no room for beside the prompt: a slice pins a whole variant."""

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import jax
 
 from ccjax.cache.document_registry import Origin
+from ccjax.cache.prefix_runs import is_run_record
 from ccjax.policy.capture import make_variant_id
 from ccjax.prompts import Prompt
 from ccjax.store.spec import ShardRecord, ShardSummary
@@ -118,7 +119,7 @@ def with_origin(record: ShardRecord, origin: Origin) -> ShardRecord:
 def origin_of_record(record: ShardRecord) -> Origin:
     """The origin of a variant's KV according to its record."""
     chunks = [record.chunk_id, *_texts(record, "prefix_ids"), *_texts(record, "seen")]
-    return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")))
+    return Origin(frozenset(map(ChunkId, chunks)), frozenset(_texts(record, "after")), is_run_record(record))
 
 
 def token_ids(record: ShardRecord) -> list[int]:

@@ -8,6 +8,7 @@ erasure covers the variant, so no variant is returned before its record was read
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
@@ -21,6 +22,7 @@ from ccjax.cache.chunk_tokens import ChunkTokens
 from ccjax.cache.document_registry import DocumentRegistry, Origin
 from ccjax.cache.known_text import KnownText
 from ccjax.cache.placement import Costs, Pinned, Placement
+from ccjax.cache.prefix_runs import PrefixRuns, is_run, is_run_record
 from ccjax.cache.variant_records import (
     KnownVariant,
     is_frequency,
@@ -49,6 +51,7 @@ class VariantIndex:
 
     Attributes:
       tokens: token ids of the chunks of variants whose records were read, as far as they are known.
+      runs: those of these variants that are runs of conversations.
       known: the text of all passages whose records were read, to be found in prompts. Thread-safe.
       documents: which documents the chunks belong to, and which of these were erased.
       changes: counts the variants added and removed.
@@ -71,6 +74,7 @@ class VariantIndex:
           expected_share: maps a variant's CCI to the share that a later use is likely to recompute.
         """
         self.tokens = ChunkTokens()
+        self.runs = PrefixRuns(self.tokens)
         self.known = KnownText()
         self.documents = DocumentRegistry(store.notes)
         self._store = store
@@ -81,7 +85,7 @@ class VariantIndex:
         self._by_chunk: dict[ChunkId, dict[VariantId, VariantMeta | KnownVariant]] = {}
         self._by_chunk_lock = threading.Lock()
         self._origins: dict[VariantId, Origin] = {}
-        self._maybe_approximate: dict[VariantId, None] = {}
+        self._unexamined: dict[VariantId, None] = {}
         self.changes = Changes()
         self.evicted = EvictedChunks()
         hints = store.read_hints()
@@ -135,18 +139,24 @@ class VariantIndex:
     def approximate(self, is_cancelled: Callable[[], bool] | None = None) -> list[VariantMeta]:
         """The approximate variants; learns the token ids of their chunks, and the text of all passages, as far as
         possible. Work for idle time: reads each variant's record once, until `is_cancelled` returns True."""
-        while self._maybe_approximate and not (is_cancelled is not None and is_cancelled()):
-            variant_id = next(iter(self._maybe_approximate))
-            del self._maybe_approximate[variant_id]
+        self.examine(is_cancelled=is_cancelled)
+        metas = [meta for meta in self._by_id.values() if isinstance(meta, VariantMeta) and meta.fidelity == "approx"]
+        self._learn_tokens({key for meta in metas for key in meta.prefix_ids})
+        return metas
+
+    def examine(self, limit: int | None = None, *, is_cancelled: Callable[[], bool] | None = None) -> None:
+        """Reads the records of at most `limit` variants that were on disk at the start, each once, and keeps what no
+        chunk leads to: runs, approximate variants, and the text of passages."""
+        for variant_id in tuple(itertools.islice(self._unexamined, limit)):
+            if is_cancelled is not None and is_cancelled():
+                return
+            del self._unexamined[variant_id]
             record = self._store.get_record(variant_id)
             if record is None:
                 continue
             self._learn_text(record)
-            if record.meta.get("fidelity") != "exact":
+            if record.meta.get("fidelity") != "exact" or is_run_record(record):
                 self._load_record(self._by_id[variant_id])
-        metas = [meta for meta in self._by_id.values() if isinstance(meta, VariantMeta) and meta.fidelity == "approx"]
-        self._learn_tokens({key for meta in metas for key in meta.prefix_ids})
-        return metas
 
     def prompt_of(self, meta: VariantMeta) -> Prompt:
         """The prompt that recomputes a held variant: its prefix, its chunk, and one token in place of a question.
@@ -227,16 +237,17 @@ class VariantIndex:
                 return False
             self._placement.evict(victims)
         seen = seen.union((meta.chunk_id, *meta.prefix_ids))
-        origin = Origin(seen, self.documents.after(meta.chunk_id, seen))
+        origin = Origin(seen, self.documents.after(meta.chunk_id, seen, is_run=is_run(meta)), is_run(meta))
         record = self._record(meta, prompt, origin)
-        if not self._placement.store(
-            record, kv, expected_share=self._expected_share(meta.cci), pinned=pinned, wait=wait
-        ):
+        is_passage = not meta.roles or meta.roles[-1] in REUSED_ANYWHERE
+        expected_share = self._expected_share(meta.cci) if is_passage else 0.0
+        if not self._placement.store(record, kv, expected_share=expected_share, pinned=pinned, wait=wait):
             return False
         self.changes.note(meta.chunk_id)
         self._put(meta, origin=origin)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
+        self._note_run(meta)
         self._learn_text(record)
         return True
 
@@ -276,8 +287,9 @@ class VariantIndex:
         if meta is not None:
             self.changes.note(meta.chunk_id)
             self._origins.pop(variant_id, None)
-            self._maybe_approximate.pop(variant_id, None)
+            self._unexamined.pop(variant_id, None)
             if isinstance(meta, VariantMeta):
+                self.runs.forget(meta)
                 self.tokens.release(meta)
             with self._by_chunk_lock:
                 of_chunk = self._by_chunk[meta.chunk_id]
@@ -402,6 +414,7 @@ class VariantIndex:
             return None
         self._put(meta, origin=origin_of_record(record))
         self.tokens.learn(meta.chunk_id, token_ids(record))
+        self._note_run(meta)
         self._learn_text(record)
         return meta
 
@@ -422,18 +435,22 @@ class VariantIndex:
         """Reads the token ids of these chunks from the records of held variants, where they have them."""
         self.of_chunks([key for key in chunk_ids if key not in self.tokens.known()])
 
+    def _note_run(self, meta: VariantMeta) -> None:
+        if is_run(meta) and meta.chunk_id in self.tokens.known():
+            self.runs.note(meta)
+
     def _put(self, meta: VariantMeta, *, origin: Origin) -> None:
         if not isinstance(self._by_id.get(meta.variant_id), VariantMeta):
             self.tokens.hold(meta)
             self._origins[meta.variant_id] = origin
-        self._maybe_approximate.pop(meta.variant_id, None)
+        self._unexamined.pop(meta.variant_id, None)
         self._update(meta)
 
     def _put_known(self, summaries: Sequence[ShardSummary], frequencies: Mapping[str, float]) -> None:
         known = [KnownVariant.of(summary, frequencies.get(summary.variant_id, 0.0)) for summary in summaries]
         self.changes.note_each([entry.chunk_id for entry in known])
         self._by_id.update((entry.variant_id, entry) for entry in known)
-        self._maybe_approximate.update(dict.fromkeys(entry.variant_id for entry in known))
+        self._unexamined.update(dict.fromkeys(entry.variant_id for entry in known))
         with self._by_chunk_lock:
             for entry in known:
                 self._by_chunk.setdefault(entry.chunk_id, {})[entry.variant_id] = entry
@@ -450,7 +467,7 @@ class VariantIndex:
         record = None if origin is None else self._store.get_record(variant_id, DISK)
         if origin is not None and record is not None:
             theirs = origin_of_record(record)
-            self._origins[variant_id] = Origin(origin.seen | theirs.seen, origin.after & theirs.after)
+            self._origins[variant_id] = Origin(origin.seen | theirs.seen, origin.after & theirs.after, origin.is_run)
 
     def _update(self, meta: VariantMeta | KnownVariant) -> None:
         self._by_id[meta.variant_id] = meta

@@ -26,6 +26,7 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 Quantization = Literal["int8", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 Loading = Literal["layerwise", "alg2", "sync"]
+Unprepared = Literal["prepare", "compute"]
 
 _UNLIMITED = 1 << 30
 _PLANNER, _SCHEDULER = PlannerSettings(), SchedulerSettings(num_pages=1)  # for their defaults
@@ -86,6 +87,9 @@ class ReuseSettings(SettingsModel):
     frame: Annotated[str, AfterValidator(_not_empty), Described("'default', 'none' or a text file")] = "default"
     """Text behind which the default strategy prepares passages, after the instructions: "default" (two
     fixed passages), "none", or a text file in which blank lines separate passages."""
+    unprepared: Unprepared = "prepare"
+    """What a request does with passages that are not prepared yet: "prepare" them behind the frame first, side by side,
+    or "compute" them in its own context and leave preparing them to idle time."""
 
 
 class CacheSettings(SettingsModel):

@@ -41,5 +41,5 @@ class ReuseContracts:
             contract=contract,
             strategy="full" if contract.mode == "off" else self.settings.strategy,
             num_layers=self.settings.num_layers,
-            framed=self._frame.variant_ids(prefilled.prompt),
+            framed=self._frame.variant_ids(prefilled.asked),
         )

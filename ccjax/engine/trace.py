@@ -8,8 +8,9 @@ import numpy as np
 
 from ccjax.cache.planned_prefill import Prefilled
 from ccjax.cache.prefill_planner import FindVariants
+from ccjax.engine.report import reuse_by_segment
 from ccjax.requests import RequestTrace, SegmentTrace, Span
-from ccjax.types import PlannedSegment, PrefillPlan, ReuseReport, VariantId
+from ccjax.types import PlannedSegment, PrefillPlan, VariantId
 
 
 class Tracer:
@@ -43,11 +44,11 @@ class Tracer:
         self._spans += [Span("layer", count % self._num_layers, *span) for count, span in enumerate(pairs)]
         self._has_new_sizes |= has_new_sizes
 
-    def prefilled(self, prefilled: Prefilled, report: ReuseReport) -> None:
+    def prefilled(self, prefilled: Prefilled) -> None:
         """Records the finished prefill."""
         metas = self._variants(prefilled.prompt.stored_ids)
         ccis = {meta.variant_id: meta.cci for known in metas.values() for meta in known}
-        self._segments = tuple(_segments(prefilled, report, ccis, self._num_layers))
+        self._segments = tuple(_segments(prefilled, ccis, self._num_layers))
         self._full_prefill_s = self._estimate(prefilled.plan.num_tokens)
 
     def token(self, now_s: float) -> None:
@@ -68,12 +69,10 @@ class Tracer:
         )
 
 
-def _segments(
-    prefilled: Prefilled, report: ReuseReport, ccis: Mapping[VariantId, float], num_layers: int
-) -> list[SegmentTrace]:
+def _segments(prefilled: Prefilled, ccis: Mapping[VariantId, float], num_layers: int) -> list[SegmentTrace]:
     plan, prompt, result = prefilled.plan, prefilled.prompt, prefilled.result
     traces = []
-    parts = zip(plan.segments, prompt.chunks, report.per_document, strict=False)
+    parts = zip(plan.segments, prompt.chunks, reuse_by_segment(prefilled), strict=False)
     for index, (segment, chunk, told) in enumerate(parts):
         offsets = _recomputed(segment, result.not_recomputed)
         runs = num_layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from ccjax.policy.strategies import get_strategy
 from ccjax.types import Document
 
 if TYPE_CHECKING:
@@ -39,19 +40,24 @@ def fill(
     """Brings the store of `config` into a state.
 
     Args:
-      config: its frame is that of "prepared" and "idle"; other states have none.
+      config: its frame is that of all states but "alone", which has none. What a prompt leaves differs with and without
+        a frame, so "seen" has both.
       prompts: the passages of each, in prompt order.
       tick: called after each of `steps`.
     """
     from ccjax.engine import Engine
 
-    frame = config.frame if state in ("prepared", "idle") else "none"
-    with Engine(model, config.replace(frame=frame)) as engine:
-        for documents in steps(state, prompts):
-            if state in _AFTER_PROMPTS:
-                engine.generate("?", documents, max_new_tokens=1, reuse="exact")
-            else:
-                engine.documents.warm(documents)
-            tick()
-        while state == "idle" and engine.cache.repair_one():
-            pass
+    is_framed = get_strategy(config.strategy).prepares_behind_frame and config.frame != "none"
+    frames = {"alone": ["none"], "seen": ["none", config.frame] if is_framed else ["none"]}.get(state, [config.frame])
+    for frame in frames:
+        with Engine(model, config.replace(frame=frame)) as engine:
+            for documents in steps(state, prompts):
+                if state in _AFTER_PROMPTS:
+                    reuse = "exact" if frame == "none" else "bounded"
+                    engine.generate("?", documents, max_new_tokens=1, reuse=reuse)
+                else:
+                    engine.documents.warm(documents)
+                if frame == frames[-1]:
+                    tick()
+            while state == "idle" and engine.cache.repair_one():
+                pass

@@ -25,7 +25,7 @@ from ccjax.policy.strategy import (
     reusable,
 )
 from ccjax.policy.variants import VariantChoice, choose_variant
-from ccjax.types import ChunkId, ReuseMode, VariantMeta, leading_instructions
+from ccjax.types import REUSED_ANYWHERE, ChunkId, ReuseMode, VariantMeta, leading_instructions
 
 _Path = tuple[tuple[int, VariantMeta], ...]
 
@@ -120,7 +120,7 @@ def _auto(
     counts = {
         index: recompute_count(choice, mode, settings)
         for index, choice in enumerate(choices)
-        if choice is not None and not choice.exact
+        if choice is not None and not choice.exact and chunks[index].role in REUSED_ANYWHERE
     }
     deviations = {index: mean_deviations(candidates[chunks[index].chunk_id]) for index in counts}
     is_forced = mode == "bounded" and settings.recompute_ratio is not None

@@ -134,12 +134,13 @@ def fix_choices(
 ) -> list[Decision]:
     """The best variant of each chunk: exact reuse unchanged, approximate reuse with `choose_offsets` recomputed."""
 
-    def decision(choice: VariantChoice | None) -> Decision:
-        if choice is None or choice.exact:
+    def decision(chunk: PromptChunk, choice: VariantChoice | None) -> Decision:
+        if choice is None or choice.exact or chunk.role not in REUSED_ANYWHERE:
             return Decision(choice)
         return Decision(choice, choose_offsets(choice.meta, recompute_count(choice, mode, settings)))
 
-    return [decision(choice) for choice in best_choices(chunks, candidates, mode, settings)]
+    choices = best_choices(chunks, candidates, mode, settings)
+    return [decision(chunk, choice) for chunk, choice in zip(chunks, choices, strict=True)]
 
 
 def recompute_count(choice: VariantChoice, mode: ReuseMode, settings: PlannerSettings) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ccjax.policy._checks import check_count, check_ratio
 from ccjax.policy.reuse import adjusted_overlap, cache_fix_overhead
-from ccjax.types import ChunkId, VariantId, VariantMeta
+from ccjax.types import REUSED_ANYWHERE, ChunkId, VariantId, VariantMeta
 
 MIN_CHUNKS_BEFORE = 2
 """Number of chunks before a chunk, besides instructions, from which its KV counts as computed in the middle of a
@@ -153,10 +153,14 @@ def choose_repair(variants: Iterable[VariantMeta], known_chunk_ids: Collection[C
 
     Args:
       known_chunk_ids: chunks whose token ids are known. A variant is skipped unless its own chunk and every chunk of
-        its prefix are among them.
+        its prefix are among them; so is what no other prompt than its own conversation's reuses.
     """
     known = frozenset(known_chunk_ids)
     repairable = (
-        meta for meta in variants if meta.fidelity == "approx" and known.issuperset((meta.chunk_id, *meta.prefix_ids))
+        meta
+        for meta in variants
+        if meta.fidelity == "approx"
+        and (not meta.roles or meta.roles[-1] in REUSED_ANYWHERE)
+        and known.issuperset((meta.chunk_id, *meta.prefix_ids))
     )
     return min(repairable, key=lambda meta: (-meta.frequency_reuse, meta.variant_id), default=None)

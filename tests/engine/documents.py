@@ -35,7 +35,8 @@ def write_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engines(model: Path):
     """Yields `start(**settings)`, which returns an engine; all are closed at the end."""
     with contextlib.ExitStack() as stack:
-        settings = {"max_model_len": 512}
+        # Chunk by chunk, as prompts have them: without a frame no runs of whole prompts are stored beside them.
+        settings = {"max_model_len": 512, "frame": "none"}
         yield lambda **more: stack.enter_context(Engine.from_pretrained(model, **{**settings, **more}))
 
 

@@ -51,8 +51,9 @@ def test_eviction_policy_gets_recomputed_shares_of_repaired_variants():
 def test_new_variant_gets_the_expected_recomputed_share():
     with MODEL.engine(strategy="cachecraft", recompute_ratio=0.3) as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        entries = engine._chunks.variants._placement._policies["host"]._entries.values()
-        assert {entry.info.recomputed_share for entry in entries} == {0.3}
+        entries = engine._chunks.variants._placement._policies["host"]._entries
+        shares = {(meta.roles[-1], entries[meta.variant_id].info.recomputed_share) for meta in engine._chunks.variants}
+        assert shares == {("passage", 0.3), ("instructions", 0.0)}, "instructions are only reused exactly"
 
 
 @pytest.mark.parametrize(

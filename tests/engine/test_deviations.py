@@ -124,19 +124,21 @@ def test_warming_computes_documents_alone_and_behind_the_frame_and_compares(demo
         assert [one.status for one in engine.documents.warm(documents(3))] == ["present"] * 3
 
 
-def test_requested_passages_are_prepared_in_idle_time_reused_ones_first(demo, monkeypatch):
+def test_requested_passages_are_prepared_in_idle_time_reused_ones_first(demo, monkeypatch, tmp_path):
     anna, bob, carla = documents(3)
-    with Engine(demo, EngineConfig(strategy="auto")) as engine:
-        for asked in ([carla], [anna], [bob], [anna, bob]):
-            engine.generate("Who sings?", asked, max_new_tokens=1)
+    path = tmp_path / "frame.txt"
+    path.write_text("Dora paints.\n\nEmil bakes.")
+    with Engine(demo, EngineConfig(strategy="auto", frame=str(path))) as engine:
+        engine.generate("Who sings?", [carla], max_new_tokens=1, reuse="exact")
+        report = engine.generate("Who sings?", [anna, bob], max_new_tokens=1).reuse
+        assert [one.framed for one in report.per_document] == [False, True, True] and not framed(engine)
         assert engine.cache.repair_one() and engine.cache.maintenance_counts.prepared == 1
-        assert framed(engine) == {"1"}, "Bob was reused as the first passage's KV, behind Anna"
-        engine.generate("Who sings?", [bob, carla], max_new_tokens=1)
+        assert len(framed(engine)) == 1, "prepared for the request, and now compared"
         with monkeypatch.context() as patch:
             patch.setattr(EngineCache, "capacity_used", 0.81)
             while engine.cache.repair_one():
                 pass
-            assert framed(engine) == {"1", "2"}, "Anna was computed only, and the cache is nearly full"
+            assert framed(engine) == {"0", "1"}, "Carla was computed only, and the cache is nearly full"
         while engine.cache.repair_one():
             pass
         assert framed(engine) == {"0", "1", "2"} and engine.cache.maintenance_counts.prepared == 3
@@ -161,15 +163,17 @@ def test_passage_that_cannot_be_prepared_does_not_block_others(demo, monkeypatch
 
 
 def framed(engine):
-    """The documents with a variant behind the frame that was compared."""
+    """The documents with a variant behind the frame and known deviations."""
     frame = tuple(chunk.chunk_id for chunk in engine.documents.frame.chunks(""))
-    own = {meta.chunk_id for meta in engine._chunks.variants if meta.prefix_ids[1:] == frame and meta.token_deviations}
+    metas = list(engine._chunks.variants)
+    behind = {meta.chunk_id for meta in metas if meta.prefix_ids[1:] == frame}
+    own = behind & {meta.chunk_id for meta in metas if meta.token_deviations}
     named = {document["id"]: engine.documents.passage_chunks([document])[0] for document in documents(3)}
     return {name for name, chunk in named.items() if chunk.chunk_id in own}
 
 
 def test_passages_reused_with_unknown_deviations_are_noted_as_reused(demo):
-    with Engine(demo, EngineConfig(strategy="auto")) as engine:
+    with Engine(demo, EngineConfig(strategy="auto", frame="none")) as engine:
         passages = documents(4)
         engine.generate("Who sings?", passages, max_new_tokens=1)
         engine.generate("Who sings?", [passages[1], passages[3]], max_new_tokens=1)  # 3 others had stood before it
@@ -228,7 +232,7 @@ def test_frame_can_be_read_from_a_file(demo, tmp_path):
         assert [one.text for one in engine.documents.frame.documents] == ["Dora paints.", "Emil is a baker."]
         engine.documents.warm(documents(1))
         report = engine.generate("Who sings?", documents(2)[::-1], max_new_tokens=1).reuse
-        assert [one.framed for one in report.per_document] == [False, False, True]
+        assert [one.framed for one in report.per_document] == [False, True, True]
         engine.documents.warm([{"text": "Emil is a baker."}])  # a passage of the frame is not placed after itself
         assert not any(len(set(meta.prefix_ids)) < len(meta.prefix_ids) for meta in engine._chunks.variants)
 

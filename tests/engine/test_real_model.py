@@ -129,7 +129,7 @@ def test_attention_on_instructions_and_first_tokens_is_not_counted(model):
 
 
 def test_attention_sink_in_the_first_passage_is_not_counted(model):
-    with Engine(model, EngineConfig()) as engine:
+    with Engine(model, EngineConfig(frame="none")) as engine:
         first, second, *_ = (chunk.token_ids for chunk in engine.documents.passage_chunks(PASSAGES))
         engine.generate_from_tokens([(), first, second, [1, 2]], max_new_tokens=1)
         (meta,) = (one for one in metas(engine) if one.prefix_ids)

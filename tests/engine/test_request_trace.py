@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from ccjax.cache.planned_prefill import Prefilled
-from ccjax.engine.report import build_report
 from ccjax.engine.trace import Tracer
-from ccjax.policy.contract import reuse_contract
-from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.types import Chunk, ChunkId, PlannedSegment, PrefillPlan, Segment, VariantId
@@ -37,17 +34,9 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
     passages = [Segment("passage", Chunk(key, tuple(range(8)))) for key in ids]
     prompt = Prompt((*passages, Segment("question", Chunk(ChunkId("?"), (1, 2, 3, 4)))), 1)
     ticket = types.SimpleNamespace(tiers={"va": "host", "vb": "disk"})
-    prefilled = Prefilled(prompt, plan, outcome, ticket, None, 0.0, 0.0, 0, (None, None, "question"))
-    report = build_report(
-        prefilled,
-        mode="bounded",
-        contract=reuse_contract("bounded", None, PlannerSettings(), None),
-        strategy="cachecraft",
-        num_layers=NUM_LAYERS,
-        framed=(),
-    )
+    prefilled = Prefilled(prompt, prompt, plan, outcome, ticket, None, 0.0, 0.0, 0, (None, None, "question"))
     tracer = Tracer(NUM_LAYERS, lambda _: {}, lambda num_tokens: num_tokens / 10)
-    tracer.prefilled(prefilled, report)
+    tracer.prefilled(prefilled)
     trace = tracer.finish(0.0, 0.0)
     assert trace.full_prefill_s == pytest.approx(2.0)
     for segment in trace.segments[:-1]:

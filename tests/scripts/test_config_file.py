@@ -16,9 +16,9 @@ GIVEN: dict[str, object] = dict(
     for pair in """
 host=0.0.0.0 port=0 served-model-name=llama api-key-file=/keys admin-key-file=/admin-keys max-queue=3
 request-timeout-s=1e2 page=false log-format=json otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false
-warmup-all=true frame=none compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true index-dir=/index
-embedder=lexical chunk-tokens=100 overlap-tokens=5 top-k=2 retrieval-stages=3 refresh-interval-s=60 cluster=ray
-replicas=2:3 scale-down-after-s=60 cluster-address=10.0.0.1:6379 cluster-host=10.0.0.2
+warmup-all=true frame=none unprepared=compute compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true
+index-dir=/index embedder=lexical chunk-tokens=100 overlap-tokens=5 top-k=2 retrieval-stages=3 refresh-interval-s=60
+cluster=ray replicas=2:3 scale-down-after-s=60 cluster-address=10.0.0.1:6379 cluster-host=10.0.0.2
 cluster-port=6380 generators=2 generator-device=device model=random:tiny reuse=exact repair=false prepare=false
 dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer attention=xla max-model-len=4096
 strategy=cacheblend recompute-ratio=0.25 max-deviation=0.1 calibration=/calibration.json focus-window=4

@@ -79,7 +79,7 @@ def docs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
     """`start_server(settings, **engine_settings)` runs a server as a context manager; unless it `prepares`, it caches
-    only for requests."""
+    only for requests, and without a `frame` only their chunks, as prompts had them."""
 
     @contextlib.contextmanager
     def start(
@@ -91,7 +91,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
     ) -> Iterator[Server]:
         settings = (settings or ServerSettings(top_k=2)).model_copy(update={"prepare": prepares})
         engine = Engine.from_pretrained(
-            model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house"} | engine_settings)
+            model, **({"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house", "frame": "none"} | engine_settings)
         )
         tokenizer = engine.tokenizer
         assert tokenizer is not None

@@ -180,7 +180,7 @@ def test_variants_of_another_engine_are_used_without_a_restart(
         sampling=SamplingParams(max_new_tokens=1),
     )
     with start_server(ServerSettings(store_refresh_interval_s=0.05), store=url) as server:
-        settings = {"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house", "store": url}
+        settings = {"max_model_len": MAX_MODEL_LEN, "tenant_salt": "house", "store": url, "frame": "none"}
         with Engine.from_pretrained(tiny_model, **settings) as other:
             other.run(request)
             other.cache.flush()

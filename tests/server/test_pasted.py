@@ -14,6 +14,15 @@ if TYPE_CHECKING:
 QUESTION = "Who lives in Paris?"
 
 
+@pytest.fixture(scope="module")
+def server(start_server, tmp_path_factory: pytest.TempPathFactory):
+    """One that prepares passages as the default does, behind a frame that is no longer than these."""
+    frame = tmp_path_factory.mktemp("frame") / "frame.txt"
+    frame.write_text("Emil is a baker and works by night.\n\nThe road to the lake is long and quiet.")
+    with start_server(frame=str(frame)) as server:
+        yield server
+
+
 def texts(name: str) -> tuple[str, str]:
     """Two passages that no other test of this server uses."""
     return (

@@ -179,9 +179,9 @@ class PassageWarmer:
             if self._erasures_of(prompt) - warming.erasures:
                 return
             other = None
-            if warming.compares and not is_alone:
-                alone_id = self.held_id(alone)
-                other = None if alone_id is None else self._capture.stored_kv(alone_id)
+            if warming.compares:
+                other_id = self.held_id(alone if not is_alone else self.frame.around(alone) or alone)
+                other = None if other_id is None else self._capture.stored_kv(other_id)
             self._capture.store_new(prefilled, warming.kept, other, only_last=only_last, wait=wait)
 
         self._run_prefill(prompt, "exact", keep, is_urgent=warming.is_urgent, is_cancelled=is_cancelled)

@@ -11,13 +11,14 @@ import numpy as np
 
 from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
+from ccjax.cache.run_capture import KVOrigin
 from ccjax.engine.answer import Answer
 from ccjax.engine.batch.shared_prompt import SharedPrompt
 from ccjax.engine.contracts import ReuseContracts
 from ccjax.engine.trace import Tracer
 from ccjax.policy.contract import ReuseContract
 from ccjax.prompts import Prompt
-from ccjax.requests import MOST_PRIORITY, Choice, Delta, Request, Response
+from ccjax.requests import MOST_PRIORITY, Choice, Delta, Request, Response, SamplingParams
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.text import Tokenizer
 from ccjax.types import ReuseMode, ReuseReport
@@ -116,6 +117,9 @@ class SequenceGroup:
             variants, costs = parts.chunks.variants, parts.chunks.costs
             self.tracer = Tracer(contract.settings.num_layers, variants.peek, costs.full_prefill_s)
         self._caller, self._contract, self._parts = caller, contract, parts
+        self._is_kept_whole = caller.keep is None and parts.chunks.planner.prepared.are_kept_apart
+        self._runs = parts.chunks.runs if self._is_kept_whole and contract.mode != "off" else None
+        self._origin: KVOrigin | None = None
         self._mode: ReuseMode = request.reuse
         self._assemble_s = assemble_s
         self._prompt_logits: np.ndarray | None = None
@@ -128,10 +132,24 @@ class SequenceGroup:
             self._parts.chunks.planner,
             self.prompt,
             self._contract,
+            num_last=max(1, self.sampling.prompt_logits) if self._is_kept_whole else None,
             is_shared=self._parts.is_shared,
             is_cancelled=self.is_cancelled,
             on_load=None if self.tracer is None else self.tracer.load,
         )
+
+    def preparing(self, prompt: Prompt) -> SequenceGroup:
+        """A request that computes the last passage of a prompt and stores it, for the sake of this one."""
+        request = Request(
+            segments=(),
+            sampling=SamplingParams(max_new_tokens=1),
+            reuse="exact",
+            flow=self.flow,
+        )
+        caller = Caller(lambda _: None, is_cancelled=self.is_cancelled, keep=self._parts.chunks.capture.keep_prepared)
+        group = SequenceGroup(request, prompt, self._parts.contracts.contract("exact"), caller, self._parts)
+        group.priority = self.priority
+        return group
 
     def new_answer(self, index: int) -> Answer:
         """The answer with this index, empty."""
@@ -149,14 +167,26 @@ class SequenceGroup:
             self.started_s = time.perf_counter()
             self._caller.on_start()
 
+    @property
+    def keeps_run(self) -> bool:
+        """True if the KV of its prompt and answers is to be stored."""
+        return self._runs is not None
+
+    def keep_run(self, answer: list[int], slots: np.ndarray) -> None:
+        """Stores what a finished sequence computed, given its tokens and the slots of the whole prompt and of them."""
+        if self._runs is not None and self._origin is not None:
+            self._runs.keep(self.prompt, answer, slots, self._origin)
+
     def record_prefill(self, prefilled: Prefilled) -> bool:
         """Records the first prefill of the prompt; returns False for later ones."""
+        if self._runs is not None:
+            self._origin = self._runs.origin_of(prefilled).joined(self._origin)
         if self.reuse is not None:
             return False
         self.reuse = self._parts.contracts.report(prefilled, self._contract, self._mode)
         self._prompt_logits = prefilled.result.last_logits
         if self.tracer is not None:
-            self.tracer.prefilled(prefilled, self.reuse)
+            self.tracer.prefilled(prefilled)
         return True
 
     def record_token(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -54,6 +55,7 @@ class TokenSequence:
         self._answer = group.new_answer(index)
         self._last: tuple[Delta, Choice] | None = None
         self._tokens: list[int] = []
+        self._awaited: list[SequenceGroup] = []
         self._work = self._unplanned()
         group.num_started += 1
         group.open.append(self)
@@ -83,6 +85,14 @@ class TokenSequence:
         """Creates the other sequences of the group; empty after the first call."""
         indices = range(self.group.num_started, self.group.num_answers)
         return [TokenSequence(self._name, self.group, seed=self._request_seed, index=index) for index in indices]
+
+    def preparations(self) -> list[TokenSequence]:
+        """Creates sequences that prepare the passages of its plan, which it has to wait for."""
+        if self.group.shared_prompt is not None:
+            return []
+        groups = [self.group.preparing(prompt) for prompt in self.prefill.unprepared()]
+        self._awaited = [*self._awaited, *groups]
+        return [TokenSequence(uuid.uuid4().hex, group, seed=0) for group in groups]
 
     # -- in the queue ------------------------------------------------------------------------------------------
 
@@ -162,6 +172,13 @@ class TokenSequence:
     def read_shared_prompt(self) -> None:
         """Marks a shared prompt as read before admission, so that it is not dropped meanwhile."""
         self.reads_prompt = self.group.shared_prompt is not None
+
+    def is_wait_over(self) -> bool:
+        """True once there is nothing left to wait for: preparations, or other processes."""
+        if any(group.open for group in self._awaited):
+            return False
+        self._awaited = []
+        return self.prefill.is_wait_over()
 
     def claim(self) -> bool:
         """Returns False if it has to wait for what another process computes; call `read_shared_prompt` first."""
@@ -255,6 +272,10 @@ class TokenSequence:
         """Emits the last delta, with the response if all sequences of the group have finished."""
         assert self._last is not None
         self.group.finish(*self._last)
+
+    def keep_run(self) -> None:
+        """Stores the KV of prompt and answer."""
+        self.group.keep_run(self._tokens, self.pages.slots)
 
     def _unplanned(self) -> SequenceWork:
         prompt = self._prompt

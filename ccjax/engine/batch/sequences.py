@@ -105,7 +105,7 @@ class Sequences:
             if sequence.sequence_id in self._by_id and sequence.group.is_cancelled():
                 self.fail(sequence, CancelledError())
         for sequence in tuple(self._held):
-            if sequence.prefill.is_wait_over():
+            if sequence.is_wait_over():
                 self._held.remove(sequence)
                 self._plan(sequence)
 
@@ -152,7 +152,7 @@ class Sequences:
             if sequence.planned_at_change is None:
                 sequence.plan(self._variants.changes.count)
             sequence.mark_started()
-            if not sequence.claim():
+            if self._prepare(sequence) or not sequence.claim():
                 self._scheduler.hold(sequence.sequence_id)
                 self._held.append(sequence)
                 return
@@ -169,6 +169,19 @@ class Sequences:
             self._release_pages(sequence)
             sequence.prefill.close(ok=False)
             self._replan(sequence)
+
+    def _prepare(self, sequence: TokenSequence) -> bool:
+        """Queues prefills that prepare the sequence's passages right before it; False if there are none."""
+        added = []
+        for preparation in sequence.preparations():
+            try:
+                self._scheduler.add(preparation.work(self._store.tier_of), after=sequence.sequence_id)
+            except NeverFitsError:
+                preparation.group.open.remove(preparation)
+            else:
+                added.append(preparation)
+        self.add(added)
+        return bool(added)
 
     def _plan(self, sequence: TokenSequence) -> None:
         """Plans a sequence that holds no pages."""
@@ -269,7 +282,7 @@ class Sequences:
         if is_last:
             tokens, mean = float(sequence.num_sampled), self.answer_tokens
             self.answer_tokens = tokens if mean is None else 0.9 * mean + 0.1 * tokens
-            self._forget(sequence)
+            self._forget(sequence, keeps_pages=sequence.group.keeps_run)
             self._closing.append(sequence.prefill)
             self._ended.append(sequence)
         return True
@@ -287,6 +300,10 @@ class Sequences:
                 sequence.finish()
             except Exception:
                 logger.exception("an answer is complete, but its caller could not be told")
+        for sequence in ended:
+            if sequence.group.keeps_run:
+                sequence.keep_run()
+                self._free_pages(sequence)
 
     def fail(self, sequence: TokenSequence, error: Exception) -> None:
         """Ends all sequences of the group of `sequence` with an error."""
@@ -304,17 +321,25 @@ class Sequences:
         while self._by_id:
             self.fail(next(iter(self._by_id.values())), error)
 
-    def _forget(self, sequence: TokenSequence) -> None:
-        """Removes a sequence and frees its pages; with the last one of a group, also those of the shared prompt."""
+    def _forget(self, sequence: TokenSequence, *, keeps_pages: bool = False) -> None:
+        """Removes a sequence and frees its pages; with the last one of a group, also those of the shared prompt.
+
+        Args:
+          keeps_pages: it has ended, and `settle` frees its pages.
+        """
         self._by_id.pop(sequence.sequence_id, None)
         if sequence in self._held:
             self._held.remove(sequence)
         if sequence.sequence_id in self._scheduler:  # else the scheduler expired it
             self._scheduler.remove(sequence.sequence_id)
-        self._release_pages(sequence)
         sequence.prefill.release_claims()
+        sequence.group.open.remove(sequence)
+        if not keeps_pages:
+            self._free_pages(sequence)
+
+    def _free_pages(self, sequence: TokenSequence) -> None:
+        self._release_pages(sequence)
         group = sequence.group
-        group.open.remove(sequence)
         if group.shared_prompt is not None and not group.open:
             self._closing.append(self.pages.drop(group).prefill)
 

@@ -59,7 +59,7 @@ function strip(segment) {
 }
 
 function card(segment, number, numLayers) {
-  const names = { instructions: "Instructions", text: "Text", question: "Question, and the borders of the turns" };
+  const names = { instructions: "Instructions", text: "Text", answer: "Answer", question: "Question, and the borders of the turns" };
   const title = names[segment.role] ?? segment.title ?? segment.document_id ?? "Passage";
   const badges = [];
   if (segment.action === "reuse") {

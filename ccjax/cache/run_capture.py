@@ -1,0 +1,126 @@
+"""Stores the KV of finished prompts and their answers as runs, for prompts that begin with the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ccjax.cache.planned_prefill import Prefilled
+from ccjax.cache.prefix_runs import PAGE, run_prefix
+from ccjax.cache.variants import VariantIndex
+from ccjax.policy.capture import variant_meta
+from ccjax.prompts import Prompt, as_chunk, tenant_of
+from ccjax.types import ChunkId, Fidelity, Segment, SegmentRole, VariantId, VariantMeta
+
+logger = logging.getLogger(__name__)
+
+_MOST_TOKENS = 512
+"""Tokens of the longest run of exact KV: what is evicted and read together."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVOrigin:
+    """Where the KV of a prompt came from: `num_exact` of its first tokens equal those of a full prefill; `seen` are the
+    chunks that influenced any of it."""
+
+    num_exact: int
+    seen: frozenset[ChunkId]
+
+    def joined(self, other: KVOrigin | None) -> KVOrigin:
+        """What holds of both."""
+        return self if other is None else KVOrigin(min(self.num_exact, other.num_exact), self.seen | other.seen)
+
+
+class RunCapture:
+    """Stores runs. Not thread-safe."""
+
+    def __init__(self, variants: VariantIndex, read_kv: Callable[[np.ndarray], np.ndarray]) -> None:
+        """
+        Args:
+          read_kv: copies the KV [L, 2, T, K, H] of these slots [T] of the pool.
+        """
+        self._variants = variants
+        self._read_kv = read_kv
+
+    def origin_of(self, prefilled: Prefilled) -> KVOrigin:
+        """The origin of a prompt's KV, while what it reused is pinned."""
+        seen = {chunk.chunk_id for chunk in prefilled.asked.chunks}
+        num_exact = prefilled.plan.num_tokens
+        for segment in prefilled.plan.segments:
+            if segment.variant_id is not None:
+                seen |= self._variants.origin_of(segment.variant_id).seen
+            if segment.fidelity != "exact":
+                num_exact = min(num_exact, segment.start)
+        return KVOrigin(num_exact, frozenset(seen))
+
+    def keep(self, prompt: Prompt, answer: list[int], slots: np.ndarray, origin: KVOrigin) -> None:
+        """Stores the tokens of a prompt and its answer that are not stored yet. A failure is logged.
+
+        Args:
+          slots: of all tokens in the pool; the last token of an answer may have none.
+        """
+        try:
+            ids = np.concatenate([prompt.token_ids, np.asarray(answer, np.int32)])[: len(slots)]
+            tenant = tenant_of(prompt.segments[0].chunk.chunk_id)
+            kept: set[VariantId] = set()
+
+            def is_as_good(meta: VariantMeta) -> bool:
+                return meta.fidelity == "exact" or (meta.start or 0) >= origin.num_exact
+
+            found = self._variants.runs.match(ids, tenant, is_usable=is_as_good)
+            start = sum(run.num_tokens for run in found)
+            # The last token of a prompt is always computed: with it belongs to the answer.
+            num_prompt = min(prompt.num_tokens - 1, len(ids))
+            for first, last, role in _pieces(start, origin.num_exact, num_prompt, len(ids)):
+                fidelity: Fidelity = "exact" if min(last, num_prompt) <= origin.num_exact else "approx"
+                self._store(ids, tenant, first, last, role, fidelity, slots, origin.seen, kept)
+        except Exception:
+            logger.exception("the KV of a conversation could not be stored")
+
+    def _store(
+        self,
+        ids: np.ndarray,
+        tenant: str,
+        first: int,
+        last: int,
+        role: SegmentRole,
+        fidelity: Fidelity,
+        slots: np.ndarray,
+        seen: frozenset[ChunkId],
+        kept: set[VariantId],
+    ) -> None:
+        chunk, num_tokens = as_chunk(tuple(ids[first:last].tolist()), None, tenant), last - first
+        prefix = run_prefix(ids[:first], tenant)
+        kv = self._read_kv(slots[first:last])
+        meta = variant_meta(
+            chunk_id=chunk.chunk_id,
+            prefix_ids=prefix,
+            prefix_lengths=(first,) * len(prefix),
+            inter_by_prefix=(0.0,) * len(prefix),
+            intra=0.0,
+            token_scores=(0.0,) * num_tokens,
+            num_bytes=kv.nbytes,
+            fidelity=fidelity,
+            start=first,
+            roles=("text",) * len(prefix) + (role,),
+        )
+        if self._variants.add(meta, kv, Prompt.of_chunks((Segment(role, chunk),)), pinned=kept, seen=seen):
+            kept.add(meta.variant_id)
+
+
+def _pieces(start: int, num_exact: int, num_prompt: int, num_tokens: int) -> Iterator[tuple[int, int, SegmentRole]]:
+    """First and last token (exclusive) and role of the runs to store from `start` on: exact text, text of which some is
+    approximate, and the answer. What is shorter than a page is joined with what follows."""
+    exact_end = min(max(start, num_exact), num_prompt)
+    for end in (*range(start + _MOST_TOKENS, exact_end - PAGE, _MOST_TOKENS), exact_end):
+        if end - start >= PAGE:
+            yield start, end, "text"
+            start = end
+    if num_prompt - start >= PAGE:
+        yield start, num_prompt, "text"
+        start = num_prompt
+    if num_tokens - start >= PAGE:
+        yield start, num_tokens, "answer"

@@ -1,0 +1,136 @@
+"""Conversations: each turn computes only what is new, and answers as if nothing had been stored."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ccjax.engine import Engine, Request
+from ccjax.requests import SamplingParams
+from ccjax.types import Document
+
+WORDS = "harbour museum garden river bridge market castle library tower village festival orchard lantern window".split()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.from_pretrained("demo", max_model_len=2048, host_cache_bytes=1 << 28) as engine:
+        yield engine
+
+
+def words(draw: random.Random, count: int) -> str:
+    return " ".join(draw.choices(WORDS, k=count)) + "."
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def run(engine: Engine, messages, reuse="bounded", *, n=1, max_new_tokens=12, documents=(), salt=""):
+    sampling = SamplingParams(max_new_tokens, n=n, ignore_eos=True)
+    return engine.run(
+        Request(messages=messages, documents=tuple(documents), sampling=sampling, reuse=reuse, cache_salt=salt)
+    )
+
+
+@pytest.mark.parametrize("reuse", ["exact", "bounded"])
+@pytest.mark.parametrize("num_documents", [0, 2])
+def test_each_turn_computes_only_what_is_new(engine: Engine, reuse: str, num_documents: int) -> None:
+    draw = random.Random(f"{reuse}{num_documents}")
+    documents = [Document(words(draw, 30), id=str(number)) for number in range(num_documents)]
+    messages, before = [user(words(draw, 12))], 0
+    for turn in range(4):
+        answer = run(engine, messages, reuse, documents=documents)
+        full = run(engine, messages, "off", documents=documents)
+        assert answer.token_ids == full.token_ids
+        if turn:
+            most = answer.num_prompt_tokens - before
+            assert answer.reuse.computed_tokens <= most + (16 if reuse == "bounded" else 40)
+            assert answer.reuse.exact
+        told = answer.reuse
+        assert sum(part.num_tokens for part in told.per_document) <= told.prompt_tokens
+        assert all(
+            part.num_tokens == part.reused_tokens + part.recomputed_tokens + part.computed_tokens
+            for part in told.per_document
+        )
+        before = answer.num_prompt_tokens
+        messages += [assistant(answer.text), user(words(draw, 6))]
+
+
+def test_mode_exact_computes_earlier_answers_again(engine: Engine) -> None:
+    draw = random.Random(1)
+    messages = [user(words(draw, 20))]
+    first = run(engine, messages, max_new_tokens=40)
+    messages += [assistant(first.text), user(words(draw, 3))]
+    exact, bounded = run(engine, messages, "exact"), run(engine, messages)
+    assert exact.token_ids == bounded.token_ids
+    assert exact.reuse.reused_tokens < first.num_prompt_tokens <= bounded.reuse.reused_tokens
+
+
+def test_another_tenant_finds_nothing(engine: Engine) -> None:
+    messages = [user(words(random.Random(2), 40))]
+    run(engine, messages, salt="one")
+    assert run(engine, messages, salt="two").reuse.reused_tokens == 0
+    assert run(engine, messages, salt="one").reuse.reused_tokens == run(engine, messages).num_prompt_tokens - 1
+
+
+def test_completions_are_found_too(engine: Engine) -> None:
+    text = words(random.Random(3), 60)
+    sampling = SamplingParams(4, ignore_eos=True)
+    first = engine.run(Request(prompt=text, sampling=sampling))
+    longer = engine.run(Request(prompt=text + " And then", sampling=sampling))
+    assert longer.reuse.reused_tokens >= first.num_prompt_tokens - 16
+    assert longer.token_ids == engine.run(Request(prompt=text + " And then", sampling=sampling, reuse="off")).token_ids
+
+
+def test_conversations_survive_a_restart(tmp_path: Path) -> None:
+    draw, store = random.Random(4), f"file://{tmp_path}"
+    messages = [user(words(draw, 40))]
+    with Engine.from_pretrained("demo", max_model_len=1024, store=store) as engine:
+        first = run(engine, messages)
+    messages += [assistant(first.text), user(words(draw, 5))]
+    with Engine.from_pretrained("demo", max_model_len=1024, store=store) as engine:
+        again = run(engine, messages)
+        assert again.reuse.reused_tokens >= first.num_prompt_tokens - 1
+        assert {part.tier for part in again.reuse.per_document if part.reused_tokens} == {"disk"}
+        assert again.token_ids == run(engine, messages, "off").token_ids
+
+
+@pytest.mark.parametrize("reuse", ["exact", "bounded"])
+def test_random_edits_branches_and_several_answers_equal_full_prefill(engine: Engine, reuse: str) -> None:
+    draw = random.Random(f"edits {reuse}")
+    conversations = [[user(words(draw, 10))]]
+    for _ in range(14):
+        messages = list(draw.choice(conversations))
+        change = draw.randrange(4)
+        if change == 0 and len(messages) > 1:  # an earlier turn is edited, what follows is dropped
+            at = draw.randrange(0, len(messages), 2)
+            messages = [*messages[:at], user(words(draw, draw.randrange(2, 12)))]
+        elif change == 1:
+            messages = [{"role": "system", "content": words(draw, 15)}, *(m for m in messages if m["role"] != "system")]
+        count = draw.choice([1, 1, 2])
+        answer = run(engine, messages, reuse, n=count)
+        full = run(engine, messages, "off", n=count)
+        assert [answer.token_ids, *(other.token_ids for other in answer.others)] == [
+            full.token_ids,
+            *(other.token_ids for other in full.others),
+        ]
+        text = answer.text if count == 1 else answer.others[0].text
+        conversations.append([*messages, assistant(text), user(words(draw, draw.randrange(2, 9)))])
+
+
+def test_read_only_engine_reuses_runs_and_stores_none(tmp_path: Path) -> None:
+    store, messages = f"file://{tmp_path}", [user(words(random.Random(6), 40))]
+    with Engine.from_pretrained("demo", max_model_len=1024, store=store) as engine:
+        first = run(engine, messages)
+    messages += [assistant(first.text), user("And then?")]
+    with Engine.from_pretrained("demo", max_model_len=1024, store=store, read_only=True) as engine:
+        before = engine.cache.num_variants
+        assert run(engine, messages).reuse.reused_tokens >= first.num_prompt_tokens - 1
+        assert engine.cache.num_variants == before
