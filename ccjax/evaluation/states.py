@@ -48,7 +48,7 @@ def fill(
     from ccjax.engine import Engine
 
     is_framed = get_strategy(config.strategy).prepares_behind_frame and config.frame != "none"
-    frames = {"alone": ["none"], "seen": ["none", config.frame] if is_framed else ["none"]}.get(state, [config.frame])
+    frames = {"alone": ["none"], "seen": [config.frame, "none"] if is_framed else ["none"]}.get(state, [config.frame])
     for frame in frames:
         with Engine(model, config.replace(frame=frame)) as engine:
             for documents in steps(state, prompts):

@@ -47,12 +47,13 @@ def test_each_turn_computes_only_what_is_new(engine: Engine, reuse: str, num_doc
     messages, before = [user(words(draw, 12))], 0
     for turn in range(4):
         answer = run(engine, messages, reuse, documents=documents)
-        full = run(engine, messages, "off", documents=documents)
-        assert answer.token_ids == full.token_ids
+        is_exact = reuse == "exact" or not documents  # else they are prepared, and so is what follows them approximate
+        assert answer.reuse.exact == is_exact
+        if is_exact:
+            assert answer.token_ids == run(engine, messages, "off", documents=documents).token_ids
         if turn:
             most = answer.num_prompt_tokens - before
             assert answer.reuse.computed_tokens <= most + (16 if reuse == "bounded" else 40)
-            assert answer.reuse.exact
         told = answer.reuse
         assert sum(part.num_tokens for part in told.per_document) <= told.prompt_tokens
         assert all(

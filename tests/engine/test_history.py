@@ -129,10 +129,9 @@ def test_what_one_request_prepares_waiting_ones_use(start) -> None:
     assert len(runs) <= 10, "a passage may be prepared twice if two requests find it missing at once"
 
 
-def test_small_prompts_are_computed_as_they_are() -> None:
-    with Engine.from_pretrained("demo", max_model_len=1024) as engine:
-        answer = ask(engine, passages(3))
-        assert answer.reuse.exact and answer.reuse.computed_share == 1.0
+def test_prompt_of_one_passage_is_computed_as_it_is(start) -> None:
+    answer = ask(start(), passages(1))
+    assert answer.reuse.exact and answer.reuse.computed_share == 1.0
 
 
 def test_prompt_is_computed_if_its_passages_cannot_be_prepared(start, monkeypatch) -> None:

@@ -123,9 +123,7 @@ def test_forced_answers_are_scored_in_every_state(model, tmp_path):
         assert one.forced.nll == pytest.approx(whole.forced.nll, abs=1e-4) and whole.forced.nll < 0.5
     for outcome in rest:
         for whole, one in zip(full.answers, outcome.answers, strict=True):
-            # By default KV from behind other passages is not reused, and these are too short to be prepared.
-            most = 1.0 if (outcome.way, outcome.state) == (DEFAULT, "seen") else 0.5
-            assert 0.0 <= one.computed_ratio < most and one.forced.kl > 1e-9
+            assert 0.0 <= one.computed_ratio < 0.5 and one.forced.kl > 1e-9
             # The first of the answer's tokens stands behind the prompt alone, as the first that is drawn.
             assert one.first_kl <= one.forced.kl * (1 + len(whole.token_ids)) * 1.01 + 1e-9
             assert one.forced.nll != whole.forced.nll

@@ -29,8 +29,8 @@ def test_stored_variants_have_the_prefixes_of_the_state(model, filled):
         compared = sum(bool(meta.token_deviations) for meta in engine._chunks.variants)
     # The instructions, those of the frame one behind the other, and every passage behind all of these.
     framed = [*range(1, 1 + frame), *[1 + frame] * 6]
-    alone, seen, runs = [0, *[1] * 6], [0, 1, 1, 2, 2, 3, 3], [0, 1]
-    wanted = {"empty": [], "alone": alone, "prepared": [*alone, *framed], "seen": [*seen, *runs]}
+    alone, seen, runs = [0, *[1] * 6], [0, 1, 1, 2, 2, 3, 3], [0, 0]
+    wanted = {"empty": [], "alone": alone, "prepared": [*alone, *framed], "seen": [*seen, *framed, *runs]}
     wanted["idle"] = [*alone, *framed, *runs]
     assert found == sorted(wanted[state])
     assert compared >= 6 if state in ("prepared", "idle") else compared == 0
@@ -41,8 +41,6 @@ def test_default_options_reuse_stored_variants(model, filled):
     with Engine(model, EngineConfig(store=store, read_only=True)) as engine:
         parts = engine.generate(QUESTIONS[0].text, PROMPTS[0], max_new_tokens=1).reuse.per_document[1:]
     first, *rest = [part.num_tokens - part.computed_tokens for part in parts]
-    # These passages are shorter than the frame, so no prompt had them prepared; the last one was another one's first.
-    is_stored = state not in ("empty", "seen")
-    assert [one > 0 for one in (first, *rest)] == [is_stored, is_stored, state != "empty"]
-    assert [part.framed for part in parts] == [False, *[state in ("prepared", "idle")] * 2]
-    assert parts[0].exact
+    assert (first > 0) == (state != "empty") and all((one > 0) == (state != "empty") for one in rest)
+    assert [part.framed for part in parts] == [state == "seen", *[state not in ("empty", "alone")] * 2]
+    assert parts[0].exact == (state != "seen"), "for the prompt in another order all were prepared behind the frame"

@@ -55,11 +55,6 @@ class PassageFrame:
             tuple(builder.document_ids(document) for document in self.documents) if builder is not None else ()
         )
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of its passages."""
-        return sum(map(len, self._token_ids))
-
     def chunks(self, tenant: str) -> tuple[Chunk, ...]:
         """The frame's passages as chunks of a tenant (`ccjax.prompts.tenant_tag`)."""
         return tuple(as_chunk(ids, None, tenant) for ids in self._token_ids)

@@ -8,6 +8,8 @@ from ccjax.policy.capture import make_variant_id
 from ccjax.prompts import Prompt
 from ccjax.types import REUSED_ANYWHERE, ChunkId, PrefillPlan, VariantId
 
+_LEAST_PASSAGES = 2
+
 
 class PreparedPassages:
     """The passages that were prepared behind one frame. Not thread-safe, except `allowed`.
@@ -38,14 +40,13 @@ class PreparedPassages:
         return frozenset((*in_place, *first, *self._frame.variant_ids(prompt)))
 
     def unprepared(self, asked: Prompt, prompt: Prompt, plan: PrefillPlan) -> list[Prompt]:
-        """Prompts that prepare the passages of a plan which are not prepared behind the frame; none if its passages
-        have fewer tokens in all than the frame: computing them costs less than the frame does.
+        """Prompts that prepare the passages of a plan which are not prepared behind the frame; none if the prompt has
+        only one passage, which may be no passage at all, but a long message of a chat.
 
         Args:
           asked: the prompt that was planned as `prompt`, behind its stored runs.
         """
-        num_tokens = sum(len(chunk.token_ids) for chunk in prompt.passages)
-        if not self._prepares or not self.are_kept_apart or num_tokens < self._frame.num_tokens:
+        if not self._prepares or not self.are_kept_apart or len(prompt.passages) < _LEAST_PASSAGES:
             return []
         framed, found = self._frame.variant_ids(asked), dict[ChunkId, Prompt]()
         for segment, own in zip(plan.segments, prompt.segments, strict=True):
