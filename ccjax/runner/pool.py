@@ -263,8 +263,10 @@ class DevicePool(MemoryTier[PagedShard]):
         padded = np.full(slot_bucket(len(slots)), self.num_slots, np.int32)  # a size already compiled for contexts
         padded[: len(slots)] = slots
         on_device = self.put_slots(padded)
-        layers = [self.gather(layer, on_device) for layer in range(first, last)]
-        return np.stack([np.stack([jax.device_get(part)[: len(slots)] for part in layer]) for layer in layers])
+        kv = np.empty((last - first, *self.kv_spec.shape(len(slots))[1:]), self.kv_spec.np_dtype)
+        for own, layer in zip(kv, range(first, last), strict=True):
+            own[0], own[1] = (jax.device_get(part)[: len(slots)] for part in self.gather(layer, on_device))
+        return kv
 
     def put_slots(self, slots: np.ndarray) -> jax.Array:
         """Copies slots [S] int32 to every device of the pool."""

@@ -135,3 +135,21 @@ def test_read_only_engine_reuses_runs_and_stores_none(tmp_path: Path) -> None:
         before = engine.cache.num_variants
         assert run(engine, messages).reuse.reused_tokens >= first.num_prompt_tokens - 1
         assert engine.cache.num_variants == before
+
+
+@pytest.mark.parametrize("way", ["invalidate", "erase"])
+def test_an_invalidated_document_is_gone_from_conversations_too(tmp_path: Path, way: str) -> None:
+    draw, store = random.Random(8), f"file://{tmp_path}"
+    documents = [Document(words(draw, 30), id="anna"), Document(words(draw, 30), id="bob")]
+    messages = [user("Who is named here?")]
+    with Engine.from_pretrained("demo", max_model_len=1024, store=store, unprepared="compute") as engine:
+        run(engine, messages, documents=documents[:1])
+        run(engine, messages, documents=documents)
+        assert run(engine, messages, documents=documents).reuse.computed_tokens == 1
+        held = {meta.variant_id for meta in engine._chunks.variants}
+        getattr(engine.documents, way)("bob")
+        left = {meta.variant_id for meta in engine._chunks.variants}
+        assert left < held and left, "what only the other document stands in stays"
+        assert run(engine, messages, documents=documents[:1]).reuse.computed_tokens == 1
+        report = run(engine, messages, documents=documents).reuse
+        assert report.per_document[-1].reused_tokens == 0
