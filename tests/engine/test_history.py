@@ -94,6 +94,16 @@ def test_kv_from_behind_another_prompts_passages_is_not_reused(start, unprepared
     assert behind <= {(), frame}
 
 
+def test_what_other_strategies_left_in_the_store_is_not_reused(start, tmp_path) -> None:
+    url, (evil, *benign) = f"file://{tmp_path}", passages(5)
+    with Engine.from_pretrained("demo", max_model_len=1024, store=url, strategy="cachecraft") as other:
+        ask(other, [evil, *benign])
+    engine = start(store=url, unprepared="compute")
+    assert len(engine._chunks.variants) >= 5
+    answer = ask(engine, benign[:3])
+    assert answer.reuse.exact and sum(part.reused_tokens for part in answer.reuse.per_document[1:]) == 0
+
+
 def test_attack_succeeds_where_kv_of_any_prompt_is_reused(start) -> None:
     """The check above would fail: without a frame what stood before a passage changes answers about it."""
     engine, (evil, *benign) = start(strategy="cachecraft"), passages(5)
