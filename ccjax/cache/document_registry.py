@@ -272,6 +272,11 @@ class DocumentRegistry:
         erasures = tuple(self._erasures.items())
         return frozenset(key for key, erasure in erasures if erasure.covers(chunk_id, Origin(seen, is_run=is_run)))
 
+    @property
+    def erasure_ids(self) -> frozenset[str]:
+        """The known erasures."""
+        return frozenset(self._erasures)
+
     def is_erased(self, chunk_id: ChunkId, origin: Origin) -> bool:
         """True if an erasure covers the variant."""
         erasures = tuple(self._erasures.values())  # a copy: preloads call this from another thread

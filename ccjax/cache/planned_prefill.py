@@ -76,6 +76,7 @@ class PlannedPrefill:
         contract: ReuseContract,
         *,
         num_last: int | None = None,
+        takes_approximate_runs: bool = True,
         is_shared: bool = False,
         is_cancelled: IsCancelled | None = None,
         on_load: Callable[[int, float, float], None] | None = None,
@@ -84,6 +85,7 @@ class PlannedPrefill:
         Args:
           num_last: number of last tokens to compute; what is before them may be reused from stored runs, and the
             prompt will be stored as such. None: it is reused and stored chunk by chunk.
+          takes_approximate_runs: among the stored runs approximate ones count.
           is_shared: coordinate with other processes on the store which of them computes what
             (`ccjax.cache.shared.prefill`).
           is_cancelled: when it returns True, waiting for loads ends with PrefillCancelledError.
@@ -95,6 +97,7 @@ class PlannedPrefill:
         self.contract = contract
         self._num_last = None if contract.mode == "off" else num_last
         self._keeps_chunks = num_last is None
+        self._takes_approximate_runs = takes_approximate_runs and contract.mode != "exact"
         self._cut = CutPrompt(prompt)
         self.plan: PrefillPlan | None = None
         self.prepared: set[ChunkId] = set()
@@ -130,7 +133,13 @@ class PlannedPrefill:
             self.plan = self._planner.plan(self.prompt, mode, {})
         else:
             if self._num_last is not None:
-                self._cut = self._planner.behind_runs(self.prompt, mode, self._num_last, failed=self._failed)
+                self._cut = self._planner.behind_runs(
+                    self.prompt,
+                    mode,
+                    self._num_last,
+                    failed=self._failed,
+                    with_approximate=self._takes_approximate_runs,
+                )
             usable = self._usable()
             self.plan, self._given_up = self._planner.loads.plan_loads(
                 lambda without: self._planner.plan(

@@ -100,10 +100,12 @@ class PrefillPlanner:
         """Plans a prompt with `ccjax.policy`."""
         return plan_prefill(prompt.planned_chunks, candidates, mode=mode, settings=settings or self.settings)
 
-    def behind_runs(self, prompt: Prompt, mode: ReuseMode, num_last: int, *, failed: Collection[str]) -> CutPrompt:
+    def behind_runs(
+        self, prompt: Prompt, mode: ReuseMode, num_last: int, *, failed: Collection[str], with_approximate: bool
+    ) -> CutPrompt:
         """See `PrefixRuns.cut`; reads some more records of a store that was opened with variants."""
         self._variants.examine(_RECORDS_PER_PLAN)
-        return self._variants.runs.cut(prompt, mode, num_last, failed=failed)
+        return self._variants.runs.cut(prompt, mode, num_last, failed=failed, with_approximate=with_approximate)
 
     def shared(self) -> SharedPrefill | None:
         """State for sharing a prefill's computation with other processes; None if none shares the store."""
@@ -201,7 +203,8 @@ class PrefillPlanner:
         ids = [chunk.chunk_id for chunk in prompt.chunks]
         for index, run in enumerate(runs):
             if run.meta.variant_id not in failed:
-                usable[run.meta.chunk_id] = (seen(run.behind(ids[:index])),)
+                key = run.meta.chunk_id
+                usable[key] = (*usable.get(key, ()), seen(run.behind(ids[:index])))
         return usable
 
     def _without_room(self, prompt: Prompt, found: Mapping[ChunkId, Sequence[VariantMeta]]) -> set[VariantId]:

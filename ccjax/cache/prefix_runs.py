@@ -23,6 +23,9 @@ PAGE = 16
 _MOST_LISTED = 4
 """Runs listed under one page, the latest: prompts that begin alike share their first pages."""
 
+_MOST_IN_PROMPT = 32
+"""Runs that a prompt is cut behind; each begins a page of its own, and a request may need no more than are planned."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundRun:
@@ -113,18 +116,28 @@ class PrefixRuns:
             start += run.num_tokens
         return found
 
-    def cut(self, prompt: Prompt, mode: ReuseMode, num_last: int = 1, *, failed: Collection[str] = ()) -> CutPrompt:
+    def cut(
+        self,
+        prompt: Prompt,
+        mode: ReuseMode,
+        num_last: int = 1,
+        *,
+        failed: Collection[str] = (),
+        with_approximate: bool = True,
+    ) -> CutPrompt:
         """The prompt behind the runs that it begins with, at most up to its `num_last` last tokens. A passage is not
         cut unless half of it is found, nor are instructions that passages were prepared behind. Decode does not compute
         bit for bit what a prefill does, so mode `exact` reuses no answer.
 
         Args:
           failed: variants that cannot be read.
+          with_approximate: approximate runs count.
         """
 
         def is_usable(meta: VariantMeta) -> bool:
-            is_exact = meta.fidelity == "exact" and meta.roles[-1] == "text"
-            return (mode != "exact" or is_exact) and meta.variant_id not in failed
+            if meta.variant_id in failed or (meta.fidelity != "exact" and not with_approximate):
+                return False
+            return mode != "exact" or (meta.fidelity == "exact" and meta.roles[-1] == "text")
 
         found = self.match(
             prompt.token_ids[:-num_last], tenant_of(prompt.segments[0].chunk.chunk_id), is_usable=is_usable
@@ -140,7 +153,11 @@ class PrefixRuns:
         start = 0
         for run in found:
             run = dataclasses.replace(run, num_tokens=min(run.num_tokens, num_tokens - start))
-            if run.num_tokens <= 0 or (run.num_tokens < run.meta.num_tokens and _is_indivisible(run.meta)):
+            if (
+                len(runs) == _MOST_IN_PROMPT
+                or run.num_tokens <= 0
+                or (run.num_tokens < run.meta.num_tokens and _is_indivisible(run.meta))
+            ):
                 break
             runs.append(run)
             start += run.num_tokens
@@ -162,7 +179,10 @@ class PrefixRuns:
                     continue
                 if best is None or num_tokens > best.num_tokens:
                     best = FoundRun(meta, num_tokens)
-        return best
+        if best is None:
+            return None
+        own = self._tokens.ids(best.meta.chunk_id)[: best.num_tokens]
+        return best if np.array_equal(own, ids[: best.num_tokens]) else None  # else two pages have the same hash
 
     def _agreeing(self, meta: VariantMeta, ids: np.ndarray, first: int) -> int:
         """The number of tokens from `first` on that agree, less than a page."""

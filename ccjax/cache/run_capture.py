@@ -24,14 +24,18 @@ _MOST_TOKENS = 512
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVOrigin:
     """Where the KV of a prompt came from: `num_exact` of its first tokens equal those of a full prefill; `seen` are the
-    chunks that influenced any of it."""
+    chunks that influenced any of it, `erasures` those known when it was computed, which do not cover it."""
 
     num_exact: int
     seen: frozenset[ChunkId]
+    erasures: frozenset[str] = frozenset()
 
     def joined(self, other: KVOrigin | None) -> KVOrigin:
         """What holds of both."""
-        return self if other is None else KVOrigin(min(self.num_exact, other.num_exact), self.seen | other.seen)
+        if other is None:
+            return self
+        num_exact = min(self.num_exact, other.num_exact)
+        return KVOrigin(num_exact, self.seen | other.seen, self.erasures & other.erasures)
 
 
 class RunCapture:
@@ -54,13 +58,16 @@ class RunCapture:
                 seen |= self._variants.origin_of(segment.variant_id).seen
             if segment.fidelity != "exact":
                 num_exact = min(num_exact, segment.start)
-        return KVOrigin(num_exact, frozenset(seen))
+        return KVOrigin(num_exact, frozenset(seen), self._variants.documents.erasure_ids)
 
-    def keep(self, prompt: Prompt, answer: list[int], slots: np.ndarray, origin: KVOrigin) -> None:
+    def keep(
+        self, prompt: Prompt, answer: list[int], slots: np.ndarray, origin: KVOrigin, *, with_approximate: bool = True
+    ) -> None:
         """Stores the tokens of a prompt and its answer that are not stored yet. A failure is logged.
 
         Args:
           slots: of all tokens in the pool; the last token of an answer may have none.
+          with_approximate: store approximate KV as well.
         """
         try:
             ids = np.concatenate([prompt.token_ids, np.asarray(answer, np.int32)])[: len(slots)]
@@ -76,7 +83,8 @@ class RunCapture:
             num_prompt = min(prompt.num_tokens - 1, len(ids))
             for first, last, role in _pieces(start, origin.num_exact, num_prompt, len(ids)):
                 fidelity: Fidelity = "exact" if min(last, num_prompt) <= origin.num_exact else "approx"
-                self._store(ids, tenant, first, last, role, fidelity, slots, origin.seen, kept)
+                if fidelity == "exact" or with_approximate:
+                    self._store(ids, tenant, first, last, role, fidelity, slots, origin, kept)
         except Exception:
             logger.exception("the KV of a conversation could not be stored")
 
@@ -89,7 +97,7 @@ class RunCapture:
         role: SegmentRole,
         fidelity: Fidelity,
         slots: np.ndarray,
-        seen: frozenset[ChunkId],
+        origin: KVOrigin,
         kept: set[VariantId],
     ) -> None:
         chunk, num_tokens = as_chunk(tuple(ids[first:last].tolist()), None, tenant), last - first
@@ -107,7 +115,8 @@ class RunCapture:
             start=first,
             roles=("text",) * len(prefix) + (role,),
         )
-        if self._variants.add(meta, kv, Prompt.of_chunks((Segment(role, chunk),)), pinned=kept, seen=seen):
+        prompt = Prompt.of_chunks((Segment(role, chunk),))
+        if self._variants.add(meta, kv, prompt, pinned=kept, seen=origin.seen, erasures=origin.erasures):
             kept.add(meta.variant_id)
 
 

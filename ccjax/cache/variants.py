@@ -213,6 +213,7 @@ class VariantIndex:
         *,
         pinned: Collection[VariantId],
         seen: frozenset[ChunkId] = frozenset(),
+        erasures: frozenset[str] | None = None,
         wait: bool = False,
     ) -> bool:
         """Stores a variant computed in `prompt`, evicting what is worth less; False if no tier took it.
@@ -223,8 +224,14 @@ class VariantIndex:
         Args:
           pinned: never evicted for it.
           seen: chunks besides its own and its prefix that influenced its KV.
+          erasures: those known when it was computed; it is not stored if one since then covers it. None: all.
           wait: wait for room in the disk's queue instead of leaving the disk out.
         """
+        seen = seen.union((meta.chunk_id, *meta.prefix_ids))
+        after = self.documents.after(meta.chunk_id, seen, is_run=is_run(meta))
+        origin = Origin(seen, after if erasures is None else after & erasures, is_run(meta))
+        if self.documents.is_erased(meta.chunk_id, origin):
+            return False
         meta = self._in_place_of_approximate(meta)
         known = self._by_id.get(meta.variant_id)
         if known is not None:
@@ -236,8 +243,6 @@ class VariantIndex:
             if victims is None:
                 return False
             self._placement.evict(victims)
-        seen = seen.union((meta.chunk_id, *meta.prefix_ids))
-        origin = Origin(seen, self.documents.after(meta.chunk_id, seen, is_run=is_run(meta)), is_run(meta))
         record = self._record(meta, prompt, origin)
         is_passage = not meta.roles or meta.roles[-1] in REUSED_ANYWHERE
         expected_share = self._expected_share(meta.cci) if is_passage else 0.0

@@ -25,7 +25,7 @@ class Index:
         self.kv: dict[str, np.ndarray] = {}
         self.metas: dict[str, VariantMeta] = {}
 
-    def add(self, meta, kv, prompt, *, pinned, seen) -> bool:
+    def add(self, meta, kv, prompt, *, pinned, seen, erasures) -> bool:
         assert is_run(meta)
         assert meta.variant_id not in self.metas
         self.metas[meta.variant_id], self.kv[meta.variant_id] = meta, kv

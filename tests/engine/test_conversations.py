@@ -153,3 +153,16 @@ def test_an_invalidated_document_is_gone_from_conversations_too(tmp_path: Path, 
         assert run(engine, messages, documents=documents[:1]).reuse.computed_tokens == 1
         report = run(engine, messages, documents=documents).reuse
         assert report.per_document[-1].reused_tokens == 0
+
+
+def test_what_is_erased_during_an_answer_is_not_stored_behind_it(engine: Engine) -> None:
+    draw = random.Random(9)
+    documents = (Document(words(draw, 30), id="anna"), Document(words(draw, 30), id="bob"))
+    request = Request(
+        messages=[user("Who is named here?")], documents=documents, sampling=SamplingParams(80, ignore_eos=True)
+    )
+    deltas = engine.stream(request)
+    next(deltas)
+    engine.documents.erase("bob")
+    assert list(deltas)[-1].response is not None
+    assert run(engine, request.messages, documents=documents).reuse.per_document[-1].reused_tokens == 0

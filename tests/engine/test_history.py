@@ -149,3 +149,23 @@ def test_prompt_is_computed_if_its_passages_cannot_be_prepared(start, monkeypatc
     monkeypatch.setattr(engine._chunks.capture, "store_new", lambda *args: 1 / 0)
     answer = ask(engine, documents)
     assert answer.reuse.exact and answer.token_ids == ask(engine, documents, "off").token_ids
+
+
+def test_passages_are_prepared_once_for_all_instructions(start) -> None:
+    engine, documents = start(), passages(4)
+
+    def asked(system: str, order: list[Document]):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+        return engine.run(Request(messages=messages, documents=tuple(order), sampling=SamplingParams(2))).reuse
+
+    asked("Today is the first of May.", documents)
+    later = asked("Today is the second of May, and it rains.", documents[::-1])
+    assert all(part.framed and not part.computed_tokens for part in later.per_document if part.role == "passage")
+
+
+def test_kv_for_another_mode_is_no_base_for_this_one(start) -> None:
+    engine, documents = start(), passages(4)
+    ask(engine, documents, "fast")
+    assert ask(engine, documents).reuse.recomputed_tokens > 0
+    assert ask(engine, documents).reuse.recomputed_tokens == 0, "the same prompt again"
+    assert ask(engine, documents, "fast").reuse.recomputed_tokens > 0

@@ -2,7 +2,8 @@
 
 KV of a passage computed directly behind the instructions is inaccurate behind other passages, because its tokens act as
 the beginning of a text. Behind a fixed, unrelated text of some 230 tokens they do not. That text is the same for all
-tenants, so no tenant's passages influence another one's KV.
+tenants, so no tenant's passages influence another one's KV; and the server's own instructions precede it, whatever
+those of the prompt are, so that a passage is prepared once, and no client's instructions influence its KV.
 """
 
 from __future__ import annotations
@@ -54,15 +55,24 @@ class PassageFrame:
         self._token_ids = (
             tuple(builder.document_ids(document) for document in self.documents) if builder is not None else ()
         )
+        self._instruction_ids: tuple[int, ...] = ()
+        if builder is not None and self.documents:
+            self._instruction_ids = builder.build_chat([{"role": "user", "content": "?"}], self.documents).system
 
     def chunks(self, tenant: str) -> tuple[Chunk, ...]:
         """The frame's passages as chunks of a tenant (`ccjax.prompts.tenant_tag`)."""
         return tuple(as_chunk(ids, None, tenant) for ids in self._token_ids)
 
+    def instructions(self, tenant: str) -> tuple[Segment, ...]:
+        """What stands before the frame: the instructions of requests that have none of their own."""
+        ids = self._instruction_ids
+        return (Segment("instructions", as_chunk(ids, None, tenant)),) if ids else ()
+
     def around(self, prompt: Prompt) -> Prompt | None:
         """A prompt of one passage with the frame before it; None without a frame, or if the passage is part of it."""
-        *instructions, passage = prompt.cached
-        before = self.chunks(tenant_of(passage.chunk.chunk_id))
+        passage = prompt.cached[-1]
+        tenant = tenant_of(passage.chunk.chunk_id)
+        instructions, before = self.instructions(tenant), self.chunks(tenant)
         # KV of a passage behind itself is of no use.
         if not before or passage.chunk.chunk_id in {chunk.chunk_id for chunk in before}:
             return None
@@ -75,12 +85,9 @@ class PassageFrame:
 
     def variant_ids(self, prompt: Prompt) -> frozenset[VariantId]:
         """The ids that variants of the prompt's chunks, and of those that it has slices of, have behind the frame."""
-        found = set()
-        instructions = [segment.chunk.chunk_id for segment in prompt.instructions]
-        for chunk_id in prompt.stored_ids:
-            before = self.chunks(tenant_of(chunk_id))
-            if before:
-                found.add(
-                    make_variant_id(chunk_id, (*instructions, *(passage.chunk_id for passage in before)), "exact")
-                )
-        return frozenset(found)
+        if not self.documents:
+            return frozenset()
+        tenant = tenant_of(prompt.segments[0].chunk.chunk_id)
+        instructions = (segment.chunk for segment in self.instructions(tenant))
+        before = tuple(chunk.chunk_id for chunk in (*instructions, *self.chunks(tenant)))
+        return frozenset(make_variant_id(chunk_id, before, "exact") for chunk_id in prompt.stored_ids)

@@ -300,10 +300,11 @@ class Sequences:
                 sequence.finish()
             except Exception:
                 logger.exception("an answer is complete, but its caller could not be told")
-        for sequence in ended:
-            if sequence.group.keeps_run:
-                sequence.keep_run()
-                self._free_pages(sequence)
+        kept = [sequence for sequence in ended if sequence.group.keeps_run]
+        for sequence in kept:
+            sequence.keep_run()
+        for sequence in kept:  # after all, since sequences of one prompt share its pages
+            self._free_pages(sequence)
 
     def fail(self, sequence: TokenSequence, error: Exception) -> None:
         """Ends all sequences of the group of `sequence` with an error."""
