@@ -1,7 +1,7 @@
 """The engine's decisions about requests, one after the other, without a model.
 
 Planner, strategies, index, placement and eviction are the engine's, over host memory; KV is 8 bytes a token, and
-attention masses are placeholders.
+attention masses are placeholders. Chunks are kept as prompts had them, as by an engine without a frame.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ QUESTION = "Where does Bob live?"
 def filled(tmp_path_factory):
     """A store in which the demo model answered a question twice; the answer."""
     url = tmp_path_factory.mktemp("store").as_uri()
-    with Engine.from_pretrained("demo", store=url) as engine:
+    with Engine.from_pretrained("demo", store=url, frame="none") as engine:
         engine.generate(QUESTION, DOCUMENTS)
         return url, engine.generate(QUESTION, DOCUMENTS).token_ids
 
@@ -61,7 +61,7 @@ def test_store_is_moved_by_the_command_line(filled, tmp_path):
     output, errors = done.stdout, done.stderr
     restored = json.loads(output)
     assert restored["num_restored"] == 3 and restored["failed_writes"] == 0 and "Restoring" in errors
-    with Engine.from_pretrained("demo", store=other) as engine:
+    with Engine.from_pretrained("demo", store=other, frame="none") as engine:
         response = engine.generate(QUESTION, DOCUMENTS)
         frequencies = {meta.variant_id: meta.frequency_reuse for meta in engine._chunks.variants}
     assert response.token_ids == answer and response.reuse.exact

@@ -84,6 +84,7 @@ def test_a_replay_computes_as_many_tokens_as_the_engine(model, strategy, budget)
     lists = [[number for number, _ in passages] for passages in requests(40, 3, 0)]
     ratio = 0.3 if strategy == "cachecraft" else None
     settings = {"strategy": strategy, "eviction_policy": "lru", "host_cache_bytes": budget, "recompute_ratio": ratio}
+    settings["frame"] = "none"  # a replay prepares nothing
     with Engine.from_pretrained(str(folder), focus_window=None, max_model_len=512, **settings) as engine:
         one_token = SamplingParams(max_new_tokens=1, ignore_eos=True)
         question = [{"role": "user", "content": "Who?"}]

@@ -58,15 +58,15 @@ def test_pasted_passages_are_reused_in_another_order(client: openai.OpenAI, name
 def test_pasted_text_is_reused_where_no_border_is_around_it(client: openai.OpenAI) -> None:
     """As when a client joins its chunks and splits them again by tokens, and in a string of JSON."""
     first, second = texts("split")
-    ask(client, f"{first} {second}")
     joined = f"{first} {second}"
+    ask(client, f"{joined}\n\n{texts('other')[0]}")
     for content in (
         f"A part of it: {joined[30:150]}",
         "Earlier: " + joined[:120] + " Later: " + joined[60:],
         WRAPPERS["openwebui tools"]([joined]),
     ):
         got, exact = ask(client, content), ask(client, content, "exact")
-        assert cached(exact) < 40, "the words of the wrapper, at most"
+        assert not any(part["reused_tokens"] for part in exact.reuse["per_document"] if part["role"] == "passage")
         part = max(got.reuse["per_document"], key=lambda part: part["reused_tokens"])
         assert part["role"] == "passage" and part["computed_tokens"] == 0 and not part["exact"]
         assert cached(got) >= part["reused_tokens"] >= 24

@@ -44,7 +44,17 @@ def serving(home: Path, *arguments: str, port: int = 0) -> Iterator[str]:
         "--compile-cache-dir",
         str(OUTPUT / "compiled"),
     )
-    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", "--port", str(port), *quick]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/serve.py"),
+        "--model",
+        "demo",
+        "--port",
+        str(port),
+        "--frame",
+        "none",
+        *quick,
+    ]
     with subprocess.Popen(
         [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

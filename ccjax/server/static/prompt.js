@@ -18,7 +18,8 @@ const TIERS = { device: "device memory", host: "host memory", disk: "disk" };
 export function marks(segment) {
   if (segment.action === "compute") return segment.tokens.map(() => "computed");
   const again = new Set(segment.recomputed_offsets);
-  return segment.tokens.map((_, offset) => (again.has(offset) ? "recomputed" : "reused"));
+  const others = segment.computed_tokens ? "computed" : "reused"; // computed: prepared for this prompt
+  return segment.tokens.map((_, offset) => (again.has(offset) ? "recomputed" : others));
 }
 
 export function showPrompt(trace, reuse) {
