@@ -79,7 +79,7 @@ class RunCapture:
 
             found = self._variants.runs.match(ids, tenant, is_usable=is_as_good)
             start = sum(run.num_tokens for run in found)
-            # The last token of a prompt is always computed: with it belongs to the answer.
+            # The last token of a prompt is always computed, so it is stored with the answer.
             num_prompt = min(prompt.num_tokens - 1, len(ids))
             for first, last, role in _pieces(start, origin.num_exact, num_prompt, len(ids)):
                 fidelity: Fidelity = "exact" if min(last, num_prompt) <= origin.num_exact else "approx"
