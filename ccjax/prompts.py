@@ -22,7 +22,7 @@ from ccjax.types import (
     ChunkId,
     ChunkSlice,
     Document,
-    KnownRun,
+    KnownSlice,
     Segment,
     SegmentRole,
     leading_instructions,
@@ -32,7 +32,7 @@ _SHORT_ANSWER = 128
 _ROLES = tuple(role for role in get_args(SegmentRole) if role != "answer")
 """Roles of the segments of a request."""
 
-FindKnown = Callable[[Sequence[int], str], Sequence[KnownRun]]
+FindKnown = Callable[[Sequence[int], str], Sequence[KnownSlice]]
 """From token ids and a tenant's tag: the runs of them that stored passages of the tenant have, ascending."""
 _Passage = tuple[int, int, ChunkSlice | None]
 """First and last token (exclusive), and where they are stored; None if only as a chunk of their own, if at all."""
@@ -247,7 +247,7 @@ def _from_text(
     return _cut(parts, _passages(runs, first, parts.blocks), documents, tenant)
 
 
-def _passages(runs: Sequence[KnownRun], first: int, blocks: Sequence[tuple[int, int]]) -> list[_Passage]:
+def _passages(runs: Sequence[KnownSlice], first: int, blocks: Sequence[tuple[int, int]]) -> list[_Passage]:
     """The passages of a prompt, ascending: runs of known text, counted from token `first`, and what these leave of
     blocks."""
     found: list[_Passage] = [(first + run.start, first + run.end, run.source) for run in runs]

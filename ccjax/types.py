@@ -70,7 +70,7 @@ class ChunkSlice:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class KnownRun:
+class KnownSlice:
     """Tokens `[start, end)` of a prompt are those of a stored chunk from `source.offset` on."""
 
     start: int

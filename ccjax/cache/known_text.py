@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ccjax.prompts import tenant_of
-from ccjax.types import ChunkId, ChunkSlice, KnownRun
+from ccjax.types import ChunkId, ChunkSlice, KnownSlice
 
 LEAST_KNOWN = 24
 """Tokens of the shortest run that is found."""
@@ -130,7 +130,7 @@ class KnownText:
             if 2 * self._num_dead > self._num_tokens:
                 self._compact()
 
-    def find(self, token_ids: Sequence[int] | np.ndarray, tenant: str = "") -> list[KnownRun]:
+    def find(self, token_ids: Sequence[int] | np.ndarray, tenant: str = "") -> list[KnownSlice]:
         """The longest runs of a prompt that are in chunks of this tenant, in prompt order: no two overlap, each has at
         least `LEAST_KNOWN` tokens. What a longer run covers of a shorter one is cut off. Of equally long runs that
         which begins its chunk comes first, then that of the chunk added first."""
@@ -217,7 +217,7 @@ class KnownText:
             zip(start.tolist(), (start + lasts - firsts).tolist(), place.tolist(), numbers[pair].tolist(), strict=True)
         )
 
-    def _longest(self, runs: list[tuple[int, int, int, int]]) -> list[KnownRun]:
+    def _longest(self, runs: list[tuple[int, int, int, int]]) -> list[KnownSlice]:
         """The runs that are left when longer ones are taken first."""
         heap = [self._ranked(*run) for run in runs]
         heapq.heapify(heap)
@@ -237,7 +237,7 @@ class KnownText:
             taken.insert(index, (start, end))
             key = self._ids[number]
             assert key is not None
-            found.append(KnownRun(start, end, ChunkSlice(key, place - int(self._starts[number]))))
+            found.append(KnownSlice(start, end, ChunkSlice(key, place - int(self._starts[number]))))
         return sorted(found, key=lambda run: run.start)
 
     def _ranked(self, start: int, end: int, place: int, number: int) -> tuple[int, bool, int, int, int, int]:

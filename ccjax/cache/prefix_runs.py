@@ -15,11 +15,10 @@ import numpy as np
 
 from ccjax.cache.chunk_tokens import ChunkTokens
 from ccjax.prompts import Prompt, chunk_id, tenant_of
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.store.spec import ShardRecord
 from ccjax.types import REUSED_ANYWHERE, ChunkId, ChunkSlice, ReuseMode, SegmentRole, VariantId, VariantMeta
 
-PAGE = 16
-"""Tokens per page: a run is found if at least its first page agrees."""
 _MOST_LISTED = 4
 """Runs listed under one page, the latest: prompts that begin alike share their first pages."""
 
@@ -174,7 +173,7 @@ class PrefixRuns:
                 meta = self._held[variant_id]
                 if not is_usable(meta):
                     continue
-                num_tokens = page * PAGE + self._agreeing(meta, ids, page * PAGE)
+                num_tokens = page * PAGE_TOKENS + self._agreeing(meta, ids, page * PAGE_TOKENS)
                 if num_tokens < meta.num_tokens and _is_indivisible(meta):
                     continue
                 if best is None or num_tokens > best.num_tokens:
@@ -186,7 +185,7 @@ class PrefixRuns:
 
     def _agreeing(self, meta: VariantMeta, ids: np.ndarray, first: int) -> int:
         """The number of tokens from `first` on that agree, less than a page."""
-        own = self._tokens.ids(meta.chunk_id)[first : first + PAGE - 1]
+        own = self._tokens.ids(meta.chunk_id)[first : first + PAGE_TOKENS - 1]
         same = own[: len(ids) - first] == ids[first : first + len(own)]
         return len(same) if same.all() else int(same.argmin())
 
@@ -209,7 +208,7 @@ def _seed(prefix: tuple[ChunkId, ...], tenant: str) -> bytes:
 def _page_keys(ids: np.ndarray, seed: bytes) -> Iterator[bytes]:
     """The hash of the first page, of the first two pages and so on."""
     digest = hashlib.blake2b(seed, digest_size=8)
-    raw, size = ids.astype("<i4").tobytes(), 4 * PAGE
+    raw, size = ids.astype("<i4").tobytes(), 4 * PAGE_TOKENS
     for end in range(size, len(raw) + 1, size):
         digest.update(raw[end - size : end])
         yield digest.digest()

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ccjax.cache.planned_prefill import Prefilled
-from ccjax.cache.prefix_runs import PAGE, run_prefix
+from ccjax.cache.prefix_runs import run_prefix
 from ccjax.cache.variants import VariantIndex
 from ccjax.policy.capture import variant_meta
 from ccjax.prompts import Prompt, as_chunk, tenant_of
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.types import ChunkId, Fidelity, Segment, SegmentRole, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
@@ -124,12 +125,12 @@ def _pieces(start: int, num_exact: int, num_prompt: int, num_tokens: int) -> Ite
     """First and last token (exclusive) and role of the runs to store from `start` on: exact text, text of which some is
     approximate, and the answer. What is shorter than a page is joined with what follows."""
     exact_end = min(max(start, num_exact), num_prompt)
-    for end in (*range(start + _MOST_TOKENS, exact_end - PAGE, _MOST_TOKENS), exact_end):
-        if end - start >= PAGE:
+    for end in (*range(start + _MOST_TOKENS, exact_end - PAGE_TOKENS, _MOST_TOKENS), exact_end):
+        if end - start >= PAGE_TOKENS:
             yield start, end, "text"
             start = end
-    if num_prompt - start >= PAGE:
+    if num_prompt - start >= PAGE_TOKENS:
         yield start, num_prompt, "text"
         start = num_prompt
-    if num_tokens - start >= PAGE:
+    if num_tokens - start >= PAGE_TOKENS:
         yield start, num_tokens, "answer"

@@ -10,7 +10,7 @@ import pytest
 from ccjax.cache import known_text
 from ccjax.cache.known_text import LEAST_KNOWN, KnownText
 from ccjax.prompts import chunk_id, tenant_tag
-from ccjax.types import ChunkId, ChunkSlice, KnownRun
+from ccjax.types import ChunkId, ChunkSlice, KnownSlice
 
 VOCABULARY = 5000
 
@@ -26,8 +26,8 @@ def index_of(*texts: list[int], tenant: str = "") -> KnownText:
     return index
 
 
-def whole(text: list[int]) -> KnownRun:
-    return KnownRun(0, len(text), ChunkSlice(chunk_id(text), 0))
+def whole(text: list[int]) -> KnownSlice:
+    return KnownSlice(0, len(text), ChunkSlice(chunk_id(text), 0))
 
 
 def common_runs(prompt: list[int], texts: list[list[int]]) -> list[tuple[int, int, int, int]]:
@@ -64,7 +64,7 @@ def longest_first(prompt: list[int], texts: list[list[int]]) -> list[tuple[int, 
     return sorted(taken)
 
 
-def as_found(found: list[KnownRun], texts: list[list[int]]) -> list[tuple[int, int, int, int]]:
+def as_found(found: list[KnownSlice], texts: list[list[int]]) -> list[tuple[int, int, int, int]]:
     ids = [chunk_id(text) for text in texts]
     return [(run.start, run.end, ids.index(run.source.chunk_id), run.source.offset) for run in found]
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from ccjax.cache.chunk_tokens import ChunkTokens
-from ccjax.cache.prefix_runs import PAGE, PrefixRuns, is_run
+from ccjax.cache.prefix_runs import PrefixRuns, is_run
 from ccjax.cache.run_capture import KVOrigin, RunCapture, _pieces
 from ccjax.prompts import Prompt, as_chunk
+from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.types import ChunkId, Segment, VariantMeta
 
 
@@ -139,7 +140,7 @@ def test_random_conversations_find_what_any_earlier_one_shares() -> None:
         shared = max((_common(prompt[:-1], other) for other in stored), default=0)
         found = index.found(prompt)
         assert found <= shared
-        assert found > shared - PAGE  # what is shorter than a page at the end of a run may be missing
+        assert found > shared - PAGE_TOKENS  # what is shorter than a page at the end of a run may be missing
         answer = draw.choices(range(50), k=draw.randrange(1, 60))
         index.keep(prompt, answer)
         stored.append([*prompt, *answer[:-1]])

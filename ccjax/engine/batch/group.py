@@ -120,7 +120,7 @@ class SequenceGroup:
         self._is_kept_whole = caller.keep is None and parts.chunks.planner.prepared.are_kept_apart
         self._runs = parts.chunks.runs if self._is_kept_whole and contract.mode != "off" else None
         # What was recomputed for another quality is no base for requests of this one, nor the other way round.
-        self._is_usual = contract == parts.contracts.contract("bounded")
+        self._has_default_contract = contract == parts.contracts.contract("bounded")
         self._origin: KVOrigin | None = None
         self._mode: ReuseMode = request.reuse
         self._assemble_s = assemble_s
@@ -135,7 +135,7 @@ class SequenceGroup:
             self.prompt,
             self._contract,
             num_last=max(1, self.sampling.prompt_logits) if self._is_kept_whole else None,
-            takes_approximate_runs=self._is_usual,
+            takes_approximate_runs=self._has_default_contract,
             is_shared=self._parts.is_shared,
             is_cancelled=self.is_cancelled,
             on_load=None if self.tracer is None else self.tracer.load,
@@ -178,7 +178,7 @@ class SequenceGroup:
     def keep_run(self, answer: list[int], slots: np.ndarray) -> None:
         """Stores what a finished sequence computed, given its tokens and the slots of the whole prompt and of them."""
         if self._runs is not None and self._origin is not None:
-            self._runs.keep(self.prompt, answer, slots, self._origin, with_approximate=self._is_usual)
+            self._runs.keep(self.prompt, answer, slots, self._origin, with_approximate=self._has_default_contract)
 
     def record_prefill(self, prefilled: Prefilled) -> bool:
         """Records the first prefill of the prompt; returns False for later ones."""
