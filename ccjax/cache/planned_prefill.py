@@ -66,7 +66,7 @@ class PlannedPrefill:
 
     Attributes:
       plan: the current plan; None before the first `make_plan`.
-      prepared: passages for which `unprepared` has returned a prompt.
+      prepared: passages that were prepared for it, or could not be.
     """
 
     def __init__(
@@ -170,15 +170,16 @@ class PlannedPrefill:
         """True once there is nothing left to wait for from other processes."""
         return self._shared is None or self._shared.is_wait_over()
 
-    def unprepared(self) -> list[Prompt]:
-        """Prompts that prepare passages of the plan; names each passage once."""
+    def unprepared(self) -> dict[ChunkId, Prompt]:
+        """Prompts that prepare passages of the plan which are not in `prepared`, by the chunk that another request may
+        be computing for the same purpose: the passage, or the frame's last one while the frame is not stored."""
         if self.contract.mode not in ("bounded", "fast"):
-            return []
+            return {}
         assert self.plan is not None
-        found = self._planner.prepared.unprepared(self.prompt, self._cut.prompt, self.plan)
+        prepared = self._planner.prepared
+        found = prepared.unprepared(self.prompt, self._cut.prompt, self.plan)
         new = [prompt for prompt in found if prompt.chunks[-1].chunk_id not in self.prepared]
-        self.prepared.update(prompt.chunks[-1].chunk_id for prompt in new)
-        return new
+        return {prompt.chunks[-1 if prepared.has_frame(prompt) else -2].chunk_id: prompt for prompt in new}
 
     def pin(self) -> PrefillPlan:
         """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns

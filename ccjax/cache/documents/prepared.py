@@ -58,9 +58,12 @@ class PreparedPassages:
                 continue
             found[own.chunk.chunk_id] = around
         prompts = list(found.values())
-        if prompts and not self._is_stored(Prompt.of_chunks(prompts[0].cached[:-1])):
-            return prompts[:1]  # the others then reuse what it computes of the frame
-        return prompts
+        # The others then reuse what the first one computes of the frame.
+        return prompts[:1] if prompts and not self.has_frame(prompts[0]) else prompts
+
+    def has_frame(self, around: Prompt) -> bool:
+        """True if all that stands before the passage of a prompt that `unprepared` returned is stored."""
+        return self._is_stored(Prompt.of_chunks(around.cached[:-1]))
 
     def _is_stored(self, prompt: Prompt) -> bool:
         *before, last = (chunk.chunk_id for chunk in prompt.chunks)

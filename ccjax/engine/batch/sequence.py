@@ -86,13 +86,27 @@ class TokenSequence:
         indices = range(self.group.num_started, self.group.num_answers)
         return [TokenSequence(self._name, self.group, seed=self._request_seed, index=index) for index in indices]
 
-    def preparations(self) -> list[TokenSequence]:
-        """Creates sequences that prepare the passages of its plan, which it has to wait for."""
+    def preparations(self, running: dict[ChunkId, SequenceGroup]) -> list[TokenSequence]:
+        """Creates sequences that prepare the passages of its plan; it waits for them, and for those of others.
+
+        Args:
+          running: the preparations of all sequences, by what they compute; new ones are added.
+        """
         if self.group.shared_prompt is not None:
             return []
-        groups = [self.group.preparing(prompt) for prompt in self.prefill.unprepared()]
-        self._awaited = [*self._awaited, *groups]
-        return [TokenSequence(uuid.uuid4().hex, group, seed=0) for group in groups]
+        new = []
+        for key, prompt in self.prefill.unprepared().items():
+            if key not in running or not running[key].open:
+                running[key] = self.group.preparing(prompt)
+                new.append(TokenSequence(uuid.uuid4().hex, running[key], seed=0))
+                self.prefill.prepared.add(prompt.chunks[-1].chunk_id)
+            self._awaited.append(running[key])
+        return new
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while it waits for preparations."""
+        return any(group.open for group in self._awaited)
 
     # -- in the queue ------------------------------------------------------------------------------------------
 
@@ -175,7 +189,7 @@ class TokenSequence:
 
     def is_wait_over(self) -> bool:
         """True once there is nothing left to wait for: preparations, or other processes."""
-        if any(group.open for group in self._awaited):
+        if self.is_waiting:
             return False
         self._awaited = []
         return self.prefill.is_wait_over()

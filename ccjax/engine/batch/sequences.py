@@ -22,6 +22,7 @@ from ccjax.runner.pool import DevicePool
 from ccjax.runner.sampling import SampledToken
 from ccjax.store.errors import TierFullError
 from ccjax.store.usage import DEVICE
+from ccjax.types import ChunkId
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Sequences:
         self._max_retries = max_retries
         self._apply_changes = chunks.updater.apply
         self._held: list[TokenSequence] = []
+        self._preparing: dict[ChunkId, SequenceGroup] = {}
         self._closing: list[PlannedPrefill] = []
         self._ended: list[TokenSequence] = []
         self._lost_s: float | None = None
@@ -171,9 +173,9 @@ class Sequences:
             self._replan(sequence)
 
     def _prepare(self, sequence: TokenSequence) -> bool:
-        """Queues prefills that prepare the sequence's passages right before it; False if there are none."""
+        """Queues prefills that prepare the sequence's passages right before it; True if it has to wait for some."""
         added = []
-        for preparation in sequence.preparations():
+        for preparation in sequence.preparations(self._preparing):
             try:
                 self._scheduler.add(preparation.work(self._store.tier_of), after=sequence.sequence_id)
             except NeverFitsError:
@@ -181,7 +183,8 @@ class Sequences:
             else:
                 added.append(preparation)
         self.add(added)
-        return bool(added)
+        self._preparing = {key: group for key, group in self._preparing.items() if group.open}
+        return sequence.is_waiting
 
     def _plan(self, sequence: TokenSequence) -> None:
         """Plans a sequence that holds no pages."""
