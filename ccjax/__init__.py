@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ccjax import functional
-    from ccjax.engine import Engine, EngineConfig, Request, Response, SamplingParams
+    from ccjax.engine import Constraint, Engine, EngineConfig, Request, Response, SamplingParams
     from ccjax.types import Document, ReuseReport
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Constraint": "ccjax.engine",
     "Engine": "ccjax.engine",
     "EngineConfig": "ccjax.engine",
     "Request": "ccjax.engine",
@@ -24,7 +25,17 @@ _EXPORTS = {
     "Document": "ccjax.types",
     "ReuseReport": "ccjax.types",
 }
-__all__ = ["Document", "Engine", "EngineConfig", "Request", "Response", "ReuseReport", "SamplingParams", "functional"]
+__all__ = [
+    "Constraint",
+    "Document",
+    "Engine",
+    "EngineConfig",
+    "Request",
+    "Response",
+    "ReuseReport",
+    "SamplingParams",
+    "functional",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -45,6 +45,10 @@ class DeviceMemoryError(RuntimeError):
     """The device ran out of memory in a step of this request; a retry may succeed."""
 
 
+class LogitsError(RuntimeError):
+    """The model's logits for this request are not finite, so that there is no answer."""
+
+
 class EraseIncompleteError(RuntimeError):
     """Some data could not be deleted yet. It is no longer used, and its deletion is retried.
 

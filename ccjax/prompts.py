@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -40,10 +40,15 @@ _Passage = tuple[int, int, ChunkSlice | None]
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The segments of one prompt, in order: at least one, only the last of which may be a question."""
+    """The segments of one prompt, in order: at least one, only the last of which may be a question.
+
+    Attributes:
+      early_question: first and last (exclusive) token of a question that stands before the passages of its message.
+    """
 
     segments: tuple[Segment, ...]
     max_new_tokens: int
+    early_question: tuple[int, int] = (0, 0)
 
     @classmethod
     def of_chunks(cls, segments: Sequence[Segment]) -> Prompt:
@@ -118,7 +123,8 @@ class Prompt:
         """The prompt with these tokens at the end of its last segment, and an answer of one token."""
         *before, last = self.segments
         ids = (*last.chunk.token_ids, *token_ids)
-        return Prompt((*before, Segment(last.role, Chunk(chunk_id(ids), ids))), 1)
+        segments = (*before, Segment(last.role, Chunk(chunk_id(ids), ids)))
+        return dataclasses.replace(self, segments=segments, max_new_tokens=1)
 
     @property
     def planned_chunks(self) -> list[PromptChunk]:
@@ -174,24 +180,43 @@ def assemble(
       RequestError: a part of the request is empty, of the wrong type or outside the vocabulary.
       ContextLengthError: prompt and answer exceed `max_model_len`.
     """
+    early_question = (0, 0)
     if request.segments is not None:
         segments = _from_segments(request.segments, vocab_size, tenant_tag(request.cache_salt))
         droppable = range(len(segments))
     else:
         find = find_known if request.reuse in ("bounded", "fast") else None
-        segments, droppable = _from_text(request, builder, tenant_tag(request.cache_salt), find)
+        if builder is not None and request.truncate_prompt_tokens is None:
+            _check_length(request, builder, max_model_len)
+        segments, droppable, early_question = _from_text(request, builder, tenant_tag(request.cache_salt), find)
     wanted = request.sampling.max_new_tokens
     reserve = wanted if wanted is not None else int(answer)
+    if request.truncate_prompt_tokens is not None:
+        kept = request.truncate_prompt_tokens if request.truncate_prompt_tokens > 0 else max_model_len - reserve
+        cut = sum(len(segment.chunk.token_ids) for segment in segments) - kept
+        if cut > 0:
+            segments, droppable, early_question = _without_first(segments, cut), range(0), (0, 0)
     total = sum(len(segment.chunk.token_ids) for segment in segments)
     if request.truncate:
-        room = wanted if wanted is not None else min(_SHORT_ANSWER, max_model_len // 4)
+        room, first = wanted if wanted is not None else min(_SHORT_ANSWER, max_model_len // 4), 0
         for number in reversed(droppable):
             if total + room > max_model_len and segments[number].role == "passage":
-                total -= len(segments.pop(number).chunk.token_ids)
+                first = len(segments.pop(number).chunk.token_ids)
+                total -= first
                 droppable = droppable[:-1]
+        # Passages that were found (with a score) may all be left out, but not all those that a client sent.
+        is_sent = all(document.score is None for document in request.documents)
+        if request.documents and not droppable and is_sent and total + room <= max_model_len:
+            raise ContextLengthError(
+                "documents",
+                f"wanted at least one that fits into {max_model_len} tokens (max_model_len) with the other "
+                f"{total} and {room} for the answer, got {len(request.documents)}, the first of {first} tokens",
+            )
     if total + reserve > max_model_len:
         kept = (segments[number] for number in droppable)
         lengths = [len(segment.chunk.token_ids) for segment in kept if segment.role == "passage"]
+        if total - sum(lengths) + reserve > max_model_len:  # nor would it fit without them
+            lengths = []
         passages = (
             f"; {len(lengths)} documents, the longest of {max(lengths, default=0)} tokens: send less or set truncate"
         )
@@ -200,7 +225,39 @@ def assemble(
             f"wanted at most {max_model_len} tokens (max_model_len) with the answer, got {total} prompt tokens and "
             f"{reserve} for the answer{passages if lengths else ''}",
         )
-    return Prompt(tuple(segments), wanted if wanted is not None else max_model_len - total)
+    return Prompt(tuple(segments), wanted if wanted is not None else max_model_len - total, early_question)
+
+
+def _without_first(segments: Sequence[Segment], num_tokens: int) -> list[Segment]:
+    """The segments without the first tokens; what is left of one that is cut is text, unless it is the question."""
+    found: list[Segment] = []
+    for segment in segments:
+        ids, cut = segment.chunk.token_ids, min(num_tokens, len(segment.chunk.token_ids))
+        num_tokens -= cut
+        if cut == 0:
+            found.append(segment)
+        elif cut < len(ids):
+            role: SegmentRole = "question" if segment.role == "question" else "text"
+            found.append(Segment(role, as_chunk(ids[cut:], None, tenant_of(segment.chunk.chunk_id))))
+    return found
+
+
+def _check_length(request: Request, builder: PromptBuilder, max_model_len: int) -> None:
+    """Raises ContextLengthError if the texts are too long however they are tokenized, which may take long."""
+    contents: list[Any] = [request.prompt]
+    for message in request.messages if isinstance(request.messages, Sequence) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        contents += content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in contents)
+    documents = [] if request.truncate else [document.text for document in request.documents]
+    argument = "prompt" if request.messages is None else "messages"
+    for name, given in ((argument, texts), ("documents", documents)):
+        least = builder.least_tokens(text for text in given if isinstance(text, str))
+        if least > max_model_len:
+            message = f"wanted at most {max_model_len} tokens (max_model_len), got at least {least}"
+            if name == "documents":
+                message += f" in {len(documents)} documents: send less or set truncate"
+            raise ContextLengthError(name, message)
 
 
 def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str = "") -> Chunk:
@@ -220,13 +277,14 @@ def as_chunk(token_ids: tuple[int, ...], document: Document | None, tenant: str 
 
 def _from_text(
     request: Request, builder: PromptBuilder | None, tenant: str, find: FindKnown | None
-) -> tuple[list[Segment], range]:
-    """The segments, and the numbers of those that may be left out: the documents, nothing that a message says."""
+) -> tuple[list[Segment], range, tuple[int, int]]:
+    """The segments, the numbers of those that may be left out (the documents, nothing that a message says), and where
+    the question is if it stands before passages."""
     if builder is None:
         raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
     try:
         if request.messages is not None:
-            parts = builder.build_chat(request.messages, request.documents)
+            parts = builder.build_chat(request.messages, request.documents, request.tools, request.rendering)
         else:
             assert request.prompt is not None
             if not request.prompt.strip():
@@ -244,7 +302,8 @@ def _from_text(
     # The last token is always computed. Before documents the system prompt is left as it is.
     first = len(parts.system) if documents else parts.num_opening
     runs = find((parts.system + parts.question)[first:-1], tenant) if find is not None else ()
-    return _cut(parts, _passages(runs, first, parts.blocks), documents, tenant)
+    passages, early_question = _asking(builder, parts, _passages(runs, first, parts.blocks))
+    return *_cut(parts, passages, documents, tenant), early_question
 
 
 def _passages(runs: Sequence[KnownSlice], first: int, blocks: Sequence[tuple[int, int]]) -> list[_Passage]:
@@ -257,6 +316,22 @@ def _passages(runs: Sequence[KnownSlice], first: int, blocks: Sequence[tuple[int
         between = ((max(start, left), min(end, right)) for left, right in zip(ends, starts, strict=True))
         found += [(left, right, None) for left, right in between if right - left >= LEAST_BLOCK]
     return sorted(found, key=lambda passage: passage[:2])
+
+
+def _asking(
+    builder: PromptBuilder, parts: PromptParts, passages: list[_Passage]
+) -> tuple[list[_Passage], tuple[int, int]]:
+    """The passages, and where the question is if it stands before those of the last message; (0, 0) if it follows. A
+    message that says nothing besides is the question as a whole."""
+    ids, (start, end) = parts.system + parts.question, parts.asking
+    own = [passage for passage in passages if start < passage[1] <= end]
+    # Without its first and last word, which are no part of the passages.
+    if not own or builder.says_more_than(1, ids[own[-1][1] : end]):
+        return passages, (0, 0)
+    before = start, max(start, own[0][0])
+    if builder.says_more_than(2, ids[slice(*before)]):
+        return passages, before
+    return [passage for passage in passages if passage not in own], (0, 0)
 
 
 def _cut(

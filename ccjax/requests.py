@@ -10,10 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ccjax.errors import RequestError
+from ccjax.sampling import SamplingParams
 from ccjax.types import (
+    LONGEST_ID,
     REUSE_MODES,
     ComputeCause,
     Document,
+    Rendering,
     ReuseMode,
     ReuseReport,
     SegmentAction,
@@ -23,65 +26,9 @@ from ccjax.types import (
 
 FinishReason = Literal["stop", "length"]
 SpanKind = Literal["load", "layer"]
-MOST_ANSWERS = 16
-"""Most answers to the prompt of one request."""
 MOST_PRIORITY = 1000
 """Priorities range from minus this to this. The bound prevents clients from outbidding each other without end."""
 LONGEST_FLOW = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How the answer is sampled, in OpenAI's terms; `temperature` 0 is greedy, `logprobs` the number of alternatives.
-
-    `ignore_eos` (vLLM's name): end-of-text tokens do not end the answer, so that it reaches its maximum length.
-    `n`: number of answers to the prompt, sampled independently; the first one is the same as with `n` 1.
-    `first_logits`: return the logits after the prompt. `prompt_logits`: return the logits after each of this many last
-    tokens of the prompt, to score a given answer at its end.
-    """
-
-    max_new_tokens: int | None = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-    ignore_eos: bool = False
-    n: int = 1
-    first_logits: bool = False
-    prompt_logits: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "seed", "logprobs", "n", "prompt_logits"):
-            value = getattr(self, name)
-            if (value is not None or name in ("n", "prompt_logits")) and (
-                isinstance(value, bool) or not isinstance(value, int)
-            ):
-                raise RequestError(name, f"wanted an integer, got {value!r}")
-        for name in ("ignore_eos", "first_logits"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(name, f"wanted true or false, got {getattr(self, name)!r}")
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise RequestError(name, f"wanted a number, got {value!r}")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise RequestError("max_new_tokens", f"wanted a positive integer, got {self.max_new_tokens}")
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 2.0):
-            raise RequestError("temperature", f"wanted a number from 0 to 2, got {self.temperature}")
-        if self.seed is not None and self.seed < 0:
-            raise RequestError("seed", f"wanted a non-negative integer, got {self.seed}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestError("top_p", f"wanted a number above 0 and at most 1, got {self.top_p}")
-        stops = [] if isinstance(self.stop, str) else [text for text in self.stop if isinstance(text, str) and text]
-        if len(stops) != len(self.stop) or len(stops) > 16:
-            raise RequestError("stop", f"wanted a list of at most 16 non-empty strings, got {self.stop!r}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise RequestError("logprobs", f"wanted 0 to 20 alternatives, got {self.logprobs}")
-        if self.prompt_logits < 0:
-            raise RequestError("prompt_logits", f"wanted a number of tokens, got {self.prompt_logits}")
-        if not 1 <= self.n <= MOST_ANSWERS:
-            raise RequestError("n", f"wanted 1 to {MOST_ANSWERS} answers, got {self.n}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +36,9 @@ class Request:
     """One question with its passages. Exactly one of `messages`, `prompt` and `segments` is set.
 
     Attributes:
-      messages: chat turns `{"role", "content"}`; passages are inserted at the start of the first user turn.
+      messages: chat turns `{"role", "content"}`, also with `tool_calls` or of role "tool", as in OpenAI's API; passages
+        are inserted at the start of the first user turn.
+      tools: definitions of the tools that a chat may call, as in OpenAI's API.
       prompt: plain text without chat template; passages are inserted before it.
       segments: for callers that tokenize themselves: lists of token ids (the system prompt, which may be empty,
         passages, the question), or pairs of a role (`SegmentRole`) and such a list, in any order, with a question or
@@ -104,6 +53,9 @@ class Request:
         for no limit.
       cache_salt: requests with different salts never share chunks, in any tier. "" is the salt of requests that set
         none.
+      rendering: how the chat template writes `messages`.
+      truncate_prompt_tokens: keep so many last tokens of the prompt; -1 for as many as fit with the answer. None keeps
+        all.
       trace: include in the response what was reused, token by token, and where the time was spent.
     """
 
@@ -121,8 +73,16 @@ class Request:
     timeout_s: float | None = None
     cache_salt: str = ""
     trace: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
+    rendering: Rendering = Rendering()
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        kept = self.truncate_prompt_tokens
+        if kept is not None and (isinstance(kept, bool) or not isinstance(kept, int) or not (kept > 0 or kept == -1)):
+            raise RequestError("truncate_prompt_tokens", f"wanted a positive number or -1, got {kept!r:.80}")
+        if self.tools and self.messages is None:
+            raise RequestError("tools", "wanted none without messages")
         if not isinstance(self.cache_salt, str):
             raise RequestError("cache_salt", f"wanted a string, got {type(self.cache_salt).__name__}")
         if sum(value is not None for value in (self.messages, self.prompt, self.segments)) != 1:
@@ -148,12 +108,24 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """A sampled token with its log-probability, and the likeliest alternatives (token id, text, log-probability)."""
+    """A token with its log-probability, and the likeliest ones (token id, bytes, log-probability).
+
+    `token` are the bytes that the token stands for, which may be a part of a character; a special token's are its name.
+    `rank` is known of the tokens of a prompt: 1 for the likeliest one. `is_shown` is false for special tokens that are
+    left out of the text.
+    """
 
     token_id: int
-    text: str
+    token: bytes
     logprob: float
-    top: tuple[tuple[int, str, float], ...] = ()
+    top: tuple[tuple[int, bytes, float], ...] = ()
+    rank: int | None = None
+    is_shown: bool = True
+
+    @property
+    def text(self) -> str:
+        """The bytes as text; what is not UTF-8 becomes U+FFFD."""
+        return self.token.decode(errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +137,8 @@ class Choice:
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
     first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,7 +218,10 @@ class Response:
       total_s: the same to the last token of all answers.
       others: the answers besides the first.
       first_logits: [V] float32, logits that the first token was sampled from, if requested.
+      prompt_logprobs: of each token of the prompt, if requested; NaN for the first one.
       prompt_logits: [n, V] float32, logits after each of the last n tokens of the prompt, if requested.
+      stop_reason: as in vLLM, the stop string or token of `stop_token_ids` that ended the answer; None for any other
+        end.
       trace: the trace, if requested.
     """
 
@@ -257,14 +234,17 @@ class Response:
     total_s: float
     logprobs: tuple[TokenLogprob, ...] | None = None
     others: tuple[Choice, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     first_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
     prompt_logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
+    stop_reason: str | int | None = None
     trace: RequestTrace | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """All requested answers."""
-        first = Choice(self.text, self.token_ids, self.finish_reason, self.logprobs, self.first_logits)
+        told = self.logprobs, self.first_logits, self.prompt_logprobs, self.stop_reason
+        first = Choice(self.text, self.token_ids, self.finish_reason, *told)
         return (first, *self.others)
 
     @property
@@ -279,7 +259,8 @@ class Delta:
 
     Attributes:
       index: index of the answer.
-      finish_reason: set only on the last delta of each answer.
+      finish_reason: set only on the last delta of each answer; `stop_reason`, as in `Response`, likewise.
+      prompt_logprobs: set only on the first delta of each answer, if requested.
       response: set only on the last delta of the stream.
     """
 
@@ -289,6 +270,8 @@ class Delta:
     response: Response | None = None
     index: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 def _is_number(value: object) -> bool:
@@ -309,6 +292,10 @@ def documents_from(values: Sequence[Document | Mapping[str, Any]]) -> tuple[Docu
 
 def _as_document(number: int, value: Document | Mapping[str, Any]) -> Document:
     if isinstance(value, Document):
+        for name, text in (("id", value.id), ("version", value.version)):
+            if text is not None and not 0 < len(text) <= LONGEST_ID:
+                message = f"wanted 1 to {LONGEST_ID} characters, got {len(text)}"
+                raise RequestError(f"documents[{number}].{name}", message)
         return value
     if not isinstance(value, Mapping):
         raise RequestError(f"documents[{number}]", f"wanted a mapping with 'text', got {type(value).__name__}")

@@ -26,11 +26,26 @@ they were computed behind; a question is not cached."""
 REUSED_ANYWHERE: frozenset[SegmentRole] = frozenset({"passage"})
 """Roles whose chunks are also reused behind other chunks than they were computed behind."""
 SegmentAction = Literal["compute", "reuse"]
-ComputeCause = Literal["question", "new", "short", "prefix", "mode", "load", "failed", "evicted"]
-"""Why tokens were computed: the question always is; no KV of the text is stored (new), or none any more, for want of
-space (evicted); it is text between passages, too short to be stored (short); its KV is stored only behind other text
-(prefix), or the request's reuse mode or the strategy does not use it (mode); loading it would have taken longer than
-computing it (load), or did not succeed (failed)."""
+ComputeCause = Literal["question", "new", "edited", "short", "prefix", "mode", "load", "failed", "evicted"]
+"""Why tokens were computed: the question always is; no KV of the text is stored (new), for want of space none, or none
+any more (evicted); the stored text in front of it goes on differently (edited); it is text between passages, too short
+to be stored (short); its KV is stored only behind other text (prefix), or the request's reuse mode or the strategy does
+not use it (mode); loading it would have taken longer than computing it (load), or did not succeed (failed)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendering:
+    """How the chat template writes messages, in transformers' terms.
+
+    Attributes:
+      add_generation_prompt: end with the beginning of the assistant's answer.
+      continue_final_message: end within the last message, the assistant's, so that the answer continues it.
+      variables: further variables of the template (`chat_template_kwargs`).
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,6 +220,8 @@ class PrefillPlan:
         most; the first entry is all of them. Empty: all run through every layer.
       chosen_by_question: indices of the reused segments whose tokens to recompute the question's attention chooses
         again, as many in all; those listed only determine the number.
+      early_question: first and last (exclusive) token of a part of the question that stands before passages; it takes
+        part in choosing as if it stood right before the last segment. Computed.
       preload_depth: CacheCraft eq. 16, number of layers whose KV is read before it is merged; the engine sets it from
         measured rates.
       pin: variants that must stay in their tier until the prefill is done.
@@ -215,6 +232,7 @@ class PrefillPlan:
     focus_rule: str = "entropy"
     hkvd_counts_by_layer: tuple[int, ...] = ()
     chosen_by_question: tuple[int, ...] = ()
+    early_question: tuple[int, int] = (0, 0)
     preload_depth: int = 1
     pin: tuple[VariantId, ...] = ()
 
@@ -326,11 +344,16 @@ class ReuseReport:
         return dataclasses.asdict(self)
 
 
+LONGEST_ID = 1024
+"""Characters of the longest id or version of a document, so that any can be named where documents are erased."""
+
+
 def document_from_mapping(value: Mapping[str, Any], *, argument: str = "documents") -> Document:
     """A `Document` from `{"text", "id"?, "title"?, "version"?}`.
 
     Raises:
-      ValueError: `text` is missing or empty, or a field is not a string; the message names `argument`.
+      ValueError: `text` is missing or empty, a field is not a string, or an id or a version is empty or too long; the
+        message names `argument`.
     """
     text = value.get("text")
     if not isinstance(text, str) or not text.strip():
@@ -341,4 +364,7 @@ def document_from_mapping(value: Mapping[str, Any], *, argument: str = "document
         if field is not None and not isinstance(field, str | int):
             raise ValueError(f"{argument}: wanted a string under {name!r}, got {type(field).__name__}")
         fields[name] = None if field is None else str(field)
+        if field is not None and name != "title" and not 0 < len(str(field)) <= LONGEST_ID:
+            message = f"wanted 1 to {LONGEST_ID} characters under {name!r}, got {len(str(field))}"
+            raise ValueError(f"{argument}: {message}")
     return Document(text, fields["id"], fields["title"], fields["version"])

@@ -1,8 +1,9 @@
-"""Selects an implementation of an operation by name, platform and chip, and never substitutes another one."""
+"""Selects an implementation of an operation by name, platform and chip; a named one is never replaced by another."""
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,28 @@ import jax
 BEST = {"cpu": "xla", "gpu": "triton", "tpu": "mosaic_tpu"}
 """Platform -> the implementation that `None` stands for, unless an operation has its own."""
 
+logger = logging.getLogger(__name__)
+
+# Block sizes of "l4" need little enough shared memory for every GPU since Ampere.
 _DEVICE_KINDS = {
     "NVIDIA A100": "a100",
     "NVIDIA H100": "h100",
     "NVIDIA H200": "h100",
     "NVIDIA GH200": "h100",
+    "NVIDIA H20": "h100",
+    "NVIDIA H800": "h100",
+    "NVIDIA A800": "a100",
+    "NVIDIA A30": "a100",
+    "NVIDIA A10": "l4",
+    "NVIDIA A16": "l4",
+    "NVIDIA A40": "l4",
+    "NVIDIA A2": "l4",
+    "NVIDIA L4": "l4",
+    "NVIDIA L20": "l4",
+    "NVIDIA RTX": "l4",
+    "NVIDIA GeForce RTX 30": "l4",
+    "NVIDIA GeForce RTX 40": "l4",
+    "NVIDIA GeForce RTX 50": "l4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v6 lite": "v6e",
@@ -52,7 +70,7 @@ def implementation(
 
     Args:
       name: key of `plain`, or key of `kernels`, optionally with ":chip" for a chip that is not present, or "_interpret"
-        for any platform; None for the platform's own.
+        for any platform; None for the platform's own or, on a chip without block sizes, XLA's form, with a warning.
       plain: functions that need no block sizes.
       kernels: functions with arguments `blocks` and `interpret`, and their blocks by chip.
       best: platform -> the implementation that None stands for.
@@ -60,7 +78,7 @@ def implementation(
     Raises:
       NotImplementedError: the name, platform or chip is not supported.
     """
-    name = name_of(name, best)
+    may_substitute, name = name is None, name_of(name, best)
     if name in plain:
         return plain[name]
     is_interpreted = name.endswith("_interpret")
@@ -70,9 +88,17 @@ def implementation(
         raise NotImplementedError(f"implementation: wanted one of {sorted(names)}, got {name!r}")
     function, blocks = kernels[base]
     chip = "interpret" if is_interpreted else chip or chip_of(jax.devices()[0].device_kind)
+    if chip not in blocks and may_substitute:
+        _warn(base, chip)
+        return plain["xla"]
     if chip not in blocks:
         raise NotImplementedError(
             f"implementation {name!r}: wanted a chip of {sorted(set(blocks) - {'interpret'})}, got {chip!r}; "
             "another implementation has to be named"
         )
     return functools.partial(function, blocks=blocks[chip], interpret=is_interpreted)
+
+
+@functools.cache  # once each
+def _warn(kernel: str, chip: str) -> None:
+    logger.warning("attention: %s has no block sizes for %s; XLA's form is used, which is slower", kernel, chip)

@@ -26,14 +26,17 @@ _OBJECT_KEY = "c.0.0.0.0.0"  # zarr3's name of the only chunk
 
 
 class ArrayDriver:
-    """Writes and opens the data objects of one root. See `store.objects.Root` for `context` and `longest_wait_s`."""
+    """Writes and opens the data objects of one root. `context` returns `store.objects.Root.context`, which
+    has `longest_wait_s`, too."""
 
-    def __init__(self, kv_spec: KVSpec, context: ts.Context | None, longest_wait_s: float | None):
+    def __init__(self, kv_spec: KVSpec, context: Callable[[], ts.Context | None], longest_wait_s: float | None):
         self.kv_spec = kv_spec
         self._longest_wait_s = longest_wait_s
+        self._find_parent = context
         # No cache: it would hold decoded layers in addition to the buffers, outside every budget, and return deleted
         # data. Rereading the shard index for every layer has no measurable cost on a file (1.2 ms per 2 MiB layer).
-        self._context = ts.Context(_NO_CACHE, parent=context)
+        self._parent = context()
+        self._context = ts.Context(_NO_CACHE, parent=self._parent)
 
     def write(self, kvstore: dict[str, Any], stored: np.ndarray, folder: Path | None = None) -> None:
         """Writes an array of `store.formats.encode` as one object, durably.
@@ -112,6 +115,9 @@ class ArrayDriver:
             "store_data_equal_to_fill_value": True,  # an all-zero layer would not be stored, and then count as missing
             "recheck_cached_data": False,  # objects never change
         }
+        parent = self._find_parent()
+        if parent is not self._parent:
+            self._parent, self._context = parent, ts.Context(_NO_CACHE, parent=parent)
         return ts.open(spec, open=True, assume_metadata=True, context=self._context, **mode).result()
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,22 @@ TRANSFER_S = 60.0
 """Timeout for the KV of a variant, or for a listing."""
 
 PROBE_INTERVAL_S = 5.0
-"""Pause between two probes of a bucket that did not answer."""
+"""Pause between two probes of a bucket that did not answer, and between two readings of credentials."""
 
 # Prefixes of tensorstore's errors that mean no answer, or a server that is temporarily unavailable.
 _NO_ANSWER = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-_NO_ACCESS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL: Failed to get credentials")
+_NO_ACCESS = (
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "INTERNAL: Failed to get credentials",
+    # S3's own codes.
+    "AccessDenied",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+)
 
 # tensorstore's default of 32 attempts takes minutes.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
@@ -56,7 +67,8 @@ class BucketRoot:
     `s3://` has two options: `?endpoint=http://host:9000` names a server other than AWS, and `region=eu-west-3` avoids
     looking up the region of the bucket. Credentials are found in the same way as by the clouds' own tools, first in the
     environment: AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS.
-    TENSORSTORE_GCS_HTTP_URL names a server other than Google's.
+    TENSORSTORE_GCS_HTTP_URL names a server other than Google's. Those of S3 are read again when access is denied, since
+    they may have been replaced; until they work, the bucket counts as not answering.
 
     Bucket listings contain no ages, so ids begin with the writer's clock. The sweep of orphans is correct as long as
     the clocks of all writers differ by much less than `store.namespaces.ORPHAN_AGE_S`; an object that is swept too
@@ -65,45 +77,82 @@ class BucketRoot:
     Raises (constructor):
       ValueError: a malformed URL, or options unknown for its scheme.
       StoreUnavailableError: the bucket or credentials are missing, access is denied, the server does not answer or lets
-        a second writer overwrite an object that the first one created. With `read_only` nothing is checked.
+        a second writer overwrite an object that the first one created. With `read_only` nothing is checked, and with
+        `is_optional` `begin` does so if the server does not answer.
     """
 
     num_parallel = 16
 
-    def __init__(self, url: str, *, read_only: bool = False):
+    def __init__(self, url: str, *, read_only: bool = False, is_optional: bool = False):
         self.url = url
-        self._spec, resources = _parse(url)
+        self._is_read_only = read_only
+        self._spec, _ = _parse(url)
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
-        self.context = ts.Context(resources)
         self.longest_wait_s = TRANSFER_S
         self._lock = threading.Lock()
         self._down: str | None = None
-        self._next_probe_s = 0.0
+        self._next_probe_s = self._next_reading_s = 0.0
         self._probe: Any = None
         try:
-            self._kv = ts.KvStore.open(self._spec, context=self.context).result(timeout=START_S)
+            self.context, self._kv = self._opened()
         except ValueError as error:
             raise ValueError(f"store: cannot parse {url!r}: {_reason(error)}") from error
         self._absent = b""
-        if read_only:
-            return
         try:
-            self._absent, is_safe = self._try_out()
+            self.begin()
         except StoreUnavailableError as error:
-            raise StoreUnavailableError(f"store: cannot use {url}: {self._advice(error.__cause__)}") from error
+            if not is_optional or self._down is None or _is_denied(self._down) or error.__cause__ is None:
+                raise
+
+    def begin(self) -> None:
+        """As `Root`. Raises StoreUnavailableError, as the constructor."""
+        if self._is_read_only or self._absent:
+            return
+        url = self.url
+        try:
+            absent, is_safe = self._try_out()
+        except StoreUnavailableError as error:
+            raise StoreUnavailableError(f"store: cannot use {url}: {self._advice(error.__cause__ or error)}") from error
         if not is_safe:
             raise StoreUnavailableError(
                 f"store: cannot use {url}: the server ignores the condition of a write, so that a second writer "
                 "overwrites the first one's commit. Wanted conditional writes, as in S3, Google's and Ceph's storage"
             )
+        self._absent = absent
+
+    def _opened(self) -> tuple[ts.Context, ts.KvStore]:
+        """The bucket with the credentials that there are now."""
+        spec, resources = _parse(self.url)
+        context = ts.Context(resources)
+        return context, ts.KvStore.open(spec, context=context).result(timeout=START_S)
+
+    def renew(self, error: Exception) -> bool:
+        return _is_denied(_reason(error)) and self._read_credentials(self._kv)
+
+    def _read_credentials(self, refused: ts.KvStore) -> bool:
+        """Opens the bucket again, which refused access; False if that was done a moment ago. (A context keeps the
+        credentials that it found first.)"""
+        with self._lock:
+            if self._kv is not refused:
+                return True
+            if time.monotonic() < self._next_reading_s:
+                return False
+            self._next_reading_s = time.monotonic() + PROBE_INTERVAL_S
+        try:
+            context, bucket = self._opened()
+        except (ValueError, TimeoutError):
+            return False
+        with self._lock:
+            self.context, self._kv = context, bucket
+        return True
 
     def _try_out(self) -> tuple[bytes, bool]:
         """The generation that means "no such object", and whether a conditional create of an existing object fails."""
         probe = f".probe-{self.new_id()}"
-        absent = self._wait(self._live().read(probe), START_S).stamp.generation
+        absent = self._call(lambda bucket: bucket.read(probe), START_S).stamp.generation
         self.replace(probe, b"first")  # unconditional: otherwise a missing bucket looks like a lost race
-        refused = not self._wait(self._live().write(probe, b"second", if_equal=absent)).generation
+        refused = not self._call(lambda bucket: bucket.write(probe, b"second", if_equal=absent)).generation
         self.delete(probe)
         return absent, refused
 
@@ -112,7 +161,7 @@ class BucketRoot:
         bucket = self._spec["bucket"]
         if reason.startswith("NOT_FOUND"):
             return f"there is no bucket {bucket!r}. Create it first; this program does not create buckets"
-        if reason.startswith(_NO_ACCESS):
+        if _is_denied(reason):
             return (
                 f"access to bucket {bucket!r} was refused ({reason}). Set {_CREDENTIALS[self._spec['driver']]}; "
                 "wanted credentials that may list, read, write and delete"
@@ -138,10 +187,16 @@ class BucketRoot:
         with self._lock:
             if self._down is None:
                 return None
-            error = StoreUnavailableError(f"store: {self.url} did not answer recently: {self._down}")
+            is_denied = _is_denied(self._down)
+            what = "refused access" if is_denied else "did not answer recently"
+            error = StoreUnavailableError(f"store: {self.url} {what}: {self._down}")
             if time.monotonic() < self._next_probe_s:
                 return error
             self._next_probe_s = time.monotonic() + PROBE_INTERVAL_S
+            bucket = self._kv
+        if is_denied:
+            self._read_credentials(bucket)
+        with self._lock:
             probe = self._probe = self._kv.read(".probe")  # whether it exists does not matter
         probe.add_done_callback(self._probed)  # outside the lock: it may run at once
         return error
@@ -151,12 +206,16 @@ class BucketRoot:
             with self._lock:
                 self._down = None
 
-    def record_failure(self, error: Exception) -> None:
-        if isinstance(error, TimeoutError) or str(error).startswith(_NO_ANSWER):
+    def record_failure(self, error: Exception) -> bool:
+        if isinstance(error, StoreUnavailableError):  # from here
+            return True
+        is_outage = isinstance(error, TimeoutError) or str(error).startswith(_NO_ANSWER) or _is_denied(_reason(error))
+        if is_outage and not self.renew(error):
             with self._lock:
                 if self._down is None:
                     self._next_probe_s = 0.0  # probe at once: a single write may fail for other reasons
                 self._down = _reason(error)
+        return is_outage
 
     def _live(self) -> ts.KvStore:
         """The bucket, for a new call. Raises StoreUnavailableError during an outage."""
@@ -165,31 +224,38 @@ class BucketRoot:
             raise outage
         return self._kv
 
-    def _wait(self, call: Any, longest_s: float | None = None) -> Any:
-        """The result of a future. Raises StoreUnavailableError, with the cause."""
+    def _call(self, start: Callable[[ts.KvStore], Any], longest_s: float | None = None) -> Any:
+        """The result of the future that `start` returns; again with new credentials if access is denied. Raises
+        StoreUnavailableError, with the cause."""
         longest_s = ANSWER_S if longest_s is None else longest_s
         failure: Exception
-        try:
-            return call.result(timeout=longest_s)
-        except TimeoutError:
-            failure = TimeoutError(f"no answer within {longest_s:g} s")
-        except ValueError as error:
-            failure = error
+        for is_last in (False, True):
+            bucket = self._live()
+            try:
+                return start(bucket).result(timeout=longest_s)
+            except TimeoutError:
+                failure = TimeoutError(f"no answer within {longest_s:g} s")
+            except ValueError as error:
+                failure = error
+            if is_last or not _is_denied(_reason(failure)) or not self._read_credentials(bucket):
+                break
         self.record_failure(failure)
         raise StoreUnavailableError(f"store: {self.url}: {_reason(failure)}") from failure
 
     # -- objects -----------------------------------------------------------------------------------------------
 
     def read(self, key: str) -> bytes | None:
-        found = self._wait(self._live().read(key))
+        found = self._call(lambda bucket: bucket.read(key))
         return found.value if found.state == "value" else None
 
     def create(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        assert self._absent, "opened read_only"  # without it the write would be unconditional
-        bucket = self._live()
+        assert not self._is_read_only, "opened read_only"
+        self._live()
+        if not self._absent:  # without it the write would be unconditional
+            raise StoreUnavailableError(f"store: {self.url} was not tried out yet")
         try:
             # A failed condition does not raise; the result has no generation. (`if_equal=b""` would be no condition.)
-            if self._wait(bucket.write(key, data, if_equal=self._absent)).generation:
+            if self._call(lambda bucket: bucket.write(key, data, if_equal=self._absent)).generation:
                 return True
             # The object may be our own: the reply to the first attempt was lost, and tensorstore retried.
             found = self.read(key)
@@ -200,7 +266,7 @@ class BucketRoot:
         return found == data
 
     def replace(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        self._wait(self._live().write(key, data))
+        self._call(lambda bucket: bucket.write(key, data))
 
     def make_prefix(self, prefix: str) -> None:
         self._live()  # buckets have no folders, but this fails early during an outage
@@ -214,19 +280,27 @@ class BucketRoot:
         return self._list(ts.KvStore.KeyRange(".probe-", ".probe."))  # "." follows "-"
 
     def _list(self, keys: ts.KvStore.KeyRange) -> list[str]:
-        return [key.decode(errors="replace") for key in self._wait(self._live().list(keys), TRANSFER_S)]
+        return [key.decode(errors="replace") for key in self._call(lambda bucket: bucket.list(keys), TRANSFER_S)]
 
     def move(self, key: str, new_key: str) -> None:
         data = self.read(key)
         if data is not None:
             self.replace(new_key, data)
-            self._wait(self._live().write(key, None))
+            self._call(lambda bucket: bucket.write(key, None))
 
     def delete(self, key: str) -> None:
-        bucket = self._live()
-        below, itself = bucket.delete_range(_below(key)), bucket.write(key, None)  # concurrently
-        self._wait(itself)
-        self._wait(below, TRANSFER_S)
+        below: list[Any] = []
+
+        def start(bucket: ts.KvStore) -> Any:
+            below[:] = [bucket.delete_range(_below(key))]  # concurrently
+            return bucket.write(key, None)
+
+        self._call(start)
+        self._call(lambda _: below[0], TRANSFER_S)
+
+
+def _is_denied(reason: str) -> bool:
+    return any(name in reason for name in _NO_ACCESS)
 
 
 def _below(prefix: str) -> ts.KvStore.KeyRange:
@@ -265,6 +339,9 @@ def _parse(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
         spec["endpoint"] = endpoint.rstrip("/")
     for region in options.get("region", ()):
         spec["aws_region"] = region
-    # Otherwise the credential chain writes a line to stderr for each source without credentials.
-    kind = "environment" if "AWS_ACCESS_KEY_ID" in os.environ else "default"
-    return spec, {"s3_request_retries": _RETRIES, "aws_credentials": {"type": kind}}
+    # Otherwise the credential chain writes a line to stderr for each source without credentials, and it reads no file
+    # unless a profile is named.
+    credentials = {"type": "default", "profile": os.environ.get("AWS_PROFILE") or "default"}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        credentials = {"type": "environment"}
+    return spec, {"s3_request_retries": _RETRIES, "aws_credentials": credentials}

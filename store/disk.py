@@ -4,8 +4,10 @@ with other processes."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +15,13 @@ from ccjax.store.arrays import ArrayDriver, ShardReader
 from ccjax.store.budget import ByteBudget
 from ccjax.store.change_feed import ChangeFeed
 from ccjax.store.commits import CommittedShards
-from ccjax.store.errors import CommitUnknownError, ShardCorruptError, ShardNotFoundError, StoreUnavailableError
+from ccjax.store.errors import (
+    CommitUnknownError,
+    ShardCorruptError,
+    ShardNotFoundError,
+    StoreIdentityError,
+    StoreUnavailableError,
+)
 from ccjax.store.formats import ObjectLayout, check_kv_dtype, encode, expected_layout
 from ccjax.store.index.api import LeaseTable
 from ccjax.store.index.outage import PreferredLeases
@@ -33,6 +41,8 @@ from ccjax.store.spec import (
 )
 from ccjax.store.sweep import sweep
 
+logger = logging.getLogger(__name__)
+
 # Prefixes of tensorstore's errors for wrong stored bytes; others mean permissions, I/O or timeouts.
 _BAD_DATA = ("DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "FAILED_PRECONDITION", "INVALID_ARGUMENT")
 
@@ -48,6 +58,7 @@ class TensorStoreTier:
         `refresh` has seen them.
       kv_dtype: type of new variants' KV, one of `store.formats.KV_DTYPES`; existing ones are read in any.
       change_feed: publishes commits and deletions of this process; its index keeps the leases as long as it answers.
+      read_only: only read what is there, from a directory or bucket that need not be writable.
 
     Raises:
       ValueError: the URL or an argument is invalid.
@@ -64,6 +75,8 @@ class TensorStoreTier:
         *,
         kv_dtype: str = "auto",
         change_feed: ChangeFeed | None = None,
+        read_only: bool = False,
+        is_optional: bool = False,
     ):
         self.url = url
         self.kv_spec = kv_spec
@@ -71,21 +84,36 @@ class TensorStoreTier:
         self._bytes_per_token = kv_spec.num_bytes(1)
         self.kv_dtype = check_kv_dtype(kv_dtype)
         self.budget = ByteBudget("disk", budget_bytes)
-        self._root = open_root(url)
+        self._root = open_root(url, read_only=read_only, is_optional=is_optional)
         self._namespace = identity.namespace
-        self._arrays = ArrayDriver(kv_spec, self._root.context, self._root.longest_wait_s)
+        self._arrays = ArrayDriver(kv_spec, lambda: self._root.context, self._root.longest_wait_s)
         self._commits = CommittedShards(self._root, url, identity, kv_spec, self.budget, change_feed)
         self._lock = self._commits.lock
         leases = Leases(self._root, self._namespace)
         self.leases: LeaseTable = leases if change_feed is None else PreferredLeases(change_feed.index.leases, leases)
         self.hints = Hints(self._root, self._key("hints.json"), self._commits.warn)
         self._suspects: list[str] = []
+        self._is_read_only, self.is_open = read_only, False
         try:
-            open_namespace(self._root, url, identity, kv_spec)
-            self.leases.sweep()
-            self.sweep(ORPHAN_AGE_S, QUARANTINE_AGE_S, quick=True)
+            self._begin()
+            if read_only:
+                self._commits.refresh()
+            else:
+                self.sweep(ORPHAN_AGE_S, QUARANTINE_AGE_S, quick=True)
         except OSError as error:
-            raise StoreUnavailableError(f"store: cannot open {url}: {error}") from error
+            if not is_optional or self._root.outage() is None:
+                raise StoreUnavailableError(f"store: cannot open {url}: {error}") from error
+            logger.warning(
+                "store: cannot open %s: %s; until it answers, nothing is read from it or kept in it", url, error
+            )
+
+    def _begin(self) -> None:
+        """Prepares the namespace, once the root answers. Raises OSError."""
+        self._root.begin()
+        open_namespace(self._root, self.url, self.identity, self.kv_spec, read_only=self._is_read_only)
+        if not self._is_read_only:
+            self.leases.sweep()
+        self.is_open = True
 
     def __contains__(self, variant_id: str) -> bool:
         return variant_id in self._commits
@@ -165,6 +193,8 @@ class TensorStoreTier:
             variant exists.
         """
         check_record(record, self.kv_spec)
+        if not self.is_open:
+            raise StoreUnavailableError(f"store: {self.url} has not answered since the start")
         kv = np.ascontiguousarray(check_kv(kv, record, self.kv_spec))
         charged = self.charge_bytes(record) if reserved else self.reserve(record)
         object_id = self._root.new_id()  # no data object ever has two writers
@@ -178,7 +208,16 @@ class TensorStoreTier:
             folder = self._root.folder(place)
             if folder is None:
                 self._root.make_prefix(place)
-            self._arrays.write(self._root.kvstore(place), stored, folder)
+            elif not (folder.parent.exists() or any(map(Path.is_file, folder.parents))):
+                logger.warning("store: the directory of %s was removed: made again", self.url)
+                self._root.make_prefix("")
+                open_namespace(self._root, self.url, self.identity, self.kv_spec)
+            try:
+                self._arrays.write(self._root.kvstore(place), stored, folder)
+            except ValueError as error:
+                if not self._root.renew(error):
+                    raise
+                self._arrays.write(self._root.kvstore(place), stored, folder)
             self.remove([record.variant_id] if self.takes(record.variant_id) else [])  # a lossy copy, if any
             committed = self._commits.commit(record.variant_id, raw)
         except CommitUnknownError:
@@ -260,6 +299,12 @@ class TensorStoreTier:
         Raises:
           OSError: the directory or bucket cannot be listed.
         """
+        if not self.is_open:
+            try:
+                self._begin()
+            except StoreIdentityError as error:
+                raise StoreUnavailableError(str(error)) from error
+            return (), ()  # the next call lists: erasures, which are notes, must be known before what they cover
         return self._commits.refresh()
 
     def apply_commits(self, added: Mapping[str, bytes | None]) -> tuple[str, ...]:
@@ -344,8 +389,7 @@ class TensorStoreTier:
     def _explain(self, variant_id: str, object_id: str, error: ValueError | TimeoutError | None) -> Exception:
         """The exception for a failed read of a variant's object; `error` is tensorstore's, None if the bytes do not
         match the record."""
-        if error is not None and not str(error).startswith(_BAD_DATA):
-            self._root.record_failure(error)
+        if error is not None and (self._root.record_failure(error) or not str(error).startswith(_BAD_DATA)):
             return StoreUnavailableError(f"store: cannot read variant {variant_id} from {self.url}: {error}")
         try:
             is_outdated = not self._commits.names(variant_id, object_id)

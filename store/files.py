@@ -29,7 +29,7 @@ class FileRoot:
     longest_wait_s = None
     num_parallel = 1
 
-    def __init__(self, url: str, *, read_only: bool = False):
+    def __init__(self, url: str, *, read_only: bool = False, is_optional: bool = False):
         parts = urllib.parse.urlsplit(url)
         if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
             raise ValueError(f"store: wanted file:///absolute/path, got {url!r}")
@@ -67,8 +67,14 @@ class FileRoot:
     def outage(self) -> StoreUnavailableError | None:
         return None  # every call to a file system reports its own failure
 
-    def record_failure(self, error: Exception) -> None:
+    def begin(self) -> None:
         pass
+
+    def renew(self, error: Exception) -> bool:
+        return False
+
+    def record_failure(self, error: Exception) -> bool:
+        return False
 
     def read(self, key: str) -> bytes | None:
         try:

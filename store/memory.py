@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ccjax.store.budget import ByteBudget
+from ccjax.store.copies import HostCopy
 from ccjax.store.errors import ShardNotFoundError
 from ccjax.store.spec import KVSpec, ShardRecord, ShardSummary
 from ccjax.store.usage import HOST
@@ -36,9 +37,12 @@ class MemoryTier(abc.ABC, Generic[Held]):
         """Bytes of a variant of this many tokens in the budget."""
 
     @abc.abstractmethod
-    def _hold(self, kv: np.ndarray) -> Held:
-        """Converts `kv` `[L, 2, T, K, H]` to the tier's representation; raises TierFullError if it does not fit despite
-        the budget."""
+    def _hold(self, kv: Any) -> Held:
+        """Converts KV to the tier's representation; raises TierFullError if it does not fit despite the budget."""
+
+    def is_here(self, kv: Any) -> bool:
+        """True if holding this KV takes no room, because the tier's memory contains it already."""
+        return False
 
     def __contains__(self, variant_id: str) -> bool:
         return variant_id in self._shards
@@ -69,9 +73,9 @@ class MemoryTier(abc.ABC, Generic[Held]):
         """True if the variant's copy may differ from the KV stored."""
         return variant_id in self._lossy
 
-    def put(self, record: ShardRecord, kv: np.ndarray, *, is_lossy: bool = False) -> None:
-        """Stores `kv` `[L, 2, T, K, H]`, which the caller must own and no longer write to. An existing copy of the
-        variant is kept, unless it is lossy and the new one is not.
+    def put(self, record: ShardRecord, kv: Any, *, is_lossy: bool = False) -> None:
+        """Stores KV, which the caller must own and no longer write to. An existing copy of the variant is kept, unless
+        it is lossy and the new one is not.
 
         Raises:
           TierFullError: the variant does not fit; nothing is changed, except that a lossy copy may be dropped.
@@ -81,7 +85,7 @@ class MemoryTier(abc.ABC, Generic[Held]):
             if is_lossy or variant_id not in self._lossy:
                 return
             self.remove(variant_id)  # frees exactly the needed space
-        num_bytes = self.charge_bytes(record.num_tokens)
+        num_bytes = 0 if self.is_here(kv) else self.charge_bytes(record.num_tokens)
         self.budget.charge(num_bytes)
         try:
             held = self._hold(kv)
@@ -118,8 +122,8 @@ class MemoryTier(abc.ABC, Generic[Held]):
         return True
 
 
-class HostTier(MemoryTier[np.ndarray]):
-    """Variants in host memory, each as the given array `[L, 2, T, K, H]`, not a copy."""
+class HostTier(MemoryTier[np.ndarray | HostCopy]):
+    """Variants in host memory, each as the given array `[L, 2, T, K, H]`, or as the copy that becomes one."""
 
     def __init__(self, kv_spec: KVSpec, budget_bytes: int) -> None:
         super().__init__(HOST, ByteBudget(HOST, budget_bytes))
@@ -129,6 +133,7 @@ class HostTier(MemoryTier[np.ndarray]):
         """See `MemoryTier`."""
         return self._kv_spec.num_bytes(num_tokens)
 
-    def _hold(self, kv: np.ndarray) -> np.ndarray:
-        kv.flags.writeable = False
+    def _hold(self, kv: np.ndarray | HostCopy) -> np.ndarray | HostCopy:
+        if isinstance(kv, np.ndarray):
+            kv.flags.writeable = False
         return kv

@@ -24,6 +24,7 @@ class Notes:
     Args:
       root, prefix: notes are stored in `root` as `PREFIX/NAME.json`.
       run: runs a function on a thread that may block on the disk, in order, and before variants that are stored later.
+      is_open: False while nothing can be read, because the root did not answer since the start.
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class Notes:
         root: Root | None = None,
         prefix: str = "",
         run: Callable[[Callable[[], None]], Future[None]] | None = None,
+        is_open: Callable[[], bool] = lambda: True,
     ):
         self._root = root
         self._prefix = prefix
         self._run = run
+        self._is_open = is_open
         self._lock = threading.Lock()
         self._disk_lock = threading.Lock()  # serialises changes on disk, so that no write undoes a deletion
         self._values: dict[str, Mapping[str, Any]] = {}
@@ -93,7 +96,7 @@ class Notes:
           OSError: the directory or bucket cannot be listed or read.
         """
         root = self._root
-        if root is None:
+        if root is None or not self._is_open():
             return {}, ()
         for name in tuple(self._unwritten):
             self._write_quietly(name)
@@ -125,7 +128,9 @@ class Notes:
         try:
             self._write(name)
         except OSError as error:
-            _log.warning("store: cannot write the note %s: %s; it will be retried", name, error)
+            # During an outage, which writers and the refresh report, only at debug level.
+            level = logging.WARNING if self._root is None or self._root.outage() is None else logging.DEBUG
+            _log.log(level, "store: cannot write the note %s: %s; it will be retried", name, error)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}.json"

@@ -44,8 +44,16 @@ class Root(Protocol):
         """The error that calls would raise now; None if the root is available. Returns at once."""
         ...
 
-    def record_failure(self, error: Exception) -> None:
-        """Reports that tensorstore failed to read or write KV, which may be the start of an outage."""
+    def begin(self) -> None:
+        """Completes what `open_root` left undone because nobody answered; call it before the first write."""
+        ...
+
+    def renew(self, error: Exception) -> bool:
+        """True if tensorstore was denied access and credentials were read again, so that another try may succeed."""
+        ...
+
+    def record_failure(self, error: Exception) -> bool:
+        """Reports that tensorstore failed to read or write KV; True if that may be the start of an outage."""
         ...
 
     def read(self, key: str) -> bytes | None:
@@ -104,12 +112,13 @@ def for_each(root: Root, function: Callable[[Any], Any], items: Iterable[Any]) -
 _ROOTS = {"file": FileRoot, "gs": BucketRoot, "s3": BucketRoot}
 
 
-def open_root(url: str, *, read_only: bool = False) -> Root:
+def open_root(url: str, *, read_only: bool = False, is_optional: bool = False) -> Root:
     """Opens the root of a store URL: `file:///absolute/path`, or a bucket as in `BucketRoot`.
 
     Args:
       read_only: do not check for write permission, and create no directory; only `read`, `names`, `kvstore` and other
         read calls are allowed.
+      is_optional: open a bucket also if it does not answer now; `begin` has to be called once it does.
 
     Raises:
       ValueError: the URL is malformed or has an unknown scheme.
@@ -121,4 +130,4 @@ def open_root(url: str, *, read_only: bool = False) -> Root:
             "store: wanted a URL that starts with one of file://, gs://, s3:// (file:///absolute/path, "
             f"s3://bucket/prefix), got {url!r}"
         )
-    return _ROOTS[scheme](url, read_only=read_only)
+    return _ROOTS[scheme](url, read_only=read_only, is_optional=is_optional)

@@ -5,28 +5,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
 
 import numpy as np
 
 from ccjax.store.arrays import ShardReader
+from ccjax.store.copies import HostCopy, PagedKV
 from ccjax.store.errors import ShardNotFoundError
 from ccjax.store.spec import KVSpec, ShardRecord
 from ccjax.store.usage import DEVICE, DISK, HOST
 
-
-class PagedKV(Protocol):
-    """KV in the pages of a device tier, valid as long as this object is held."""
-
-    slots: np.ndarray
-    """[T] int32, slot of each token."""
-
-    def read_layers(self, first: int, last: int) -> np.ndarray:
-        """KV `[last - first, 2, T, K, H]`, copied to host memory."""
-        ...
-
-
-Source = np.ndarray | ShardReader | PagedKV
+Source = np.ndarray | HostCopy | ShardReader | PagedKV
 
 
 class LoadTicket:
@@ -75,8 +63,10 @@ class LoadTicket:
             source.start(first, last)
 
     def ready(self, variant_id: str, first: int, last: int) -> bool:
-        """True if `read_layers` of these layers would not wait for the disk."""
+        """True if `read_layers` of these layers would not wait for the disk, or for a copy from the device."""
         source = self._source(variant_id, first, last)
+        if isinstance(source, HostCopy):
+            return source.is_done
         return not isinstance(source, ShardReader) or source.ready(first, last)
 
     def read_layers(self, variant_id: str, first: int, last: int, *, timeout_s: float | None = None) -> np.ndarray:
@@ -87,13 +77,15 @@ class LoadTicket:
           ValueError: the ticket does not hold the variant or is completed, or the range is not within the layers.
           ShardNotFoundError: the variant is in `missing`, or another process evicted it meanwhile.
           ShardCorruptError: the stored bytes differ from those written.
-          StoreUnavailableError: the disk cannot be read.
+          StoreUnavailableError: the disk cannot be read, or the device lost the KV.
           TimeoutError: the layers were not read within `timeout_s`; the reads continue.
         """
         source = self._source(variant_id, first, last)
         self._read.add(variant_id)
         if isinstance(source, ShardReader):
             return source.wait(first, last, timeout_s)
+        if isinstance(source, HostCopy):
+            source = source.wait(timeout_s)
         kv = source[first:last] if isinstance(source, np.ndarray) else source.read_layers(first, last)
         with self._lock:
             self._bytes_read[self.tiers[variant_id]] += kv.nbytes
@@ -107,7 +99,7 @@ class LoadTicket:
           ValueError: the ticket reads the variant from another tier, or is completed.
         """
         source = self._source(variant_id, 0, self._kv_spec.num_layers)
-        if isinstance(source, np.ndarray | ShardReader):
+        if not isinstance(source, PagedKV):
             raise ValueError(f"variant_id: wanted one on the device, got one from {self.tiers[variant_id]}")
         with self._lock:
             self._bytes_read[DEVICE] += self._kv_spec.num_bytes(len(source.slots))
@@ -132,23 +124,21 @@ class LoadTicket:
         found: dict[str, np.ndarray] = {}
         for key, source in self._sources.items():
             kv = source.whole() if isinstance(source, ShardReader) else source
+            if isinstance(kv, HostCopy):
+                kv = kv.kv
             if isinstance(kv, np.ndarray):
                 found[key] = kv
         return found
 
-    def copies(self, variant_ids: Collection[str]) -> dict[str, np.ndarray]:
-        """Variant id -> KV, copied to host memory, of the variants on the device. Does not count as a read.
+    @property
+    def in_place(self) -> frozenset[str]:
+        """The variants that it reads from the device and whose pages requests can read in place."""
+        return frozenset(key for key, kv in self._sources.items() if isinstance(kv, PagedKV) and kv.begins_pages)
 
-        Raises:
-          RuntimeError: the device lost the KV.
-        """
-        found: dict[str, np.ndarray] = {}
-        for key in variant_ids:
-            source = self._sources.get(key)
-            if source is not None and not isinstance(source, np.ndarray | ShardReader):
-                found[key] = source.read_layers(0, self._kv_spec.num_layers)
-                found[key].flags.writeable = False
-        return found
+    def on_device(self, variant_ids: Collection[str]) -> dict[str, PagedKV]:
+        """Those of these variants that the ticket reads from the device. Does not count as a read."""
+        held = ((key, self._sources.get(key)) for key in variant_ids)
+        return {key: kv for key, kv in held if isinstance(kv, PagedKV)}
 
     def close(self) -> None:
         """Ends the ticket and releases its readers.
@@ -164,7 +154,7 @@ class LoadTicket:
 
 
 def _tier_of(source: Source) -> str:
-    if isinstance(source, np.ndarray):
+    if isinstance(source, np.ndarray | HostCopy):
         return HOST
     return DISK if isinstance(source, ShardReader) else DEVICE
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ccjax.store.arrays import OnRead
 from ccjax.store.change_feed import ChangeFeed
+from ccjax.store.copies import KV, HostCopier, HostCopy, PagedKV
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.erasure import erase_from_disk
 from ccjax.store.errors import ShardNotFoundError, TierFullError
@@ -24,11 +25,13 @@ from ccjax.store.notes import Notes
 from ccjax.store.sharing import SharedReaders
 from ccjax.store.spec import IsCovered, KVSpec, ShardRecord, StoreIdentity, check_kv, check_record, positive_int
 from ccjax.store.tickets import LoadTicket, Source, StoreTicket
-from ccjax.store.usage import DISK, HOST
+from ccjax.store.usage import DEVICE, DISK, HOST
 from ccjax.store.watcher import StoreWatcher
 from ccjax.store.write_behind import MAX_PENDING_BYTES, WriteBehind
 
 _log = logging.getLogger(__name__)
+_MAX_COPYING_BYTES = 2 << 30
+"""KV that may wait for its copy from the device: its pages are not free meanwhile."""
 
 
 class TieredStore(Levels):
@@ -53,9 +56,10 @@ class TieredStore(Levels):
         super().__init__(memory, disk, None if disk is None else WriteBehind(disk, max_pending_bytes))
         self.kv_spec = kv_spec
         self._readers = SharedReaders(disk, on_read)
+        self._copier = HostCopier(kv_spec, _MAX_COPYING_BYTES)
         self.notes = Notes()
         if self._writer is not None and disk is not None:
-            self.notes = Notes(*disk.notes_place, run=self._writer.call)
+            self.notes = Notes(*disk.notes_place, run=self._writer.call, is_open=lambda: disk.is_open)
         self.claims = None if self._writer is None else self._writer.claims
         self._pins: collections.Counter[str] = collections.Counter()
         self._announced: dict[str, StoreTicket] = {}
@@ -77,6 +81,8 @@ class TieredStore(Levels):
         kv_dtype: str = "auto",
         on_read: OnRead | None = None,
         index: str | None = None,
+        read_only: bool = False,
+        is_optional: bool = False,
     ) -> TieredStore:
         """Opens a store for the variants of one model; `url=None` keeps them in memory only.
 
@@ -87,6 +93,9 @@ class TieredStore(Levels):
           kv_dtype: type of new variants' KV in the disk tier, one of `store.formats.KV_DTYPES`.
           on_read: observes, and may delay, every read of the disk tier.
           index: URL of an index shared by the processes on the store, see `store.index.open_index`; needs `url`.
+          read_only: the disk is only read; it need not be writable.
+          is_optional: open also if a bucket does not answer, as if it had stopped to do so later: with a warning, and
+            `refresh` tries again.
 
         Raises:
           ValueError, StoreUnavailableError, StoreIdentityError: as `TensorStoreTier`.
@@ -101,7 +110,9 @@ class TieredStore(Levels):
             if index is not None:
                 change_feed = undo.enter_context(contextlib.closing(ChangeFeed(open_index(index, identity.namespace))))
             if url is not None:
-                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, kv_dtype=kv_dtype, change_feed=change_feed)
+                how: dict[str, Any] = {"kv_dtype": kv_dtype, "change_feed": change_feed}
+                how |= {"read_only": read_only, "is_optional": is_optional}
+                disk = TensorStoreTier(url, kv_spec, identity, disk_bytes, **how)
             undo.pop_all()
         return cls(kv_spec, [host] if device is None else [device, host], disk, max_pending_bytes, on_read, change_feed)
 
@@ -122,12 +133,11 @@ class TieredStore(Levels):
         """True while a load of the variant is open."""
         return variant_id in self._pins
 
-    def evictable_bytes(self, tier: str) -> int:
-        """Bytes of a memory tier that `evict` could free: those of variants without an open load."""
+    @property
+    def pinned_ids(self) -> tuple[str, ...]:
+        """The variants with an open load."""
         with self._lock:
-            held = self._memory[tier].summaries()
-            free = (summary for summary in held if summary.variant_id not in self._pins)
-            return sum(self._memory[tier].charge_bytes(summary.num_tokens) for summary in free)
+            return tuple(self._pins)
 
     def refresh(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Applies changes of other processes to the disk tier: `(added, removed)` variant ids, both empty while the
@@ -187,11 +197,9 @@ class TieredStore(Levels):
         Raises:
           ValueError: the ticket was completed before.
         """
-        whole, bytes_read = ticket.whole(), ticket.bytes_read
-        try:
-            whole |= ticket.copies([] if promote is None else promote.get(HOST, ()))
-        except RuntimeError as error:  # the device failed; logging a traceback would keep its pages alive
-            _log.warning("KV on the device could not be copied to host memory: %s", str(error))
+        whole: dict[str, KV] = {**ticket.whole()}
+        whole |= ticket.on_device([] if promote is None else promote.get(HOST, ()))
+        bytes_read = ticket.bytes_read
         ticket.close()
         promoted: dict[str, tuple[str, ...]] = {}
         with self._lock:
@@ -199,7 +207,7 @@ class TieredStore(Levels):
             for tier, num_bytes in bytes_read.items():
                 if num_bytes:
                     self._counts[tier]["bytes_read"] += num_bytes
-            for tier in self._memory if ok else ():
+            for tier in self._memory if ok and self._open else ():
                 wanted = whole if promote is None else [key for key in promote.get(tier, ()) if key in whole]
                 moved = [key for key in wanted if self._promote(tier, key, whole[key], key in ticket.lossy)]
                 if moved:
@@ -208,9 +216,12 @@ class TieredStore(Levels):
 
     # -- store -------------------------------------------------------------------------------------------------
 
-    def prepare_store(self, record: ShardRecord) -> StoreTicket:
+    def prepare_store(self, record: ShardRecord, *, is_paged: bool = False) -> StoreTicket:
         """Announces a variant, so that the caller can evict `ticket.shortfall_bytes` first. If a load would read a
         lossy copy of the variant, the variant may be stored again and replaces that copy.
+
+        Args:
+          is_paged: its KV is in pages of the device tier, which takes no more room for it.
 
         Raises:
           ValueError: `record.num_bytes` does not match its number of tokens.
@@ -221,20 +232,23 @@ class TieredStore(Levels):
             variant_id = record.variant_id
             is_there = self.tier_of(variant_id) is not None and not self.is_lossy(variant_id)
             exists = is_there or variant_id in self._announced
-            ticket = StoreTicket(record, exists, {} if exists else self._charges(record), self._store_shortfall)
+            charges = {} if exists else self._charges(record, is_paged)
+            ticket = StoreTicket(record, exists, charges, self._store_shortfall)
             if not exists:
                 self._announced[variant_id] = ticket
             return ticket
 
     def complete_store(
-        self, ticket: StoreTicket, kv: np.ndarray | None, *, wait: bool = False, tiers: Collection[str] | None = None
+        self, ticket: StoreTicket, kv: KV | None, *, wait: bool = False, tiers: Collection[str] | None = None
     ) -> tuple[str, ...]:
-        """Stores a copy of `kv` `[L, 2, T, K, H]`: in memory at once, on disk in the background. Returns the tiers that
-        accepted it; a tier without enough free budget is skipped and counted, a failing disk is counted and logged.
+        """Stores a copy of `kv` `[L, 2, T, K, H]`: in memory at once, on disk in the background. KV in pages stays
+        there for the device tier, and is copied to the other tiers in the background. Returns the tiers that accepted
+        it; a tier is skipped and counted if it has too little free budget or, below the device, if too much KV waits
+        to be copied; a failing disk is counted and logged.
 
         Args:
           kv: the KV; None if the variant was not computed.
-          wait: wait for space in the write queue (batch jobs) instead of skipping the disk (requests).
+          wait: wait for space in the queues (batch jobs) instead of skipping tiers (requests).
           tiers: tiers to store the variant in; None for all.
 
         Raises:
@@ -243,25 +257,39 @@ class TieredStore(Levels):
         ticket.close()
         record = ticket.record
         try:
-            # Always copies: on CPU `np.asarray` of a JAX array is a view of a buffer that may be donated later.
-            copied = None
-            if kv is not None and not ticket.exists:
-                copied = np.array(check_kv(kv, record, self.kv_spec), order="C", copy=True)
-                copied.flags.writeable = False
+            held = None if ticket.exists else kv
+            if isinstance(held, PagedKV):
+                if len(held.slots) != record.num_tokens:
+                    raise ValueError(f"kv: wanted {record.num_tokens} tokens, got {len(held.slots)}")
+            elif held is not None:
+                # Always copies: on CPU `np.asarray` of a JAX array is a view of a buffer that may be donated later.
+                held = np.array(check_kv(held, record, self.kv_spec), order="C", copy=True)
+                held.flags.writeable = False
         except BaseException:
             self._withdraw(ticket)
             raise
         took = []
         with self._lock:
             self._withdraw(ticket)
-            if copied is None or not self._open:
+            if held is None or not self._open:
                 return ()
             allowed = self._levels.keys() if tiers is None else tiers
-            memory = [tier for tier in self._memory if tier in allowed]
-            took += [tier for tier in memory if self._fits(tier, self._put, tier, record, copied)]
+            if DEVICE in self._memory and DEVICE in allowed and self._fits(DEVICE, self._put, DEVICE, record, held):
+                took.append(DEVICE)
+            if isinstance(held, PagedKV):
+                below = [tier for tier in allowed if tier != DEVICE]
+                if below and self._copier.is_full and not wait:
+                    for tier in below:
+                        self._counts[tier]["skipped_writes"] += 1
+                    below = []
+                held = self._to_host(record.variant_id, held) if below else None
+            if held is None:
+                return tuple(took)
+            if HOST in allowed and self._fits(HOST, self._put, HOST, record, held):
+                took.append(HOST)
             disk = self._disk if DISK in allowed else None
             on_disk = disk is not None and disk.takes(record.variant_id) and self._fits(DISK, disk.reserve, record)
-        if on_disk and self._write_behind(record, copied, wait):
+        if on_disk and self._write_behind(record, held, wait):
             took.append(DISK)
         return tuple(took)
 
@@ -340,7 +368,8 @@ class TieredStore(Levels):
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until everything stored so far is on disk or has failed; False after `timeout_s`. Waits at most one
         more second for the index."""
-        is_done = self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush())
+        is_done = self._copier.flush(timeout_s)
+        is_done = is_done and (self._writer is None or (self._writer.flush(timeout_s) and self.notes.flush()))
         if self.change_feed is not None:
             self.change_feed.flush()
         return is_done
@@ -349,6 +378,7 @@ class TieredStore(Levels):
         """Finishes queued writes, frees memory and refuses further use. May be called twice."""
         with self._lock:
             self._open = False
+        self._copier.close()
         if self._writer is not None:
             self._writer.close()
         if self.change_feed is not None:
@@ -368,10 +398,12 @@ class TieredStore(Levels):
         announced = sum(ticket.charge_bytes.get(tier, 0) for ticket in self._announced.values())
         return self._levels[tier].budget.shortfall(announced + num_bytes)
 
-    def _charges(self, record: ShardRecord) -> dict[str, int]:
+    def _charges(self, record: ShardRecord, is_paged: bool) -> dict[str, int]:
         """Bytes to charge in each tier that would store the variant and whose whole budget is large enough."""
         charges = {  # 0 where it replaces a lossy copy
-            name: 0 if record.variant_id in tier else tier.charge_bytes(record.num_tokens)
+            name: 0
+            if record.variant_id in tier or (is_paged and name == DEVICE)
+            else tier.charge_bytes(record.num_tokens)
             for name, tier in self._memory.items()
         }
         if self._disk is not None and self._disk.takes(record.variant_id):
@@ -385,12 +417,23 @@ class TieredStore(Levels):
             short = {tier: self._short(tier, 0) for tier in ticket.tiers}
         return {tier: num_bytes for tier, num_bytes in short.items() if num_bytes}
 
-    def _put(self, tier: str, record: ShardRecord, kv: np.ndarray, is_lossy: bool = False) -> None:
+    def _to_host(self, variant_id: str, kv: PagedKV) -> HostCopy:
+        """Starts a copy to host memory; if it fails, the host tier loses the variant."""
+
+        def drop(copy: HostCopy, error: Exception) -> None:
+            _log.warning("variant %s: %s", variant_id, error)
+            with self._lock:
+                if variant_id in self._memory[HOST] and self._memory[HOST].get(variant_id) is copy:
+                    self._counts[HOST]["discarded"] += self._memory[HOST].remove(variant_id)
+
+        return self._copier.start(kv, drop)
+
+    def _put(self, tier: str, record: ShardRecord, kv: KV | HostCopy, is_lossy: bool = False) -> None:
         self._memory[tier].put(record, kv, is_lossy=is_lossy)
         self._counts[tier]["writes"] += 1
         self._counts[tier]["bytes_written"] += record.num_bytes
 
-    def _promote(self, tier: str, variant_id: str, kv: np.ndarray, is_lossy: bool) -> bool:
+    def _promote(self, tier: str, variant_id: str, kv: KV, is_lossy: bool) -> bool:
         """Adds KV that was read to a memory tier that lacks the variant, if it fits; True if it was added."""
         summary = self.get_summary(variant_id)
         if summary is None or variant_id in self._memory[tier]:
@@ -398,7 +441,10 @@ class TieredStore(Levels):
         if self._short(tier, self._memory[tier].charge_bytes(summary.num_tokens)):
             return False
         record = self.get_record(variant_id)
-        return record is not None and self._fits(tier, self._put, tier, record, kv, is_lossy)
+        if record is None:
+            return False
+        held = self._to_host(variant_id, kv) if isinstance(kv, PagedKV) else kv
+        return self._fits(tier, self._put, tier, record, held, is_lossy)
 
     def _fits(self, tier: str, charge: Callable[..., Any], *args: Any) -> bool:
         """Runs `charge(*args)`; False, and counted, if the tier's budget refuses it."""
@@ -409,7 +455,7 @@ class TieredStore(Levels):
             return False
         return True
 
-    def _write_behind(self, record: ShardRecord, kv: np.ndarray, wait: bool) -> bool:
+    def _write_behind(self, record: ShardRecord, kv: np.ndarray | HostCopy, wait: bool) -> bool:
         """Queues a reserved write; call it without the lock, because with `wait` it blocks until there is space."""
         assert self._disk is not None and self._writer is not None
         if self._writer.add(record, kv, wait=wait):

@@ -37,7 +37,7 @@ class StoreWatcher:
         self._pinned = pinned
         self._lock = lock
         self._unapplied_removals: set[tuple[str, str | None]] = set()  # variants and their data objects
-        self._is_failing = False
+        self._is_failing = not disk.is_open
         if change_feed is not None:
             change_feed.start(self._apply)
 

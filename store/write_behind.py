@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from ccjax.store.claims import Claims
+from ccjax.store.copies import HostCopy, host_array
 from ccjax.store.disk import TensorStoreTier
 from ccjax.store.spec import IsCovered, ShardRecord
 
@@ -41,7 +42,7 @@ class WriteBehind:
         self.claims = Claims(tier, self.__contains__)
         self._tier = tier
         self._max_pending_bytes = max_pending_bytes
-        self._pending: dict[str, tuple[ShardRecord, np.ndarray]] = {}
+        self._pending: dict[str, tuple[ShardRecord, np.ndarray | HostCopy]] = {}
         self._writing: str | None = None
         self._cancelled: set[str] = set()
         self._failing = False
@@ -53,7 +54,7 @@ class WriteBehind:
     def __contains__(self, variant_id: str) -> bool:
         return self.get(variant_id) is not None
 
-    def get(self, variant_id: str) -> np.ndarray | None:
+    def get(self, variant_id: str) -> np.ndarray | HostCopy | None:
         """The KV of a variant whose write is queued, else None; the disk tier knows a variant that leaves the queue."""
         pending = self._pending.get(variant_id)
         return None if pending is None or variant_id in self._cancelled else pending[1]
@@ -63,7 +64,7 @@ class WriteBehind:
         with self._changed:
             return frozenset(self._pending.keys() - self._cancelled)
 
-    def add(self, record: ShardRecord, kv: np.ndarray, *, wait: bool = False) -> bool:
+    def add(self, record: ShardRecord, kv: np.ndarray | HostCopy, *, wait: bool = False) -> bool:
         """Queues a write whose bytes the tier has reserved; `kv` must not be changed afterwards.
 
         Returns False, with the queue unchanged, if the queue is full; with `wait`, waits for space instead.
@@ -131,7 +132,7 @@ class WriteBehind:
         error = None
         won = False
         try:
-            won = self._tier.write(record, kv, reserved=True)
+            won = self._tier.write(record, host_array(kv), reserved=True)
         except Exception as caught:  # the thread must survive any error
             error = caught
         with self._changed:

@@ -41,7 +41,7 @@ def reuse_is_shown(first: str, second: str) -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "ccjax", "serve", "--model", "demo", "--no-docs", "--port", "0", "--no-warmup"]
+    command = [sys.executable, "-m", "ccjax", "serve", "--model", "demo", "--port", "0", "--no-warmup"]
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(tmp_path))}
     with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT | home, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -57,6 +57,10 @@ def test_library() -> None:
 def test_openai_client(url: str) -> None:
     pytest.importorskip("openai")
     reuse_is_shown(*printed("openai_client", "--url", f"{url}/v1"))
+    plain = {"messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 1}
+    answer = patience.post(f"{url}/v1/chat/completions", json=plain).json()
+    assert answer["documents"] == [] and answer["usage"]["prompt_tokens"] < 20, "the prompt is the client's alone"
+    assert "no documents" in patience.post(f"{url}/v1/chat/completions", json={**plain, "retrieval": True}).text
 
 
 def test_functional() -> None:

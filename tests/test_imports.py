@@ -31,18 +31,20 @@ ALLOWED = {
     "ccjax.evaluation": {"ccjax.engine", "ccjax.loading", "ccjax.policy"}
     | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.engine": {"ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}
-    | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.requests", "ccjax.sampling", "ccjax.types"}
+    | {"ccjax.errors"},
     "ccjax.cache": {"ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}
     | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.types", "ccjax.errors"},
     "ccjax.runner": {"ccjax.loading", "ccjax.policy", "ccjax.store", "ccjax.models", "ccjax.kernels"}
-    | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    | {"ccjax.config", "ccjax.requests", "ccjax.sampling", "ccjax.types", "ccjax.errors"},
     "ccjax.loading": {"ccjax.policy", "ccjax.text", "ccjax.models.llama3", "ccjax.config", "ccjax.errors"},
     "ccjax.prompts": {"ccjax.policy", "ccjax.text", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.config", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},
     "ccjax.config": {"ccjax.policy", "ccjax.types", "ccjax.errors"},
-    "ccjax.requests": {"ccjax.types", "ccjax.errors"},
+    "ccjax.requests": {"ccjax.sampling", "ccjax.types", "ccjax.errors"},
+    "ccjax.sampling": {"ccjax.errors"},
     "ccjax.types": set(),
     "ccjax.errors": set(),
     "ccjax.models.llama3": {"ccjax.kernels"},

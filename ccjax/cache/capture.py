@@ -5,28 +5,24 @@ The equations are in `ccjax.policy.capture`; this module computes the sums in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import jax
 import numpy as np
 
 from ccjax.policy.capture import should_capture, variant_meta
 from ccjax.runner.plan_rows import SINK_TOKENS, PrefillOutcome, mass_columns
-from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantId, VariantMeta
-
-ReadLayers = Callable[[VariantId, int, int], np.ndarray]
-"""(variant, first layer, last layer) -> [layers, 2, T, K, H]: keys before RoPE and values."""
+from ccjax.runner.pool import PagedShard
+from ccjax.types import ChunkId, PlannedSegment, PrefillPlan, VariantMeta
 
 
 def capture_variants(
     plan: PrefillPlan,
     result: PrefillOutcome,
     known: Mapping[ChunkId, Collection[VariantMeta]],
-    read_layers: ReadLayers | None,
     *,
     ranking_layers: Collection[int] | None = None,
-) -> Iterator[tuple[VariantMeta, np.ndarray]]:
-    """Yields each variant worth keeping with its KV [L, 2, T, K, H], keys before RoPE.
+) -> Iterator[tuple[VariantMeta, PagedShard]]:
+    """Yields each variant worth keeping with its KV, in the pages of the prompt.
 
     Computed chunks are kept as computed, approximately reused ones with their recomputed tokens (CacheCraft sec. 3.3
     adds a variant for each new prefix); `ccjax.policy.capture.should_capture` decides which. A chunk whose
@@ -44,27 +40,19 @@ def capture_variants(
         if segment.chunk_id is None:
             continue
         prefix_ids = tuple(earlier.chunk_id for earlier in before if earlier.chunk_id is not None)
-        is_whole = segment.action == "compute" or index not in result.partly_recomputed
+        # Its pages hold each of its tokens as computed or as stored: not after a cut, nor if its keys were rotated.
+        is_whole = index not in result.partly_recomputed and not segment.key_shift
         if is_whole and should_capture(segment, known.get(segment.chunk_id, ()), prefix_ids):
-            kv = _kv(result, segment, read_layers)
-            yield _measured_meta(columns[: index + 1], segment, before, prefix_ids, masses, ranking, kv.nbytes), kv
+            assert result.kv is not None
+            kv = result.kv.part(segment.start, segment.start + segment.num_tokens)
+            yield _measured_meta(columns[: index + 1], segment, before, prefix_ids, masses, ranking, kv.num_bytes), kv
         before.append(segment)
 
 
-def context_deviations(kv: np.ndarray, other: np.ndarray) -> tuple[float, ...]:
-    """Distance of each token's KV from that of the same chunk behind another prefix, to three digits: Euclidean over
-    all heads, relative to the root mean square norm of the rows; mean over keys, values and layers.
-
-    Args:
-      kv, other: [L, 2, T, K, H], keys before RoPE and values.
-    """
-    deviations = np.zeros(kv.shape[2])
-    for own, theirs in zip(kv, other, strict=True):  # layer by layer, to avoid float32 copies of both arrays
-        own, theirs = own.astype(np.float32), theirs.astype(np.float32)
-        squares = np.square(own - theirs).sum((2, 3))
-        scale = np.square(own).sum((2, 3)).mean(1, keepdims=True)
-        deviations += np.sqrt(squares / np.maximum(scale, np.finfo(np.float32).tiny)).mean(0)
-    return tuple(float(f"{value:.3g}") for value in deviations / len(kv))
+def context_deviations(kv: PagedShard, other: np.ndarray | PagedShard) -> tuple[float, ...]:
+    """Distance of each token's KV from that of the same chunk behind another prefix, to three digits
+    (`PagedShard.deviations`)."""
+    return tuple(float(f"{value:.3g}") for value in kv.deviations(other))
 
 
 def _mean_masses(
@@ -119,18 +107,3 @@ def _measured_meta(
         start=segment.start,
         roles=(*(one.role for one in before), segment.role),
     )
-
-
-def _kv(result: PrefillOutcome, segment: PlannedSegment, read_layers: ReadLayers | None) -> np.ndarray:
-    """KV [L, 2, T, K, H] of a segment: the reused variant, if any, overwritten with every computed row."""
-    last = result.layers[-1]
-    kv = np.empty((last.layer + 1, 2, segment.num_tokens, *last.k.shape[1:]), last.k.dtype)
-    if segment.variant_id is not None:
-        assert read_layers is not None
-        kv[...] = read_layers(segment.variant_id, 0, last.layer + 1)[:, :, segment.rows]
-    for rows in result.layers:
-        low, high = np.searchsorted(rows.offsets, (segment.start, segment.start + segment.num_tokens))
-        inside = rows.offsets[low:high] - segment.start
-        kv[rows.layer, 0, inside] = jax.device_get(rows.k)[rows.first + low : rows.first + high]
-        kv[rows.layer, 1, inside] = jax.device_get(rows.v)[rows.first + low : rows.first + high]
-    return kv

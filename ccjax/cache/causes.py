@@ -12,7 +12,8 @@ _MOST_EVICTED = 10_000
 
 
 class EvictedChunks:
-    """The chunks of which a variant was evicted lately, whether or not they have others; at most some 2 MB."""
+    """The chunks of which a variant was evicted lately, or refused for want of space, whether or not they have others:
+    at most some 2 MB."""
 
     def __init__(self) -> None:
         self._chunks: dict[ChunkId, None] = {}
@@ -37,9 +38,10 @@ class KnownChunks:
     Attributes:
       stored: those that have KV behind some text.
       usable: those with KV that the prompt may use, `given_up` included.
-      evicted: those that had KV until it was evicted for want of space.
+      evicted: those whose KV was evicted, or not stored, for want of space.
       given_up: those with KV whose loading would have taken longer than computing.
       failed: those with KV that was planned and could not be read.
+      edited: those behind a slice of a stored chunk that goes on otherwise.
     """
 
     stored: frozenset[ChunkId] = frozenset()
@@ -47,6 +49,7 @@ class KnownChunks:
     evicted: frozenset[ChunkId] = frozenset()
     given_up: frozenset[ChunkId] = frozenset()
     failed: frozenset[ChunkId] = frozenset()
+    edited: frozenset[ChunkId] = frozenset()
 
 
 def causes_of(plan: PrefillPlan, mode: ReuseMode, known: KnownChunks) -> tuple[ComputeCause | None, ...]:
@@ -61,7 +64,8 @@ def _cause(segment: PlannedSegment, mode: ReuseMode, known: KnownChunks) -> Comp
     assert chunk is not None
     if mode == "off":
         return "mode"
-    if segment.role == "text" and segment.num_tokens < LEAST_TEXT:
+    is_edited = chunk in known.edited and chunk not in known.stored | known.evicted
+    if segment.role == "text" and not is_edited and segment.num_tokens < LEAST_TEXT:
         return "short"
     if chunk in known.failed:
         return "failed"
@@ -71,4 +75,6 @@ def _cause(segment: PlannedSegment, mode: ReuseMode, known: KnownChunks) -> Comp
         return "mode"
     if chunk in known.stored:
         return "prefix"
+    if is_edited:
+        return "edited"
     return "evicted" if chunk in known.evicted else "new"

@@ -25,6 +25,8 @@ from ccjax.store.spec import StoreIdentity
 from ccjax.store.throttle import ThrottledLink
 from ccjax.store.tiered import TieredStore
 
+_LEAST_PRELOAD_BYTES = 256 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCache:
@@ -89,6 +91,8 @@ class ChunkCache:
             kv_dtype=config.disk_kv_dtype,
             on_read=rates.on_disk_read(disk_link),
             index=config.store_index,
+            read_only=config.read_only,
+            is_optional=config.store_optional,
         )
         variants = VariantIndex(
             store,
@@ -101,9 +105,11 @@ class ChunkCache:
         capture = PrefillCapture(device.model, store, variants, planner, config)
         runs = None
         if frame.documents and config.stores_chunks:
-            num_layers = loaded.config.num_layers
-            runs = RunCapture(variants, lambda slots: device.pool.read_layers(slots, 0, num_layers))
-        preloader = Preloader(store, budget_bytes=config.preload_bytes, must_wait=lambda: planner.is_reading)
+            runs = RunCapture(variants)
+        preload_bytes = config.preload_bytes
+        if preload_bytes is None:
+            preload_bytes = max(host_cache_bytes(config) // 8, _LEAST_PRELOAD_BYTES)
+        preloader = Preloader(store, budget_bytes=preload_bytes, must_wait=lambda: planner.is_reading)
         documents = DocumentCache(capture.unprepared, variants, store)
         pins = DocumentPins(variants, store, max_variants=config.max_variants, share=config.pin_share)
         variants.spare(pins)

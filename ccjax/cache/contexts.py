@@ -101,6 +101,7 @@ class LayerLoader:
         self._failure: BaseException | None = None
         self._stopped = False
         self._num_started = 0
+        self._kept: tuple[np.ndarray, np.ndarray] | None = None
         self._thread = threading.Thread(target=self._work, name="ccjax-load", daemon=True)
 
     def _paged(self, reused: list[tuple[VariantId, PlannedSegment]]) -> jax.Array | None:
@@ -142,7 +143,8 @@ class LayerLoader:
         return not self._variants or layer in self._contexts or self._failure is not None
 
     def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """Keys before RoPE and values [S, K, H] of a layer, zeros where nothing is reused; the caller may donate them.
+        """Keys before RoPE and values [S, K, H] of a layer, arbitrary where nothing is reused; the caller may donate
+        them.
 
         Layers are requested in order, each once.
 
@@ -228,7 +230,7 @@ class LayerLoader:
     def _merge(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """The context of a layer whose KV is loaded."""
         started = time.perf_counter()
-        k_buffer, v_buffer = _zeros(self._shape, self._dtype), _zeros(self._shape, self._dtype)
+        k_buffer, v_buffer = self._buffers()
         num_bytes = 0
         for variant_id, segment in self._reused:
             kv = self._read(variant_id, layer)[:, segment.rows]
@@ -243,6 +245,16 @@ class LayerLoader:
         self._merged_bytes += num_bytes
         self._on_merge(num_bytes, time.perf_counter() - started)
         return context
+
+    def _buffers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Memory for a context. An accelerator has copied the last one by then: the same memory is used again, for new
+        memory costs more than the copies."""
+        if self._kept is not None:
+            return self._kept
+        buffers = _zeros(self._shape, self._dtype), _zeros(self._shape, self._dtype)
+        if jax.default_backend() != "cpu":
+            self._kept = buffers
+        return buffers
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

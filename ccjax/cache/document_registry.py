@@ -18,7 +18,7 @@ from typing import Any
 
 from ccjax.errors import RequestError, UnknownDocumentError
 from ccjax.store.notes import Notes
-from ccjax.types import Chunk, ChunkId
+from ccjax.types import LONGEST_ID, Chunk, ChunkId
 
 ERASURE_AGE_S = 3600.0
 """How long the note of a finished erasure is kept, for variants that other processes computed before it and store
@@ -26,8 +26,6 @@ later."""
 
 PIN_NOTE_S = 3600.0
 """How long the note of an expired pin is kept: by the clock of the host that pinned, it may still be valid."""
-
-_LONGEST_ID = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -356,9 +354,9 @@ class DocumentRegistry:
 
 def check_id(argument: str, value: Any) -> None:
     """Raises RequestError unless `value` is a string of 1 to 1,024 characters."""
-    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_ID:
+    if not isinstance(value, str) or not 0 < len(value) <= LONGEST_ID:
         shown = f"{len(value)} characters" if isinstance(value, str) else repr(value)
-        raise RequestError(argument, f"wanted a text of 1 to {_LONGEST_ID} characters, got {shown}")
+        raise RequestError(argument, f"wanted a text of 1 to {LONGEST_ID} characters, got {shown}")
 
 
 def _as_note(erasure: Erasure) -> dict[str, Any]:

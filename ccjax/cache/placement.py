@@ -8,9 +8,8 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from ccjax.policy.eviction import EntryInfo, make_policy
+from ccjax.store.copies import KV, PagedKV
 from ccjax.store.spec import ShardRecord
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
@@ -136,7 +135,7 @@ class Placement:
     def store(
         self,
         record: ShardRecord,
-        kv: np.ndarray,
+        kv: KV,
         *,
         expected_share: float,
         pinned: Collection[VariantId],
@@ -149,7 +148,7 @@ class Placement:
           pinned: never evicted for it.
           wait: wait for room in the disk's queue instead of leaving the disk out.
         """
-        ticket = self._store.prepare_store(record)
+        ticket = self._store.prepare_store(record, is_paged=isinstance(kv, PagedKV))
         if ticket.exists:  # another process has written it again, which a failed read revealed
             self._store.complete_store(ticket, None)
             return True
@@ -210,6 +209,18 @@ class Placement:
                 return False
             kept |= self._evict(tier, victims)
         return True
+
+    def shrink(self, most_bytes: int) -> int:
+        """Evicts about `most_bytes` of what a tier holds beyond its limit, because it was opened with more or other
+        processes added it; returns the bytes evicted, 0 once no tier can evict more."""
+        for tier, policy in self._policies.items():
+            excess = self._store.shortfall_bytes(tier, 0)
+            if excess:
+                victims = policy.victims(min(excess, most_bytes), pinned=set(self.pinned_ids(tier)))
+                self._evict(tier, victims or ())
+                if freed := excess - (self._store.shortfall_bytes(tier, 0) or 0):
+                    return freed
+        return 0
 
     def lose(self, tier: str) -> None:
         """Removes all variants from a tier that lost its contents; those in use are removed by the next call. Ignores
@@ -275,7 +286,7 @@ class Placement:
         policy.on_insert(variant_id, info, self._num_requests)
         kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # later also those that turn out to be in use
         while short := shortfall():
-            victims = policy.victims(short, pinned=kept, new_key=variant_id)
+            victims = policy.victims(short, pinned=kept, new_key=variant_id, is_only_copy=info.below_load_s is None)
             if victims is None or variant_id in victims:
                 policy.on_remove(variant_id, evicted=False)
                 return False

@@ -8,7 +8,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from ccjax.cache.capture import ReadLayers
 from ccjax.cache.causes import KnownChunks, causes_of
 from ccjax.cache.contexts import LayerLoader
 from ccjax.cache.prefill_planner import PrefillPlanner
@@ -22,7 +21,6 @@ from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.store.errors import ShardNotFoundError
 from ccjax.store.tickets import LoadTicket
-from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, ComputeCause, PrefillPlan, VariantId, VariantMeta
 
 
@@ -46,7 +44,6 @@ class Prefilled:
     plan: PrefillPlan
     result: PrefillOutcome
     ticket: LoadTicket | None
-    read_layers: ReadLayers | None
     plan_s: float
     planned_at_s: float
     failed_loads: int
@@ -121,10 +118,9 @@ class PlannedPrefill:
         return self.contract.mode != "off" and not self._planner.read_only
 
     @property
-    def on_device(self) -> frozenset[VariantId]:
-        """The variants of the plan that are on the device; empty before `pin`."""
-        tiers = {} if self._ticket is None else self._ticket.tiers
-        return frozenset(VariantId(key) for key, tier in tiers.items() if tier == DEVICE)
+    def in_place(self) -> frozenset[VariantId]:
+        """The variants of the plan whose pages on the device can be read in place; empty before `pin`."""
+        return frozenset(map(VariantId, () if self._ticket is None else self._ticket.in_place))
 
     def make_plan(self) -> PrefillPlan:
         """Plans with the variants available now, except those that failed before, and returns the plan."""
@@ -248,7 +244,6 @@ class PlannedPrefill:
             plan=self.plan,
             result=outcome,
             ticket=self._ticket,
-            read_layers=None if self._ticket is None else self._ticket.read_layers,
             plan_s=self._plan_s,
             planned_at_s=self._planned_at_s,
             failed_loads=len(self._failed),

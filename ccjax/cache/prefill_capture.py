@@ -20,6 +20,7 @@ from ccjax.prompts import Prompt
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.heavy_hitters import received_mass, with_received
 from ccjax.runner.plan_rows import recomputed_share
+from ccjax.runner.pool import PagedShard
 from ccjax.store.errors import StoreError
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE, HOST
@@ -84,7 +85,7 @@ class PrefillCapture:
         self,
         prefilled: Prefilled,
         kept: set[VariantId],
-        other: np.ndarray | None = None,
+        other: np.ndarray | PagedShard | None = None,
         *,
         only_last: bool = False,
         wait: bool = False,
@@ -107,8 +108,8 @@ class PrefillCapture:
         except Exception:
             logger.exception("a prepared passage could not be stored")
 
-    def stored_kv(self, variant_id: VariantId) -> np.ndarray | None:
-        """KV [L, 2, T, K, H] of a stored variant, to compare with; None if it cannot be read."""
+    def stored_kv(self, variant_id: VariantId) -> np.ndarray | PagedShard | None:
+        """KV of a stored variant, [L, 2, T, K, H] or in pages, to compare with; None if it cannot be read."""
         try:
             return self._read(variant_id)
         except StoreError as error:
@@ -121,7 +122,7 @@ class PrefillCapture:
         *,
         only_replacing: bool,
         kept: set[VariantId] | None = None,
-        other: np.ndarray | None = None,
+        other: np.ndarray | PagedShard | None = None,
         only_last: bool = False,
         wait: bool = False,
     ) -> int:
@@ -140,7 +141,6 @@ class PrefillCapture:
             plan,
             prefilled.result,
             known,
-            prefilled.read_layers,
             ranking_layers=self._ranking_layers,
         )
         for meta, kv in found:
@@ -199,14 +199,17 @@ class PrefillCapture:
         num_new = round(sum(map(plan.computed_tokens, plan.segments)))
         self._variants.describe_prefill(plan.num_tokens - num_new, num_new)
 
-    def _other_kv(self, meta: VariantMeta, variants: Sequence[VariantMeta]) -> np.ndarray | None:
+    def _other_kv(self, meta: VariantMeta, variants: Sequence[VariantMeta]) -> np.ndarray | PagedShard | None:
         """KV of another variant in memory to compare an exact variant with; None if there is none."""
         other = choose_other_context(filter(self._is_at_hand, variants), meta) if meta.fidelity == "exact" else None
         return None if other is None else self._read(other.variant_id)
 
-    def _read(self, variant_id: VariantId) -> np.ndarray:
+    def _read(self, variant_id: VariantId) -> np.ndarray | PagedShard:
         ticket = self._store.prepare_load((variant_id,), counted=False)
         try:
+            for kv in ticket.on_device((variant_id,)).values():
+                if isinstance(kv, PagedShard):
+                    return kv
             return ticket.read_layers(variant_id, 0, self._model.config.num_layers)
         finally:
             self._store.complete_load(ticket, ok=False)

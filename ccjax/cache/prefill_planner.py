@@ -21,7 +21,9 @@ from ccjax.cache.shared.prefill import SharedPrefill
 from ccjax.cache.variant_records import own_platform
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
+from ccjax.policy.capture import LEAST_TEXT
 from ccjax.policy.planner import plan_prefill
+from ccjax.policy.question import with_early
 from ccjax.policy.settings import PlannerSettings
 from ccjax.prompts import Prompt
 from ccjax.runner.cancellation import IsCancelled
@@ -32,7 +34,7 @@ from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE, DISK, HOST
-from ccjax.types import ChunkId, PrefillPlan, ReuseMode, VariantId, VariantMeta
+from ccjax.types import ChunkId, PrefillPlan, ReuseMode, Segment, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
 _RECORDS_PER_PLAN = 100
@@ -98,7 +100,8 @@ class PrefillPlanner:
         settings: PlannerSettings | None = None,
     ) -> PrefillPlan:
         """Plans a prompt with `ccjax.policy`."""
-        return plan_prefill(prompt.planned_chunks, candidates, mode=mode, settings=settings or self.settings)
+        plan = plan_prefill(prompt.planned_chunks, candidates, mode=mode, settings=settings or self.settings)
+        return with_early(plan, *prompt.early_question)
 
     def behind_runs(
         self, prompt: Prompt, mode: ReuseMode, num_last: int, *, failed: Collection[str], with_approximate: bool
@@ -233,6 +236,7 @@ class PrefillPlanner:
             return frozenset(chunk for chunk, own in ids.items() if any(one in held for one in own))
 
         return KnownChunks(
+            edited=_edited(prompt.cached, usable),
             stored=among(self._variants.chunk_ids()),
             usable=among({chunk for chunk, metas in usable.items() if metas}),
             evicted=among(self._variants.evicted.ids),
@@ -251,6 +255,21 @@ class PrefillPlanner:
                 self._variants.discard(variant_id)
             elif isinstance(cause, ShardNotFoundError):
                 self._variants.forget(variant_id)
+
+
+def _edited(parts: Sequence[Segment], usable: Mapping[ChunkId, Sequence[VariantMeta]]) -> frozenset[ChunkId]:
+    """The chunks behind a slice of a stored chunk that goes on there, by more than a token that straddles the end;
+    text too short to be stored only between two such slices."""
+    found = set()
+    for before, part, after in zip(parts, parts[1:], (*parts[2:], None), strict=False):
+        metas = usable.get(before.source.chunk_id) if before.source else None
+        if not before.source or not metas:
+            continue
+        goes_on = before.source.offset + len(before.chunk.token_ids) + 1 < metas[0].num_tokens
+        is_inside = after is not None and after.source and after.source.chunk_id == before.source.chunk_id
+        if goes_on and (is_inside or len(part.chunk.token_ids) >= LEAST_TEXT):
+            found.add(part.chunk.chunk_id)
+    return frozenset(found)
 
 
 def _exactly_reused(plan: PrefillPlan) -> frozenset[VariantId]:

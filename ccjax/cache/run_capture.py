@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ccjax.cache.prefix_runs import run_prefix
 from ccjax.cache.variants import VariantIndex
 from ccjax.policy.capture import variant_meta
 from ccjax.prompts import Prompt, as_chunk, tenant_of
-from ccjax.runner.pool import PAGE_TOKENS
+from ccjax.runner.pool import PAGE_TOKENS, PagedShard
 from ccjax.types import ChunkId, Fidelity, Segment, SegmentRole, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,8 @@ class KVOrigin:
 class RunCapture:
     """Stores runs. Not thread-safe."""
 
-    def __init__(self, variants: VariantIndex, read_kv: Callable[[np.ndarray], np.ndarray]) -> None:
-        """
-        Args:
-          read_kv: copies the KV [L, 2, T, K, H] of these slots [T] of the pool.
-        """
+    def __init__(self, variants: VariantIndex) -> None:
         self._variants = variants
-        self._read_kv = read_kv
 
     def origin_of(self, prefilled: Prefilled) -> KVOrigin:
         """The origin of a prompt's KV, while what it reused is pinned."""
@@ -62,16 +57,16 @@ class RunCapture:
         return KVOrigin(num_exact, frozenset(seen), self._variants.documents.erasure_ids)
 
     def keep(
-        self, prompt: Prompt, answer: list[int], slots: np.ndarray, origin: KVOrigin, *, with_approximate: bool = True
+        self, prompt: Prompt, answer: list[int], kv: PagedShard, origin: KVOrigin, *, with_approximate: bool = True
     ) -> None:
         """Stores the tokens of a prompt and its answer that are not stored yet. A failure is logged.
 
         Args:
-          slots: of all tokens in the pool; the last token of an answer may have none.
+          kv: of all tokens, but perhaps not of the answer's last one.
           with_approximate: store approximate KV as well.
         """
         try:
-            ids = np.concatenate([prompt.token_ids, np.asarray(answer, np.int32)])[: len(slots)]
+            ids = np.concatenate([prompt.token_ids, np.asarray(answer, np.int32)])[: len(kv.slots)]
             tenant = tenant_of(prompt.segments[0].chunk.chunk_id)
             kept: set[VariantId] = set()
 
@@ -85,7 +80,7 @@ class RunCapture:
             for first, last, role in _pieces(start, origin.num_exact, num_prompt, len(ids)):
                 fidelity: Fidelity = "exact" if min(last, num_prompt) <= origin.num_exact else "approx"
                 if fidelity == "exact" or with_approximate:
-                    self._store(ids, tenant, first, last, role, fidelity, slots, origin, kept)
+                    self._store(ids, tenant, first, last, role, fidelity, kv, origin, kept)
         except Exception:
             logger.exception("the KV of a conversation could not be stored")
 
@@ -97,13 +92,13 @@ class RunCapture:
         last: int,
         role: SegmentRole,
         fidelity: Fidelity,
-        slots: np.ndarray,
+        kv: PagedShard,
         origin: KVOrigin,
         kept: set[VariantId],
     ) -> None:
         chunk, num_tokens = as_chunk(tuple(ids[first:last].tolist()), None, tenant), last - first
         prefix = run_prefix(ids[:first], tenant)
-        kv = self._read_kv(slots[first:last])
+        part = kv.part(first, last)
         meta = variant_meta(
             chunk_id=chunk.chunk_id,
             prefix_ids=prefix,
@@ -111,13 +106,13 @@ class RunCapture:
             inter_by_prefix=(0.0,) * len(prefix),
             intra=0.0,
             token_scores=(0.0,) * num_tokens,
-            num_bytes=kv.nbytes,
+            num_bytes=part.num_bytes,
             fidelity=fidelity,
             start=first,
             roles=("text",) * len(prefix) + (role,),
         )
         prompt = Prompt.of_chunks((Segment(role, chunk),))
-        if self._variants.add(meta, kv, prompt, pinned=kept, seen=origin.seen, erasures=origin.erasures):
+        if self._variants.add(meta, part, prompt, pinned=kept, seen=origin.seen, erasures=origin.erasures):
             kept.add(meta.variant_id)
 
 

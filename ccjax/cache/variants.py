@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ccjax.cache.causes import EvictedChunks
 from ccjax.cache.changes import Changes
 from ccjax.cache.chunk_tokens import ChunkTokens
@@ -37,6 +35,7 @@ from ccjax.policy.capture import make_variant_id
 from ccjax.policy.variants import choose_victims, reuse_credit
 from ccjax.prompts import Prompt
 from ccjax.store.bulk import uncollected
+from ccjax.store.copies import KV
 from ccjax.store.spec import ShardRecord, ShardSummary
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
@@ -44,6 +43,8 @@ from ccjax.store.usage import DISK
 from ccjax.types import REUSED_ANYWHERE, ChunkId, Fidelity, Segment, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
+_RECORDS_AT_START = 10_000
+"""Half a second: the first prompt finds all text of most stores. Later prompts and idle time read the others."""
 
 
 class VariantIndex:
@@ -95,6 +96,7 @@ class VariantIndex:
             self._placement.adopt(self._by_id.values(), hints.get("eviction"))
         if self.documents.has_erasures:  # delete what they cover now, not only when a request asks for it
             self.load_all_records()
+        self.examine(_RECORDS_AT_START)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -208,7 +210,7 @@ class VariantIndex:
     def add(
         self,
         meta: VariantMeta,
-        kv: np.ndarray,
+        kv: KV,
         prompt: Prompt,
         *,
         pinned: Collection[VariantId],
@@ -241,12 +243,14 @@ class VariantIndex:
             protected = {*pinned, *self._placement.pinned_ids(None)}
             victims = choose_victims(self._by_id.values(), excess, pinned=protected)
             if victims is None:
+                self.evicted.note(meta.chunk_id)
                 return False
             self._placement.evict(victims)
         record = self._record(meta, prompt, origin)
         is_passage = not meta.roles or meta.roles[-1] in REUSED_ANYWHERE
         expected_share = self._expected_share(meta.cci) if is_passage else 0.0
         if not self._placement.store(record, kv, expected_share=expected_share, pinned=pinned, wait=wait):
+            self.evicted.note(meta.chunk_id)
             return False
         self.changes.note(meta.chunk_id)
         self._put(meta, origin=origin)
@@ -334,6 +338,10 @@ class VariantIndex:
                 self.forget(VariantId(variant_id))
         changed = [was_known for key, was_known in before.items() if was_known != (key in self._by_id)]
         return changed.count(False), changed.count(True)
+
+    def shrink(self, most_bytes: int) -> int:
+        """See `Placement.shrink`."""
+        return self._placement.shrink(most_bytes)
 
     def is_erased(self, record: ShardRecord) -> bool:
         """True if an erasure covers the variant, held or not."""

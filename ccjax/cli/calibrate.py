@@ -28,7 +28,7 @@ from rich.table import Table
 from ccjax.cli.options import run_command
 from ccjax.cli.progress import bars
 from ccjax.cli.questions import AskOptions, measurement, questions_of, run
-from ccjax.cli.values import check_writable
+from ccjax.cli.values import check_installed, check_writable
 from ccjax.config.base import Described
 from ccjax.config.engine import FocusRule
 from ccjax.config.values import FilePath
@@ -95,6 +95,8 @@ def _run(args: CalibrateOptions) -> int:
 
     if args.worlds and args.questions != "demo":
         raise ValueError(f"--worlds: wanted only with the demo's questions, got {args.questions}")
+    if args.score == "rouge_l":
+        check_installed("evaluate", "rouge_score")
     questions = questions_of(args)
     ways, resume = ways_of(args.strategies, args.focus_windows, args.focus_rule), None
     states: list[State] = [args.cached]

@@ -1,4 +1,4 @@
-"""Measures what reuse costs in answers: ccjax evaluate [--model MODEL] [--questions FILE] [--ways ...]
+"""Measures what reuse costs in answers: ccjax evaluate --model MODEL [--questions FILE] [--ways ...]
 
 Asks every question with full prefill and then in each way, through the public engine, over passages in several cache
 states (--cached). Scores are against the right answers and against full prefill's, with 95 % intervals.
@@ -18,7 +18,7 @@ from rich.console import Console
 from ccjax.cli.options import run_command
 from ccjax.cli.progress import bars
 from ccjax.cli.questions import AskOptions, measurement, questions_of, run
-from ccjax.cli.values import check_writable
+from ccjax.cli.values import check_installed, check_writable
 from ccjax.config.base import Described
 from ccjax.config.values import FilePath
 from ccjax.evaluation.states import STATES, State
@@ -38,6 +38,8 @@ class EvaluateOptions(AskOptions):
     """What was computed before: empty (nothing), alone (each passage), prepared (each as servers do it: alone and
     behind the frame), seen (an earlier prompt with the passages in the reverse order), idle (the same, and then the
     server had time to prepare its passages)."""
+    pasted: bool = False
+    """Write passages into the system message, as clients do, instead of sending them as documents."""
     ratios: tuple[float, ...] = (0.05, 0.1, 0.15, 0.3)
     """Shares to recompute, for ways without one."""
     resume: FilePath | None = None
@@ -68,10 +70,11 @@ def _run(args: EvaluateOptions) -> int:
     from ccjax.loading.model import load_model
     from ccjax.loading.weights import RANDOM
 
+    questions = questions_of(args)
+    check_installed("evaluate", "rouge_score", *(["matplotlib"] if args.plot else []))
     ways = expand(args.ways, args.ratios)
     check_writable("markdown", args.markdown)
     check_writable("plot", args.plot)
-    questions = questions_of(args)
     if len(questions) < 2:
         raise ValueError(f"--limit: wanted at least two questions, for intervals, got {len(questions)}")
     tokenizer = args.tokenizer
@@ -86,11 +89,15 @@ def _run(args: EvaluateOptions) -> int:
         "prompt": args.prompt,
         "max_tokens": args.max_tokens,
         "dtype": args.dtype,
+        "pasted": args.pasted,
     }
-    resume = ResultsFile(Path(args.resume), measurement(args, ways, states)) if args.resume else None
+    measured = measurement(args, ways, states) | {"pasted": args.pasted}
+    resume = ResultsFile(Path(args.resume), measured) if args.resume else None
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
     with bars() as progress:
-        outcomes = run(args, model, questions, ways, states, progress, with_forced=True, resume=resume)
+        outcomes = run(
+            args, model, questions, ways, states, progress, with_forced=True, pasted=args.pasted, resume=resume
+        )
     result: dict[str, Any] = {
         "evaluation": evaluation,
         **environment(),

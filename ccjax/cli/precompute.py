@@ -27,7 +27,7 @@ from ccjax.cli.options import CommandSettings, StartupError, flag, parse, subset
 from ccjax.cli.progress import Stages, bars
 from ccjax.cli.serving.options import ServedDtype, engine_settings
 from ccjax.cli.values import check_writable, size_text
-from ccjax.config import DocumentOptions, EngineConfig
+from ccjax.config import DEMO, DocumentOptions, EngineConfig
 from ccjax.config.base import Described, SettingsModel
 from ccjax.config.values import FilePath, FolderPath
 from ccjax.loading.named import TOY
@@ -45,7 +45,7 @@ class WorkSettings(SettingsModel):
     model: Annotated[str, Described(metavar="MODEL")] = TOY
     """As with ccjax serve."""
     documents: FolderPath | None = None
-    """Documents, as with ccjax serve --docs; model "demo" includes some."""
+    """Documents, as with ccjax serve --docs."""
     neighbours: int = Field(default=0, ge=0)
     """Also compute each passage behind this many of its most similar ones."""
     prune: bool = False
@@ -83,7 +83,7 @@ if TYPE_CHECKING:  # of which these are subclasses
     from ccjax.config import DocumentOptions as _Documents
     from ccjax.config import EngineConfig as _Engine
 else:
-    _Documents = subset(DocumentOptions, DocumentOptions.model_fields.keys() - {"docs", "no_docs"})
+    _Documents = subset(DocumentOptions, DocumentOptions.model_fields.keys() - {"docs"})
     _Engine = subset(
         EngineConfig,
         {
@@ -106,8 +106,6 @@ _STAGES = {
     "weights": "Loading weights",
     "read": "Reading documents",
     "embed": "Embedding passages",
-    "train": "Finding clusters of passages",
-    "add": "Adding passages to them",
     "sample": "Measuring a sample",
     "questions": "Asking questions",
 }
@@ -191,8 +189,8 @@ def _run(args: PrecomputeOptions, signals: _Signals, bars: _Bars) -> int:
 
     report_file = None if args.report is None else Path(args.report)
     check_writable("report", report_file)
-    if args.documents is not None and not Path(args.documents).is_dir():
-        raise ValueError(f"documents: wanted a directory, got {args.documents!r}")
+    if args.documents not in (None, DEMO) and not Path(args.documents).is_dir():
+        raise ValueError(f"documents: wanted a directory, or {DEMO}, got {args.documents!r}")
     options = Options(
         is_dry_run=args.dry_run,
         is_forced=args.force,

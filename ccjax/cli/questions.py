@@ -18,7 +18,7 @@ from ccjax.config.engine import ModelSettings
 from ccjax.config.values import FolderPath
 from ccjax.evaluation import squad5
 from ccjax.evaluation.towns import KINDS, Kind
-from ccjax.loading.named import TOY
+from ccjax.loading.named import PACKAGED, TOY
 
 if TYPE_CHECKING:
     from ccjax.config.engine import ModelSettings as _Model
@@ -58,8 +58,8 @@ class AnswerSettings(_Model):
 
     model_config = ConfigDict(title="answers")
 
-    model: Annotated[str, Described(metavar="MODEL")] = TOY
-    """As with ccjax serve."""
+    model: Annotated[str, Described(metavar="MODEL")] = ""
+    """As with ccjax serve; it has to be named."""
     max_tokens: int = Field(default=16, ge=1)
     """Longest answer, in tokens."""
     prompt: Annotated[str, Described(metavar="TEXT")] | None = None
@@ -74,8 +74,11 @@ def questions_of(args: AskOptions) -> tuple[QAQuestion, ...]:
     """The questions selected by the options.
 
     Raises:
-      ValueError: an option is out of range, or the file is malformed; names it.
+      ValueError: no model is named, an option is out of range, or the file is malformed; names it.
     """
+    if not args.model:
+        wanted = f"a model directory, a GGUF file, {', '.join(PACKAGED)}, or {TOY} for the toy model"
+        raise ValueError(f"--model: wanted the model to ask ({wanted}), got none; it takes from minutes to hours")
     return _of_demo(args) if args.questions == "demo" else _of_file(args)
 
 
@@ -115,6 +118,7 @@ def run(
     description: str = "",
     *,
     with_forced: bool = False,
+    pasted: bool = False,
     resume: ResultsFile | None = None,
 ) -> list[WayResults]:
     """Runs `ccjax.evaluation.parts.measure_in_parts` with stores in a temporary directory."""
@@ -134,6 +138,7 @@ def run(
             states=states,
             max_new_tokens=args.max_tokens,
             with_forced=with_forced,
+            pasted=pasted,
             settings={"max_model_len": args.max_model_len, "system_prompt": args.prompt},
             progress=show,
             resume=resume,

@@ -7,6 +7,7 @@ Wrong arguments end it with one line on stderr and exit code 2.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import signal
 import socket
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING
 from ccjax.cli.options import StartupError, config_lines, part
 from ccjax.cli.serving.cluster import check_no_cluster_flags, serve_cluster_of
 from ccjax.cli.serving.memory import memory_lines, print_memory_plan
-from ccjax.cli.serving.messages import Display, Stopped, final_line, naming, stages, url_of
+from ccjax.cli.serving.messages import Display, Stopped, added_line, final_line, naming, stages, url_of
 from ccjax.cli.serving.options import ServeOptions, engine_settings, serve_options
-from ccjax.config import DocumentOptions
+from ccjax.config import DEMO, DocumentOptions
 from ccjax.server.logs import configure_logging
 from ccjax.server.settings import ServerSettings
 
@@ -62,11 +63,15 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
 
     with naming(args, ""):
         settings = part(args, ServerSettings)
-        Keys(settings)  # unusable files are reported at once
+        keys = Keys(settings)  # unusable files are reported at once
+        if not keys.api.is_asked_for:
+            settings = settings.replace(allowed_hosts=(*settings.allowed_hosts, args.host))
         if settings.otlp_traces_endpoint is not None:
             check_installed()
-    if args.docs is not None and not Path(args.docs).is_dir():
-        raise StartupError(f"--docs: wanted a directory, got {args.docs!r}")
+        if (args.store_index or "").startswith("redis") and importlib.util.find_spec("redis") is None:
+            raise StartupError("--store-index: the package redis is not installed: pip install 'ccjax[cluster]'")
+    if args.docs not in (None, DEMO) and not Path(args.docs).is_dir():
+        raise StartupError(f"--docs: wanted a directory, or {DEMO}, got {args.docs!r}")
 
     configure_logging(args.log_level.upper(), args.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -74,17 +79,12 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
         return serve_cluster_of(args, settings, listener)
     check_no_cluster_flags(args)
 
-    import uvicorn
-
     from ccjax.server import Service, create_app
     from ccjax.server.draining import DrainingServer
 
     _use_compile_cache(args.compile_cache_dir)
     service = Service(settings)
-    config = uvicorn.Config(
-        create_app(service), log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
-    )
-    server = DrainingServer(config, service)
+    server = DrainingServer(create_app(service), service, keep_alive_s=settings.keep_alive_s)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn restores these when it is done
         signal.signal(number, server.handle_exit)
     loader = _BackgroundLoader(args, service, server, url_of(args, listener))
@@ -115,11 +115,11 @@ class _BackgroundLoader(threading.Thread):
             with contextlib.closing(display):
                 engine, retriever = self._load(display)
             try:
-                self._service.open(engine, retriever)
+                self._service.open(engine, retriever, self._args.embedder)
             except RuntimeError:  # shut down in the meantime
                 engine.close()
                 raise Stopped from None
-            for line in memory_lines(engine.memory_plan()):
+            for line in (*memory_lines(engine.memory_plan()), added_line(self._args)):
                 print(line, file=sys.stderr)
             print(final_line(self._args, self._service, self._url), flush=True)
         except Stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from pathlib import Path
 
@@ -21,6 +22,18 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"wanted an integer above 0, got {text!r}")
     return int(text)
+
+
+def check_installed(extra: str, *packages: str) -> None:
+    """Checks that optional packages are there, before a long run ends without them.
+
+    Raises:
+      ImportError: says how to install the first that is missing.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            raise ImportError(f"wanted the package {name}, which is not installed: pip install 'ccjax[{extra}]'")
 
 
 def check_writable(name: str, path: str | Path | None) -> None:

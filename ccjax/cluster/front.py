@@ -25,9 +25,12 @@ from ccjax.cluster.waiting import NO_REPLICA_S, REAL, Clock, NoLiveReplicaError,
 from ccjax.policy.routing import PromptSummary
 from ccjax.server.admin import bearer_token
 from ccjax.server.errors import ApiError, as_api_error, shutting_down
+from ccjax.server.fields import RESPONSES
 from ccjax.server.keys import Keys
 from ccjax.server.openai_format import DONE, event
 from ccjax.server.page import page_app
+from ccjax.server.responses_format import error_event
+from ccjax.server.rules import with_rules
 from ccjax.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -95,6 +98,7 @@ class Front:
         self._clock = clock
         self._keys = Keys(settings)
         self._page = page_app() if settings.page else None
+        self._app = with_rules(self._respond, settings, self._keys)
         self._under_way: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._is_draining = self._is_closing = False
@@ -131,7 +135,7 @@ class Front:
         assert task is not None and scope["type"] == "http"
         self._under_way.add(task)
         try:
-            await self._respond(scope, receive, send)
+            await self._app(scope, receive, send)
         finally:
             self._under_way.discard(task)
 
@@ -205,7 +209,7 @@ class Front:
             seen = await asyncio.to_thread(self._reader.read, call, key or "")
             call = dataclasses.replace(call, passages=seen.passages)
         replica_wait = ReplicaWait(self._replicas.counts, begun_s, seen.timeout_s, self._no_replica_s, self._clock)
-        answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send), replica_wait))
+        answering = asyncio.ensure_future(self._forward(call, seen.prompt, _Reply(send, call.path), replica_wait))
         leaving = asyncio.ensure_future(_gone(receive))
         self._answering.add(answering)
         try:
@@ -266,9 +270,11 @@ class _Reply:
     """The reply to a client. It starts with the first part of the body: until then another replica may answer
     instead."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, path: bytes) -> None:
         self.has_begun = False
         self._send = send
+        self._is_of_responses = path.rstrip(b"/") == RESPONSES.encode()
+        self._line, self._num_events = b"", 0
         self._head: Head | None = None
 
     async def take(self, piece: Head | bytes) -> None:
@@ -277,6 +283,9 @@ class _Reply:
             self._head = piece
             return
         await self._begin()
+        if self._is_of_responses:
+            *lines, self._line = (self._line + piece).split(b"\n")
+            self._num_events += sum(line.startswith(b"event: ") for line in lines)
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
@@ -290,8 +299,10 @@ class _Reply:
         if not self.has_begun:
             await _refuse(self._send, error)
         elif self._is_stream:
-            tail = (event(error.body()) + DONE).encode()
-            await self._send({"type": "http.response.body", "body": tail, "more_body": False})
+            tail = event(error.body()) + DONE
+            if self._is_of_responses:
+                tail = error_event(error, self._num_events)
+            await self._send({"type": "http.response.body", "body": tail.encode(), "more_body": False})
 
     async def _begin(self) -> None:
         assert self._head is not None

@@ -15,15 +15,21 @@ from ccjax.prompts import assemble
 from ccjax.retrieval import Retriever
 from ccjax.server import ServerSettings, own_documents
 from ccjax.server.body import parse_body
+from ccjax.server.completions import CompletionBody
 from ccjax.server.errors import ApiError
 from ccjax.server.keys import salt_of
-from ccjax.server.schemas import ChatBody, CompletionBody, Generation
+from ccjax.server.responses import ResponsesBody
+from ccjax.server.schemas import ChatBody, Generation
 from ccjax.text import PromptBuilder
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
 
-_BODIES: dict[bytes, type[Generation]] = {b"/v1/chat/completions": ChatBody, b"/v1/completions": CompletionBody}
+_BODIES: dict[bytes, type[ChatBody | CompletionBody | ResponsesBody]] = {
+    b"/v1/chat/completions": ChatBody,
+    b"/v1/completions": CompletionBody,
+    b"/v1/responses": ResponsesBody,
+}
 _NO_LIMIT = 1 << 30
 
 
@@ -71,7 +77,8 @@ class PromptReader:
             return Seen()
         seen = Seen()
         try:
-            body = parse_body(body_type, call.body)
+            parsed = parse_body(body_type, call.body)
+            body = parsed.as_chat() if isinstance(parsed, ResponsesBody) else parsed
             seen = Seen(timeout_s=self._timeout_s(body))
             if self._builder is None:
                 return seen

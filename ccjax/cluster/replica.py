@@ -116,7 +116,7 @@ class Replica:
         except BaseException:
             engine.close()
             raise
-        self._service.open(engine, retriever)
+        self._service.open(engine, retriever, options.documents.embedder)
 
     async def answer(self, call: Call, prompt: PromptSummary | None = None) -> AsyncGenerator[Head | bytes, None]:
         """Streams the answer to a request; closing the iterator cancels the request.

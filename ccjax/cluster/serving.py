@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from ccjax.cluster.front import Front
 from ccjax.cluster.nodes import RayNode
 from ccjax.cluster.prompts import PromptReader
@@ -83,10 +81,7 @@ def serve_cluster(
         progress("replicas", 1, 1)
         reader = PromptReader(builder, retriever, options.replica.server, tenant_salt=engine.get("tenant_salt", ""))
         front = Front(replicas, reader, options.replica.server)
-        config = uvicorn.Config(
-            front, log_config=None, access_log=False, ws="none", server_header=False, timeout_keep_alive=30
-        )
-        server = DrainingServer(config, front)
+        server = DrainingServer(front, front, keep_alive_s=options.replica.server.keep_alive_s)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         on_ready(replica_counts() or {})

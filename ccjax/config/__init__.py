@@ -5,7 +5,7 @@ from all of them but those marked `KEYWORD_ONLY`.
 """
 
 from ccjax.config.base import SettingsModel
-from ccjax.config.documents import DocumentOptions
+from ccjax.config.documents import DEMO, DocumentOptions
 from ccjax.config.engine import EngineConfig
 
-__all__ = ["DocumentOptions", "EngineConfig", "SettingsModel"]
+__all__ = ["DEMO", "DocumentOptions", "EngineConfig", "SettingsModel"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from ccjax.config.base import KEYWORD_ONLY, SettingsModel
-from ccjax.config.values import FolderPath
+from ccjax.config.base import SettingsModel
+from ccjax.config.values import FolderPath, Names, NumBytes
 
-IndexKind = Literal["auto", "flat", "ivf", "hnsw"]
+SearchKind = Literal["hybrid", "dense", "lexical"]
+DEMO = "demo"
+"""The documents in the package; a directory of that name is ./demo."""
 
 
 class DocumentOptions(SettingsModel):
@@ -18,17 +20,21 @@ class DocumentOptions(SettingsModel):
     model_config = ConfigDict(title="documents")
 
     docs: FolderPath | None = None
-    """Directory of documents; the models "demo" and "smollm2" include some."""
-    no_docs: bool = False
-    """Never retrieve documents, with any model."""
+    """Directory of documents whose passages are added to prompts without any, or demo for the handbook of a small
+    museum (with the model demo, what that was trained on); without it nothing is added."""
     index_dir: FolderPath | None = None
     """Directory of the index; without it below ~/.cache/ccjax/index."""
-    index_kind: Annotated[IndexKind, KEYWORD_ONLY] = "auto"
-    """Kind of the vector index; auto is ivf for 50,000 passages and more, else flat."""
-    index_recall: Annotated[float, KEYWORD_ONLY] = Field(default=0.95, gt=0, lt=1)
-    """Target recall of ivf and hnsw: share of the nearest passages to find."""
+    search: SearchKind = "hybrid"
+    """By words and by meaning (hybrid), by meaning alone (dense), or by words alone (lexical); without a sentence
+    encoder hybrid is lexical."""
+    docs_exclude: Names = ()
+    """Files and directories to leave out, as in .gitignore; such files and .ccjaxignore are read anyway."""
+    docs_links: bool = False
+    """Follow links that lead out of the directory of documents."""
+    max_file_bytes: NumBytes = Field(default=20_000_000, ge=1)
+    """Largest file, or line of a .jsonl collection, that is read."""
     embedder: str = "auto"
-    """auto, lexical, or a directory of a sentence-transformers model."""
+    """auto (the installed one), or a directory of a sentence-transformers model."""
     chunk_tokens: int = Field(default=200, ge=1)
     """Longest passage, in tokens."""
     overlap_tokens: int = Field(default=0, ge=0)

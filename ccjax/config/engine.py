@@ -64,7 +64,7 @@ class ModelSettings(SettingsModel):
     """Longest prompt plus answer in tokens; without it the model's own limit, at most 8,192."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of each device's memory, TPUs included, that the model may take; what weights and steps leave of it becomes
-    `device_cache_bytes`, unless that is given."""
+    `device_cache_bytes`, unless that is given. Without it 0.9; a CPU's memory is only divided where this is given."""
     device_memory_bytes: NumBytes | None = Field(default=None, ge=1)
     """Memory of each device, such as 80GB; without it as reported by the device or, for a CPU, the machine."""
     system_prompt: str | None = None
@@ -97,19 +97,24 @@ class CacheSettings(SettingsModel):
 
     model_config = ConfigDict(title="cache")
 
-    device_cache_bytes: NumBytes = Field(default=0, ge=0)
+    device_cache_bytes: NumBytes | None = Field(default=None, ge=0)
     """Device memory for the KV of running requests and of chunk-caches, allocated at start, over all devices; 0
-    allocates what requests usually need and caches no chunks there."""
+    allocates what requests usually need and caches no chunks there. Without it what `gpu_memory_utilization` leaves,
+    and 0 on a CPU."""
     host_cache_bytes: NumBytes | None = Field(default=None, ge=1)
     """Host memory for chunk-caches, such as 2GiB; without it a quarter of the machine's."""
     disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
     """Limit on the size of the store; without it no limit."""
-    preload_bytes: Annotated[NumBytes, KEYWORD_ONLY] = Field(default=256 << 20, ge=0)
-    """Additional host memory for KV that queued requests will need from the store; 0 disables preloading."""
+    preload_bytes: Annotated[NumBytes | None, KEYWORD_ONLY] = Field(default=None, ge=0)
+    """Additional host memory for KV that queued requests will need from the store; 0 disables preloading, without it an
+    eighth of `host_cache_bytes`, at least 256 MiB."""
     store: Annotated[str, Described("a URL such as 'file:///path'", "URL")] | None = None
     """URL of the persistent chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
     ?endpoint=http://HOST:PORT&region=NAME for servers other than AWS; credentials are found as the clouds' own tools
     find them, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Without it chunk-caches are in memory only."""
+    store_optional: Annotated[bool, KEYWORD_ONLY] = True
+    """Start also while the bucket of the store does not answer: with a warning, without its chunk-caches, and with
+    another try at every refresh."""
     store_index: Annotated[str, _INDEX_URL] | None = Field(default=None, repr=False)
     """URL of an index shared by the processes on the store, so that each learns at once what others store, erase and
     compute: sqlite:///PATH.db on one host, redis://[[USER]:PASSWORD@]HOST:PORT/DB or rediss:// on several. Without it

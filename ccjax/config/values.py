@@ -39,6 +39,14 @@ def _of_text(read: Callable[[str], Value]) -> BeforeValidator:
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
+def _names(value: Any) -> Any:
+    """Parses "a,b", or several such texts."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        return value
+    return tuple(name.strip() for text in texts for name in text.split(",") if name.strip())
+
+
 def _path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
@@ -50,6 +58,7 @@ Layers = Annotated[
     AfterValidator(_different_layers),
     Described("one or more different layers from 0"),
 ]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), Described("names", "NAME")]
 FilePath = Annotated[str, BeforeValidator(_path), Described("a path", "FILE")]
 FolderPath = Annotated[str, BeforeValidator(_path), Described("a path", "DIR")]
 Share = Annotated[float, Field(ge=0, le=1), Described(metavar="SHARE")]

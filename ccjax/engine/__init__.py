@@ -5,21 +5,14 @@ from ccjax.cache.documents.document_cache import CachedDocument, Removal
 from ccjax.cache.warming.passages import WarmedDocument, Warming
 from ccjax.config import EngineConfig
 from ccjax.engine.engine import Engine
-from ccjax.requests import (
-    MOST_ANSWERS,
-    Choice,
-    Delta,
-    Request,
-    RequestTrace,
-    Response,
-    SamplingParams,
-    TokenLogprob,
-)
+from ccjax.requests import Choice, Delta, Request, RequestTrace, Response, TokenLogprob
+from ccjax.sampling import MOST_ANSWERS, Constraint, SamplingParams
 
 __all__ = [
     "MOST_ANSWERS",
     "CachedDocument",
     "Choice",
+    "Constraint",
     "Delta",
     "Engine",
     "EngineConfig",

@@ -29,17 +29,20 @@ from ccjax.engine.shadow import ShadowChecks
 from ccjax.engine.submission import RequestSubmission
 from ccjax.errors import ConfigError, RequestError
 from ccjax.loading.calibration import calibration_of
+from ccjax.loading.devices import with_dtype
 from ccjax.loading.model import LoadedModel, Progress, load_model, model_config, prompt_builder
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.policy.strategies import expected_share, get_strategy
 from ccjax.prompts import Prompt, assemble
-from ccjax.requests import Delta, Request, Response, SamplingParams, documents_from, stops_from
+from ccjax.requests import Delta, Request, Response, documents_from, stops_from
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.device import Device
 from ccjax.runner.device_memory import longest, with_pool
 from ccjax.runner.memory import MemoryPlan
+from ccjax.sampling import Constraint, SamplingParams
+from ccjax.store.objects import open_root
 from ccjax.store.throttle import ThrottledLink
-from ccjax.text import PromptBuilder, Tokenizer
+from ccjax.text import CallForm, Grammars, PromptBuilder, Tokenizer
 from ccjax.types import Document, ReuseMode
 
 
@@ -53,6 +56,7 @@ class Engine:
       documents: operations on cached documents: warm, pin, invalidate, erase, list.
       cache: operations on the whole cache: usage, maintenance, snapshots.
       orders: prefills that engines on one store order from each other.
+      call_form: the form in which the model is expected to call tools.
     """
 
     def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: ThrottledLink | None = None) -> None:
@@ -80,7 +84,13 @@ class Engine:
         )
         self.rates = chunks.rates
         self._loop = loop = BatchLoop(self._device, chunks, config)
-        parts = GroupParts(chunks, contracts, model.tokenizer, model.eos_ids, config.shares_computation)
+        self._grammars: Grammars | None = None
+        if model.tokenizer is not None:
+            self._grammars = Grammars(model.tokenizer, model.eos_ids, model.config.vocab_size)
+        eos_ids, vocab_size = model.eos_ids, model.config.vocab_size
+        parts = GroupParts(
+            chunks, contracts, model.tokenizer, self._grammars, eos_ids, vocab_size, config.shares_computation
+        )
         self._background = background = BackgroundPrefills(parts, loop)
         self._shadow = ShadowChecks(background, model.eos_ids, ratio=config.shadow_ratio, target=config.shadow_target)
         self._submission = RequestSubmission(parts, loop, self._shadow)
@@ -96,6 +106,7 @@ class Engine:
         self.orders = PrefillOrders(
             config, chunks, warmer, loop, max_model_len=limit, vocab_size=model.config.vocab_size
         )
+        self.call_form: CallForm = "hermes" if self._builder is None else self._builder.call_form
         self._closed = False
         chunks.updater.start(loop.exclusive, self.cache.refresh)
 
@@ -106,7 +117,7 @@ class Engine:
 
         Args:
           progress: called with (stage, done, total) while weights load.
-          settings: fields of `EngineConfig`.
+          settings: fields of `EngineConfig`; dtype "auto", the default, is float32 on CPU, bfloat16 elsewhere.
 
         Raises:
           ConfigError: a setting is unknown or out of range, the directory or preset does not exist, or the model does
@@ -114,8 +125,12 @@ class Engine:
           CheckpointError: model files are missing, damaged or inconsistent.
           StoreIdentityError, StoreUnavailableError: the store has another format version, or cannot be opened.
         """
-        config = EngineConfig(**settings)
+        config = EngineConfig(**with_dtype(settings))
         with_pool(model_config(model, tokenizer=config.tokenizer), config)  # raises if the model does not fit
+        if config.store is not None:
+            open_root(
+                config.store, read_only=config.read_only, is_optional=config.store_optional
+            )  # or cannot be stored
         loaded = load_model(
             model,
             dtype=config.dtype,
@@ -139,6 +154,7 @@ class Engine:
         reuse: ReuseMode = "bounded",
         quality_target: float | None = None,
         truncate: bool = False,
+        constraint: Constraint | None = None,
     ) -> Response:
         """Answers `question` over `documents` (`Document`s or mappings with "text", "id", "title", "version").
 
@@ -151,7 +167,7 @@ class Engine:
         request = Request(
             messages=[{"role": "user", "content": question}],
             documents=documents_from(documents),
-            sampling=SamplingParams(max_new_tokens, temperature, top_p, stops_from(stop), seed),
+            sampling=SamplingParams(max_new_tokens, temperature, top_p, stops_from(stop), seed, constraint=constraint),
             reuse=reuse,
             quality_target=quality_target,
             truncate=truncate,
@@ -207,6 +223,8 @@ class Engine:
         Raises:
           RequestError, ContextLengthError: as `run`.
         """
+        if answer:
+            self._check_sampling(request.sampling)
         return assemble(
             request,
             self._builder,
@@ -215,6 +233,19 @@ class Engine:
             answer=answer,
             find_known=self._chunks.variants.known.find,
         )
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if self._grammars is None:
+            for name in ("constraint", "bad_words"):
+                if getattr(sampling, name):
+                    raise RequestError(name, "wanted none: this model has no tokenizer")
+        elif sampling.constraint is not None:
+            self._grammars.matcher(sampling.constraint.grammar)  # compiles it
+        size = self.model_config.vocab_size
+        for name, tokens in sampling.named_tokens().items():
+            outside = next((token for token in tokens if token >= size), None)
+            if outside is not None:
+                raise RequestError(name, f"wanted token ids from 0 to {size - 1}, got {outside}")
 
     def preload(self, request: Request) -> Preload:
         """Starts reading what the request will probably reuse from disk, while other requests run; returns at once.
@@ -327,6 +358,8 @@ class Engine:
         self._closed = True
         self._chunks.updater.close()
         self._loop.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._device.compiler.close()
         self._chunks.preloader.close()
         self._chunks.store.close()

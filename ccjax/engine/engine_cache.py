@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 from ccjax.cache.chunk_cache import ChunkCache
@@ -20,6 +21,11 @@ from ccjax.runner.cancellation import IsCancelled
 from ccjax.store.change_feed import ChangeFeedCounts
 from ccjax.store.usage import DISK, HOST, TierUsage
 from ccjax.types import ChunkId
+
+logger = logging.getLogger(__name__)
+
+_SHRUNK_BYTES = 1 << 28
+"""Some 50 ms on a local disk."""
 
 NEARLY_FULL = 0.8
 """Share of the last tier's budget beyond which nothing is prepared that no request reused."""
@@ -135,7 +141,8 @@ class EngineCache:
         return self._shadow.check_one(is_cancelled)
 
     def refresh(self) -> None:
-        """Applies what other processes added to and removed from the same store since the last call.
+        """Applies what other processes added to and removed from the same store since the last call, and evicts what is
+        beyond its limits.
 
         The disk is read while requests run; only the index is changed while no prefill runs.
 
@@ -151,7 +158,19 @@ class EngineCache:
                 self._updater.apply_changes(added, removed)
                 if is_due:
                     self._documents.tend()
+        self._shrink()
         self.tidy()
+
+    def _shrink(self) -> None:
+        evicted = 0
+        while not self._config.read_only:
+            with self._exclusive():  # some at a time, since requests wait meanwhile
+                freed = self._variants.shrink(_SHRUNK_BYTES)
+            if not freed:
+                break
+            evicted += freed
+        if evicted:
+            logger.info("the store held more than its limit: evicted %.1f MB", evicted / 1e6)
 
     def summary(self) -> Summary:
         """The summary that a router needs of this engine; does no disk I/O."""

@@ -100,7 +100,9 @@ class ShadowChecks:
         Args:
           is_controlled: how much the request recomputes follows `control`, which learns from its check.
         """
-        if sampling.n > 1 or self._random.random() >= self._ratio:
+        # Full prefill's likeliest token may be one that is ruled out or less likely here.
+        is_free = sampling.constraint is None and sampling.allowed_token_ids is None and not sampling.is_adjusted
+        if sampling.n > 1 or not is_free or self._random.random() >= self._ratio:
             return sampling, emit
 
         def record(event: Delta | Exception) -> None:
@@ -152,7 +154,8 @@ class ShadowChecks:
             drawn = logits.argmax(-1)
             agreed = int((drawn[:-1] == np.asarray(response.token_ids, np.int64)).sum())
             # If a stop string ended the answer, the next token of full prefill does not matter.
-            ends_alike = response.finish_reason == "length" or bool(sampling.stop) or int(drawn[-1]) in self._eos_ids
+            has_stops = bool(sampling.stop or sampling.stop_token_ids)
+            ends_alike = response.finish_reason == "length" or has_stops or int(drawn[-1]) in self._eos_ids
             is_same = agreed == len(response.token_ids) and ends_alike
             if sample.is_controlled:
                 self.control = self.control.after(is_same)

@@ -37,6 +37,8 @@ class RequestSubmission:
 
     def start(self, request: Request, prompt: Prompt, assemble_s: float, caller: Caller) -> Callable[[], None]:
         """See `Engine.submit`; `prompt` is the assembled prompt, `assemble_s` the seconds spent assembling it."""
+        if request.sampling.prompt_logprobs is not None:
+            request = dataclasses.replace(request, reuse="off")
         contract = self.contract(request)
         emit = caller.emit
         if contract.mode in ("bounded", "fast"):

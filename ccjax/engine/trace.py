@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ccjax.cache.planned_prefill import Prefilled
 from ccjax.cache.prefill_planner import FindVariants
 from ccjax.engine.report import reuse_by_segment
+from ccjax.prompts import Prompt
 from ccjax.requests import RequestTrace, SegmentTrace, Span
 from ccjax.types import PlannedSegment, PrefillPlan, VariantId
 
@@ -70,6 +72,32 @@ class Tracer:
 
 
 def _segments(prefilled: Prefilled, ccis: Mapping[VariantId, float], num_layers: int) -> list[SegmentTrace]:
+    """What was planned, in prompt order; stored runs are cut where the segments of the prompt begin."""
+    return [part for trace in _planned(prefilled, ccis, num_layers) for part in _cut(trace, prefilled.asked)]
+
+
+def _cut(trace: SegmentTrace, asked: Prompt) -> Iterator[SegmentTrace]:
+    """The parts of what is reused unchanged in which different segments of the prompt stand."""
+    if trace.reused_tokens < len(trace.token_ids):
+        yield trace
+        return
+    start = 0
+    for segment in asked.segments:
+        first, start = start, start + len(segment.chunk.token_ids)
+        first, end = max(first - trace.start, 0), min(start - trace.start, len(trace.token_ids))
+        if first < end:
+            yield dataclasses.replace(
+                trace,
+                role=segment.role,
+                start=trace.start + first,
+                token_ids=trace.token_ids[first:end],
+                reused_tokens=end - first,
+                document_id=segment.chunk.document_id,
+                title=segment.chunk.title,
+            )
+
+
+def _planned(prefilled: Prefilled, ccis: Mapping[VariantId, float], num_layers: int) -> list[SegmentTrace]:
     plan, prompt, result = prefilled.plan, prefilled.prompt, prefilled.result
     traces = []
     parts = zip(plan.segments, prompt.chunks, reuse_by_segment(prefilled), strict=False)

@@ -3,14 +3,15 @@ comparable token by token even if their own answers would diverge."""
 
 from __future__ import annotations
 
+import dataclasses
+import queue
 from collections.abc import Sequence
 
 import numpy as np
 
 from ccjax.engine import Engine, Request
 from ccjax.engine.divergence import kl_divergence, log_softmax
-from ccjax.requests import Response, SamplingParams
-from ccjax.types import ReuseMode
+from ccjax.requests import Delta, Response, SamplingParams
 
 
 def drawn_tokens(response: Response, end: int) -> tuple[int, ...]:
@@ -18,14 +19,12 @@ def drawn_tokens(response: Response, end: int) -> tuple[int, ...]:
     return response.token_ids + ((end,) if response.finish_reason == "stop" else ())
 
 
-def forced_logits(
-    engine: Engine, segments: Sequence[Sequence[int]], answer: Sequence[int], reuse: ReuseMode
-) -> np.ndarray:
+def forced_logits(engine: Engine, request: Request, answer: Sequence[int]) -> np.ndarray:
     """Logits [len(answer), V], float32, from which each token of `answer` would be sampled: behind the prompt and the
     answer's tokens before it.
 
     Args:
-      segments: the prompt, as in `Request`.
+      request: its prompt and reuse mode count.
 
     Raises:
       ValueError: no token.
@@ -33,12 +32,18 @@ def forced_logits(
     """
     if not answer:
         raise ValueError("answer: wanted at least one token, got none")
-    *before, question = segments
-    sampling = SamplingParams(1, prompt_logits=len(answer))
-    request = Request(segments=[*before, [*question, *answer[:-1]]], sampling=sampling, reuse=reuse)
-    logits = engine.run(request).prompt_logits
-    assert logits is not None and len(logits) == len(answer)
-    return logits
+    request = dataclasses.replace(request, sampling=SamplingParams(len(answer), prompt_logits=len(answer)))
+    prompt = engine.assemble(request).extended(answer[:-1])
+    events = queue.SimpleQueue[Delta | Exception]()
+    engine.submit(request, events.put, prompt=prompt)
+    while True:
+        event = events.get()
+        if isinstance(event, Exception):
+            raise event
+        if event.response is not None:
+            logits = event.response.prompt_logits
+            assert logits is not None and len(logits) == len(answer)
+            return logits
 
 
 def mean_kl(full: np.ndarray, own: np.ndarray) -> float:

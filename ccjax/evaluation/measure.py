@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ccjax.engine import Engine, EngineConfig, Request
+from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.divergence import kl_divergence
 from ccjax.evaluation import forced
 from ccjax.evaluation.passages import Combined, map_reduce, map_rerank
 from ccjax.evaluation.questions import QAQuestion
-from ccjax.evaluation.states import State, fill, steps
+from ccjax.evaluation.states import State, asking, fill, steps
 from ccjax.evaluation.ways import FULL, PASSAGE_BY_PASSAGE, Way
-from ccjax.loading.model import LoadedModel, prompt_builder
+from ccjax.loading.model import LoadedModel
 from ccjax.requests import Response, SamplingParams
 from ccjax.types import Document, ReuseReport
 
@@ -84,6 +84,7 @@ def measure(
     states: Sequence[State] = ("prepared",),
     max_new_tokens: int = 32,
     with_forced: bool = False,
+    pasted: bool = False,
     settings: dict[str, Any] | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> list[WayResults]:
@@ -95,6 +96,7 @@ def measure(
       directory: for the stores of reused passages, those of one state at a time; empty or absent.
       with_forced: also score given answers: two more prefills per question. Full prefill's logits stay in memory, 4
         bytes for each token of the vocabulary and of an answer.
+      pasted: passages are text of the system message (`ccjax.evaluation.states.asking`).
       settings: further fields of `EngineConfig`.
       progress: called with a stage, and requests done and in all.
     """
@@ -114,7 +116,7 @@ def measure(
         done += 1
         progress(stage, done, total)
 
-    asked = _Asked(model, questions, max_new_tokens, with_forced)
+    asked = _Asked(model, questions, max_new_tokens, with_forced, pasted)
     config = EngineConfig(read_only=True, **settings)
     outcomes = [asked.outcome(FULL, config, None, functools.partial(tick, str(FULL)))]
     for state in states:
@@ -122,7 +124,7 @@ def measure(
             strategy, layers = population
             store = stores[state, population].as_uri()
             config = EngineConfig(store=store, strategy=strategy, ranking_layers=layers, **settings)
-            fill(model, config, state, prompts, functools.partial(tick, f"passages, {state}"))
+            fill(model, config, state, prompts, functools.partial(tick, f"passages, {state}"), pasted=pasted)
         for way in ways_in[state]:
             store = stores[state, _population(way)].as_uri()
             config = EngineConfig(**{**way.settings, **settings, "store": store, "read_only": True})
@@ -164,7 +166,7 @@ def measure_store(
         done += 1
         progress(done, 2 * len(questions))
 
-    asked = _Asked(model, questions, max_new_tokens, with_forced=False)
+    asked = _Asked(model, questions, max_new_tokens)
     full = asked.outcome(FULL, config.replace(store=None), None, tick)
     return [full, asked.outcome(Way(config.strategy), config.replace(read_only=True), None, tick)]
 
@@ -173,12 +175,18 @@ class _Asked:
     """Questions, and full prefill's answers to them once they are known."""
 
     def __init__(
-        self, model: LoadedModel, questions: Sequence[QAQuestion], max_new_tokens: int, with_forced: bool
+        self,
+        model: LoadedModel,
+        questions: Sequence[QAQuestion],
+        max_new_tokens: int,
+        with_forced: bool = False,
+        pasted: bool = False,
     ) -> None:
         self._model = model
         self._questions = questions
         self._max_new_tokens = max_new_tokens
         self._with_forced = with_forced
+        self._pasted = pasted
         self._full: list[Response] = []
         self._full_logits: list[np.ndarray] = []
 
@@ -187,7 +195,7 @@ class _Asked:
         answers = []
         with Engine(self._model, config) as engine:
             for index, question in enumerate(self._questions):
-                answer = _answer(engine, question, way, self._max_new_tokens)
+                answer = _answer(engine, question, way, self._max_new_tokens, self._pasted)
                 if way == FULL:
                     self._full.append(answer.last)
                 scores = None
@@ -198,19 +206,16 @@ class _Asked:
         return WayResults(way, tuple(answers), state)
 
     def _forced(self, engine: Engine, index: int, way: Way) -> Forced:
-        model, question = self._model, self._questions[index]
-        assert model.tokenizer is not None and model.template is not None  # or no question was answered
-        builder = prompt_builder(model.tokenizer, model.template, engine.config.system_prompt)
-        parts = builder.build_chat([{"role": "user", "content": question.text}], question.documents)
-        segments = [parts.system, *parts.documents, parts.question]
-        logits = forced.forced_logits(
-            engine, segments, forced.drawn_tokens(self._full[index], min(model.eos_ids, default=0)), way.reuse
-        )
+        question = self._questions[index]
+        request = asking(question.text, question.documents, pasted=self._pasted)
+        request = dataclasses.replace(request, reuse=way.reuse)
+        drawn = forced.drawn_tokens(self._full[index], min(self._model.eos_ids, default=0))
+        logits = forced.forced_logits(engine, request, drawn)
         if way == FULL:
             self._full_logits.append(logits)
         nll = None
         if question.answers and (right := self._right_tokens(index)):
-            nll = forced.nll(forced.forced_logits(engine, segments, right, way.reuse), right)
+            nll = forced.nll(forced.forced_logits(engine, request, right), right)
         full = self._full_logits[index]
         return Forced(forced.mean_kl(full, logits), forced.agreement(full, logits), nll)
 
@@ -229,16 +234,12 @@ def _population(way: Way) -> _Population:
     return way.stored_by, way.ranking_layers
 
 
-def _answer(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int) -> Combined:
+def _answer(engine: Engine, question: QAQuestion, way: Way, max_new_tokens: int, pasted: bool) -> Combined:
+    sampling = SamplingParams(max_new_tokens, logprobs=0, first_logits=True)
+
     def ask(text: str, documents: Sequence[Document]) -> Response:
-        return engine.run(
-            Request(
-                messages=[{"role": "user", "content": text}],
-                documents=documents,
-                sampling=SamplingParams(max_new_tokens, logprobs=0, first_logits=True),
-                reuse=way.reuse,
-            )
-        )
+        request = asking(text, documents, pasted=pasted)
+        return engine.run(dataclasses.replace(request, sampling=sampling, reuse=way.reuse))
 
     if way.strategy == "map_rerank":
         return map_rerank(ask, question.text, question.documents)

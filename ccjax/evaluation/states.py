@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +12,7 @@ from ccjax.types import Document
 if TYPE_CHECKING:
     from ccjax.engine import EngineConfig
     from ccjax.loading.model import LoadedModel
+    from ccjax.requests import Request
 
 State = Literal["empty", "alone", "prepared", "seen", "idle"]
 """Nothing is stored; each passage was computed directly behind the instructions; also behind the frame, as
@@ -30,12 +32,31 @@ def steps(state: State, prompts: Sequence[Sequence[Document]]) -> list[Sequence[
     return [[passage] for passage in dict.fromkeys(passage for prompt in prompts for passage in prompt)]
 
 
+def asking(question: str, documents: Sequence[Document], *, pasted: bool) -> Request:
+    """Asks about passages: in the field `documents`, or as text of the system message, as clients write that do not
+    know this field."""
+    from ccjax.requests import Request
+
+    messages = [{"role": "user", "content": question}]
+    if not pasted:
+        return Request(messages=messages, documents=documents)
+    texts = ["\n".join(filter(None, (document.title, document.text))) for document in documents]
+    return Request(
+        messages=[
+            {"role": "system", "content": "\n\n".join(["Answer the question from these passages.", *texts])},
+            *messages,
+        ]
+    )
+
+
 def fill(
     model: LoadedModel,
     config: EngineConfig,
     state: State,
     prompts: Sequence[Sequence[Document]],
     tick: Callable[[], None] = lambda: None,
+    *,
+    pasted: bool = False,
 ) -> None:
     """Brings the store of `config` into a state.
 
@@ -44,8 +65,10 @@ def fill(
         a frame, so "seen" has both.
       prompts: the passages of each, in prompt order.
       tick: called after each of `steps`.
+      pasted: prompts are as `asking` pastes them.
     """
     from ccjax.engine import Engine
+    from ccjax.requests import SamplingParams
 
     is_framed = get_strategy(config.strategy).prepares_behind_frame and config.frame != "none"
     frames = {"alone": ["none"], "seen": [config.frame, "none"] if is_framed else ["none"]}.get(state, [config.frame])
@@ -54,7 +77,8 @@ def fill(
             for documents in steps(state, prompts):
                 if state in _AFTER_PROMPTS:
                     reuse = "exact" if frame == "none" else "bounded"
-                    engine.generate("?", documents, max_new_tokens=1, reuse=reuse)
+                    request = asking("?", documents, pasted=pasted)
+                    engine.run(dataclasses.replace(request, sampling=SamplingParams(1), reuse=reuse))
                 else:
                     engine.documents.warm(documents)
                 if frame == frames[-1]:

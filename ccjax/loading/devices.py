@@ -1,6 +1,9 @@
-"""The devices that a model is sharded over."""
+"""The devices that a model is sharded over, and the dtype that suits them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -9,6 +12,14 @@ from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.params import Params
 from ccjax.models.llama3.sharding import make_mesh, mesh_of, shard_params
+
+
+def with_dtype(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `EngineConfig` with dtype "auto", the default, replaced by float32 on CPU, bfloat16 elsewhere."""
+    wanted = {"dtype": "auto", **settings}
+    if wanted["dtype"] == "auto":
+        wanted["dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return wanted
 
 
 def mesh_for(config: LlamaConfig, tensor_parallel_size: int) -> Mesh | None:

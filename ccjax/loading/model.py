@@ -228,7 +228,7 @@ def _text_of(
         words = load_tokenizer(directory) if directory.is_dir() else None
         if words is None:
             raise ConfigError(f"tokenizer: wanted a directory with tokenizer files, got {str(tokenizer)!r}")
-        return words, _held_still(ChatTemplate.load(directory))
+        return words, _usable(words, ChatTemplate.load(directory), tokenizer)
     if _is_random(path):
         logger.warning(
             "%s has no tokenizer: its tokens are bytes, so that texts are about four times as many as with a real one. "
@@ -241,10 +241,28 @@ def _text_of(
         from ccjax.loading.gguf import text_of
 
         words, template = text_of(file) or (None, None)
-        return words, None if template is None else _held_still(template)
+        return words, None if words is None or template is None else _usable(words, template, path)
     directory = model_directory(path)
     words = load_tokenizer(directory)
-    return words, None if words is None else _held_still(ChatTemplate.load(directory))
+    return words, None if words is None else _usable(words, ChatTemplate.load(directory), path)
+
+
+def _usable(words: Tokenizer, template: ChatTemplate, place: str | Path) -> ChatTemplate:
+    """The template, held still.
+
+    Raises:
+      ConfigError: it fails with a plain question, as it would for each chat.
+    """
+    template = _held_still(template)
+    try:
+        prompt_builder(words, template, None).build_chat([{"role": "user", "content": "Who?"}])
+    except Exception as error:  # of anything that a template does
+        reason = " ".join(str(error).split()).removeprefix("messages: ") or type(error).__name__
+        raise ConfigError(
+            f"model: wanted a chat template that renders a message of a user, got one in {str(place)!r} that "
+            f"fails: {reason}; mend it, or name a directory with another one (tokenizer=, --tokenizer)"
+        ) from error
+    return template
 
 
 def _held_still(template: ChatTemplate) -> ChatTemplate:

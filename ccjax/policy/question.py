@@ -14,6 +14,19 @@ from collections.abc import Sequence
 from ccjax.types import PrefillPlan
 
 
+def with_early(plan: PrefillPlan, start: int, end: int) -> PrefillPlan:
+    """The plan with tokens `[start, end)` as part of the question, if it chooses tokens and no more than it has itself,
+    and if they are computed anyway: what is reused may be other requests', too, and is not written."""
+    around = (
+        segment for segment in plan.segments if segment.start < end and start < segment.start + segment.num_tokens
+    )
+    is_computed = all(segment.action == "compute" for segment in around)
+    num_chosen = sum(len(plan.segments[index].recompute_offsets) for index in plan.chosen_by_question)
+    if start == end or not is_computed or end - start + plan.segments[-1].num_tokens > num_chosen:
+        return plan
+    return dataclasses.replace(plan, early_question=(start, end))
+
+
 def revise(plan: PrefillPlan, received: Sequence[float]) -> PrefillPlan:
     """The plan with as many tokens to recompute, in all `plan.chosen_by_question` together, as before: those with the
     most attention of the question; ties by position.

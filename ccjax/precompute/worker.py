@@ -17,6 +17,7 @@ from ccjax.cache.documents.pruning import Pruned
 from ccjax.cache.warming.shared import SharedVariant
 from ccjax.engine import Engine, EngineConfig
 from ccjax.evaluation.questions import read_questions
+from ccjax.loading.devices import with_dtype
 from ccjax.loading.model import LoadedModel, load_model
 from ccjax.policy.strategies import get_strategy
 from ccjax.precompute.estimate import file_system_of
@@ -26,7 +27,7 @@ from ccjax.precompute.quality import Quality, measure_quality
 from ccjax.precompute.stored import Sizes, stored_ids
 from ccjax.retrieval import Retriever
 from ccjax.runner.device import kv_spec_of
-from ccjax.server.loading import open_documents, use_compile_cache, with_dtype
+from ccjax.server.loading import open_documents, use_compile_cache
 from ccjax.store.errors import StoreError
 from ccjax.store.spec import StoreIdentity
 from ccjax.store.usage import DISK
@@ -52,6 +53,7 @@ class Worker:
         use_compile_cache(Path(settings.compile_cache))
         wanted = with_dtype(settings.engine)
         # These engines serve no requests, so they need no pages for many of them.
+        wanted = {**wanted, "store_optional": False}
         self._config = EngineConfig(**{**wanted, "max_num_seqs": 1, "share_computation": True})
         self._server_config = EngineConfig(**wanted)
         self._model: LoadedModel = load_model(
@@ -177,7 +179,7 @@ class Worker:
         settings = self._settings
         retriever = open_documents(settings.model, settings.documents, self._model.tokenizer, self._progress)
         if retriever is None:
-            raise ValueError("docs: wanted a directory of documents")
+            raise ValueError("docs: wanted a directory of documents, or demo")
         return retriever
 
     @property

@@ -1,4 +1,4 @@
-"""Documents to ranked passages: parsing, chunking, embedding, vector index.
+"""Documents to ranked passages: parsing, chunking, embedding, search by words and by similarity.
 
 Names are loaded on first use: importing this package loads neither faiss nor jax.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ccjax.retrieval.documents import DocumentError, LoadedDocument, load_document
-    from ccjax.retrieval.embedding import Embedder, LexicalEmbedder, MiniLMEmbedder, default_embedder
+    from ccjax.retrieval.embedding import Embedder, MiniLMEmbedder, default_embedder
     from ccjax.retrieval.retriever import Passage, Progress, RefreshReport, Retriever
 
 _EXPORTS = {
@@ -18,7 +18,6 @@ _EXPORTS = {
     "LoadedDocument": "documents",
     "load_document": "documents",
     "Embedder": "embedding",
-    "LexicalEmbedder": "embedding",
     "MiniLMEmbedder": "embedding",
     "default_embedder": "embedding",
     "Passage": "retriever",
@@ -29,7 +28,6 @@ _EXPORTS = {
 __all__ = [
     "DocumentError",
     "Embedder",
-    "LexicalEmbedder",
     "LoadedDocument",
     "MiniLMEmbedder",
     "Passage",

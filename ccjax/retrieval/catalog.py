@@ -1,5 +1,4 @@
-"""Documents, passages and vectors of an index in one SQLite file. The file is authoritative; the search structures are
-built from it.
+"""Documents, passages, their words and vectors in one SQLite file, which is authoritative.
 
 Row ids of passages only grow and are never reused, so ids alone show what is new and what was deleted.
 """
@@ -17,13 +16,20 @@ from typing import Any
 import numpy as np
 
 from ccjax.retrieval.filters import Filter
+from ccjax.retrieval.words import TOKENIZER, indexed_text, question_terms
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 5
 _FILE = "passages.sqlite"
 _ROWS_AT_ONCE = 8192
 _MOST_PARAMETERS = 500
 _PATIENCE_S = 60.0
-_TABLES = """
+_MOST_TERMS = 64
+_SCORED_ROWS, _SCORED_SHARE = 2000, 0.01
+"""Rows, once for each of their words, whose bm25 is computed, at 3 us each: those with the rarest words, at most so
+many or that share of all rows."""
+_COUNTED_ROWS, _COUNTED_SHARE = 20_000, 0.2
+"""Of all words that count towards scores: frequent ones take time and say little."""
+_TABLES = f"""
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE sources (path TEXT PRIMARY KEY, digest TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE documents (
@@ -39,7 +45,12 @@ CREATE INDEX passages_of_document ON passages (document, number);
 CREATE TABLE vectors (
     passage INTEGER PRIMARY KEY REFERENCES passages (id) ON DELETE CASCADE, vector BLOB NOT NULL
 );
+CREATE VIRTUAL TABLE words USING fts5 (text, content='', tokenize="{TOKENIZER}");
 """
+
+
+_ROWS_WHERE = """SELECT id FROM passages INDEXED BY passages_of_document
+    WHERE document IN (SELECT id FROM documents WHERE"""
 
 
 class IndexUnusableError(Exception):
@@ -78,7 +89,7 @@ class IndexedDocument:
     version: str
     passages: tuple[str, ...]
     source: str = ""
-    metadata: Mapping[str, str | float | bool] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +100,7 @@ class PassageRow:
     source: str
     title: str
     version: str
-    metadata: Mapping[str, str | float | bool]
+    metadata: Mapping[str, Any]
     number: int
     text: str
 
@@ -112,6 +123,7 @@ class Catalog:
         """Use `Catalog.open`."""
         self._connection = connection
         self.path = path
+        self._frequencies: dict[str, int] = {}
 
     @classmethod
     def open(cls, directory: Path | None, settings: IndexSettings) -> Catalog:
@@ -150,6 +162,8 @@ class Catalog:
                 for statement in _TABLES.split(";"):
                     self._connection.execute(statement)
                 self.set_value("settings", dataclasses.asdict(settings))
+            elif missing := [name for name in ("documents", "passages", "vectors", "words") if name not in tables]:
+                raise IndexUnusableError(f"damaged: no table {missing[0]}")
         try:
             saved = self.get_value("settings")
             wanted = json.loads(json.dumps(dataclasses.asdict(settings)))
@@ -203,7 +217,7 @@ class Catalog:
         """Adds a new document; returns int64 [passages], the rows of its passages.
 
         Args:
-          vectors: float32 [passages, dim].
+          vectors: float32 [passages, dim]; dim 0 for none.
         """
         execute = self._connection.execute
         metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
@@ -216,8 +230,11 @@ class Catalog:
             insert = "INSERT INTO passages (document, number, text) VALUES (?, ?, ?)"
             row = execute(insert, (key, number, text)).lastrowid
             assert row is not None
-            execute("INSERT INTO vectors VALUES (?, ?)", (row, vector.astype("<f4").tobytes()))
+            execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, indexed_text(text)))
+            if len(vector):
+                execute("INSERT INTO vectors VALUES (?, ?)", (row, vector.astype("<f4").tobytes()))
             rows.append(row)
+        self._frequencies.clear()
         return np.array(rows, np.int64)
 
     def remove(self, document_ids: Collection[str]) -> np.ndarray:
@@ -225,10 +242,13 @@ class Catalog:
         rows: list[int] = []
         for some in _parts(list(document_ids)):
             marks = ", ".join("?" * len(some))
-            which = f"SELECT id FROM documents WHERE document_id IN ({marks})"
-            found = self._connection.execute(f"SELECT id FROM passages WHERE document IN ({which})", some)
-            rows += [row for (row,) in found]
+            query = f"""SELECT passages.id, text FROM passages JOIN documents ON documents.id = document
+                WHERE document_id IN ({marks})"""
+            old = [(row, indexed_text(text)) for row, text in self._connection.execute(query, some)]
+            self._connection.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
+            rows += [row for row, _ in old]
             self._connection.execute(f"DELETE FROM documents WHERE document_id IN ({marks})", some)
+        self._frequencies.clear()
         return np.sort(np.array(rows, np.int64))
 
     def set_digest(self, source: str, digest: str | None) -> None:
@@ -273,16 +293,55 @@ class Catalog:
         if where is None:
             found = self._connection.execute("SELECT id FROM passages INDEXED BY passages_of_document")
         else:
-            which = f"SELECT id FROM documents WHERE {where.sql}"
-            query = f"SELECT id FROM passages INDEXED BY passages_of_document WHERE document IN ({which})"
-            found = self._connection.execute(query, where.parameters)
+            found = self._connection.execute(f"{_ROWS_WHERE} {where.sql})", where.parameters)
         parts = [np.array(part, np.int64)[:, 0] for part in iter(lambda: found.fetchmany(_ROWS_AT_ONCE), [])]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+
+    def search(self, text: str, top_k: int, where: Filter | None = None) -> list[tuple[float, int]]:
+        """(bm25, row) of the passages that share most words with a text, best first, ties by row."""
+        query = self._match(text)
+        if query is None:
+            return []
+        # The plus keeps SQLite from searching anew for each row of the filter.
+        which, values = (
+            ("", ()) if where is None else (f" AND +rowid IN ({_ROWS_WHERE} {where.sql}))", where.parameters)
+        )
+        found = self._connection.execute(
+            f"SELECT -rank, rowid FROM words WHERE words MATCH ?{which} ORDER BY rank, rowid LIMIT ?",
+            (query, *values, top_k),
+        )
+        return list(found)
+
+    def _match(self, text: str) -> str | None:
+        """The FTS5 query for a text; None if no passage has any of its words."""
+        terms = [term for term in question_terms(text) if self._frequency(term)]
+        terms = sorted(terms, key=self._frequency)[:_MOST_TERMS]
+        if not terms:
+            return None
+        if (num_rows := self._frequencies.get("")) is None:
+            num_rows = self._frequencies[""] = self._one("SELECT COUNT(*) FROM passages")
+        sums = np.cumsum([self._frequency(term) for term in terms])
+        most = (max(_SCORED_ROWS, _SCORED_SHARE * num_rows), max(_COUNTED_ROWS, _COUNTED_SHARE * num_rows))
+        num_found, num_counted = (max(1, int(count)) for count in np.searchsorted(sums, most, side="right"))
+        found = " OR ".join(terms[:num_found])
+        if num_found == num_counted:
+            return found
+        return f"({found}) AND ({' OR '.join(terms[:num_counted])})"
+
+    def _frequency(self, term: str) -> int:
+        """Number of passages with a term, remembered until something changes."""
+        if (known := self._frequencies.get(term)) is None:
+            known = self._frequencies[term] = self._one("SELECT COUNT(*) FROM words WHERE words MATCH ?", term)
+        return known
 
     def keys(self) -> dict[int, tuple[str, int]]:
         """Row -> document id and number of every passage."""
         query = "SELECT passages.id, document_id, number FROM passages JOIN documents ON documents.id = document"
         return {row: (document_id, number) for row, document_id, number in self._connection.execute(query)}
+
+    def texts(self) -> Iterator[tuple[int, str]]:
+        """Row and text of every passage."""
+        return iter(self._connection.execute("SELECT id, text FROM passages"))
 
     def vectors(self, dim: int, *, after: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Rows after `after` with their vectors, (int64 [n], float32 [n, dim]), ascending, in batches."""
@@ -297,6 +356,20 @@ class Catalog:
                 raise IndexUnusableError(f"damaged: vectors of another length than {dim}")
             yield rows, values.reshape(len(rows), dim)
             after = int(rows[-1])
+
+    def some_vectors(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
+        """The vectors of some rows, float32 [dim]."""
+        query = f"SELECT passage, vector FROM vectors WHERE passage IN ({', '.join('?' * len(rows))})"
+        return {row: np.frombuffer(vector, "<f4") for row, vector in self._connection.execute(query, rows)}
+
+    def known_vectors(self, document_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """Text -> vector, float32 [dim], of the passages of some documents."""
+        found: dict[str, np.ndarray] = {}
+        for some in _parts(list(document_ids)):
+            query = f"""SELECT text, vector FROM documents JOIN passages ON document = documents.id
+                JOIN vectors ON passage = passages.id WHERE document_id IN ({", ".join("?" * len(some))})"""
+            found |= {text: np.frombuffer(vector, "<f4") for text, vector in self._connection.execute(query, some)}
+        return found
 
     def close(self) -> None:
         """Closes the file."""

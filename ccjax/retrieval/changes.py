@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import ccjax.retrieval.jsonl as jsonl
@@ -51,10 +51,12 @@ def find_changes(
     skip: Path | None,
     strict: bool,
     max_file_bytes: int,
+    exclude: Sequence[str] = (),
+    outside_links: bool = False,
     progress: Callable[[int, int], None],
 ) -> IndexChanges:
     """Finds the changes since the index was built. Every file is read and hashed; those with a known hash are not
-    parsed.
+    parsed. What cannot be read now is not deleted: the documents of such files and directories stay as they are.
 
     Args:
       versions: (version, source) of the documents in the index, by id.
@@ -62,6 +64,7 @@ def find_changes(
       skip: a directory to leave out.
       strict: raise for the first file that cannot be used.
       max_file_bytes: larger files, or lines of collections, cannot be used.
+      exclude, outside_links: see `find_files`.
       progress: called with the number of files done and of all files.
 
     Raises:
@@ -69,9 +72,15 @@ def find_changes(
     """
     changes = IndexChanges()
     finder = _Finder(changes, versions, digests, split, max_file_bytes, strict)
-    files, failed = find_files(docs_dir, skip=skip)
+    files, failed = find_files(docs_dir, skip=skip, exclude=exclude, outside_links=outside_links)
     for path, reason in failed:
         finder.report(DocumentError(path, reason))
+        if reason.startswith("cannot be listed"):
+            finder.keep_below(Path(path).relative_to(docs_dir).as_posix())
+    if versions and not files and not failed:
+        # A directory whose last file was deleted looks like one that is not mounted, or that is being replaced.
+        finder.report(DocumentError(docs_dir, "is empty all at once; its index is kept until it has a document"))
+        finder.keep_below(".")
     for done, (name, path) in enumerate(files.items()):
         progress(done, len(files))
         if path.suffix.lower() == jsonl.SUFFIX:
@@ -80,7 +89,8 @@ def find_changes(
             finder.file(name, path)
     progress(len(files), len(files))
     changes.removed = [document_id for document_id in versions if document_id not in finder.present]
-    changes.digests |= {source: None for source in digests if source not in files}
+    kept = {versions[document_id][1] for document_id in finder.present if document_id in versions}
+    changes.digests |= {source: None for source in digests if source not in files and source not in kept}
     return changes
 
 
@@ -104,27 +114,36 @@ class _Finder:
             raise problem
         self._changes.problems.append(problem)
 
+    def keep_below(self, name: str) -> None:
+        """Keeps the indexed documents of a file or directory, given relative to the documents directory (`.`)."""
+        for document_id, (_, source) in self._versions.items():
+            if name == "." or source == name or source.startswith(f"{name}/"):
+                self.present.add(document_id)
+
     @contextlib.contextmanager
-    def _reporting(self, path: str | Path) -> Iterator[None]:
+    def _reporting(self, path: str | Path, name: str = "") -> Iterator[None]:
         """Reports any problem with a file, or with one document of it, so that the others are still read. Parsers raise
         more than they document (`RecursionError`, `OverflowError`, ...)."""
         try:
             yield
         except DocumentError as problem:
+            cause = problem.__context__
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                self.keep_below(name)
             self.report(problem)
         except Exception as error:
             _log.debug("%s", path, exc_info=True)
             self.report(DocumentError(path, " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_REASON_CHARS]))
 
     def file(self, name: str, path: Path) -> None:
-        with self._reporting(path):
+        with self._reporting(path, name):
             data = read_document(path, max_file_bytes=self._max_file_bytes)
             version = hashlib.sha256(data).hexdigest()
             if not self._is_known(name, version):
                 self._take(name, name, version, path, parse_document(path, data))
 
     def collection(self, name: str, path: Path) -> None:
-        with self._reporting(path):
+        with self._reporting(path, name):
             digest = jsonl.digest(path)
             if self._digests.get(name) == digest:
                 self.present.update(self._documents_of(name))
@@ -161,6 +180,8 @@ class _Finder:
             passages = self._split(dataclasses.replace(loaded, text=text))
         except ValueError as error:
             raise DocumentError(path, str(error)) from None
+        for note in loaded.notes:
+            _log.warning("%s: %s", path, note)
         if num_left_out:
             self._changes.left_out[str(path)] = self._changes.left_out.get(str(path), 0) + num_left_out
         self.present.add(document_id)

@@ -23,8 +23,8 @@ _MOST_VALUES = 500
 class Filter:
     """A filter as an SQL condition on the table `documents`. Equal filters compare equal.
 
-    As in SQL, a comparison of different types is never an error: text is never equal to a number. Documents without the
-    key match `ne` and `nin` only.
+    As in SQL, a comparison of different types is never an error: text is never equal to a number. Of a list, one value
+    has to match; `ne` and `nin` are the opposite of `eq` and `in`, and match documents without the key too.
     """
 
     sql: str
@@ -78,19 +78,15 @@ def _comparison(kind: str, key: Any, wanted: Any, where: str) -> tuple[str, list
             raise ValueError(f"{where}.value: wanted text, numbers or truth values, got {_short(value)}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"{where}.value: wanted an integer of 64 bits, got {_short(value)}")
-    if key == "document_id":
-        left, parameters = "document_id", []
-    else:
-        left, parameters = "json_extract(metadata, ?)", [f'$."{key}"']
+    is_negated, kind = kind in ("ne", "nin"), {"ne": "eq", "nin": "in"}.get(kind, kind)
+    left, parameters = ("document_id", []) if key == "document_id" else ("item.value", [f'$."{key}"'])
     sql = f"{left} {_COMPARISONS[kind]} {right}"
     if kind in ("gt", "gte", "lt", "lte"):  # SQL orders numbers before text; a filter does not compare them
         kinds = "('text')" if isinstance(wanted, str) else "('integer', 'real')"
         sql = f"({sql} AND typeof({left}) IN {kinds})"
-        return sql, [*parameters, *values, *parameters]
-    if kind in ("ne", "nin"):
-        sql = f"({left} IS NULL OR {sql})"
-        return sql, [*parameters, *parameters, *values]
-    return sql, [*parameters, *values]
+    if parameters:
+        sql = f"EXISTS (SELECT 1 FROM json_each(metadata, ?) AS item WHERE {sql})"
+    return f"NOT {sql}" if is_negated else sql, [*parameters, *values]
 
 
 def _check_names(value: Mapping[str, Any], known: set[str], where: str) -> None:

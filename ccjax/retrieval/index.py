@@ -1,23 +1,21 @@
-"""The index of passages: documents and vectors on disk, searched by similarity and metadata, and updated during
-searches.
+"""The index of passages: documents and vectors on disk, searched by words, by similarity and by metadata, and updated
+during searches.
 
-`passages.sqlite` is authoritative. Vectors are searched in segments built from it; of many vectors, most are in a
-trained index, a memory-mapped file that may be deleted. Several processes may share a directory.
+`passages.sqlite` is authoritative; a file of clustered vectors beside it may be deleted. Several processes may share a
+directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import numpy as np
 
-from ccjax.config.documents import DocumentOptions, IndexKind
 from ccjax.retrieval.catalog import (
     Catalog,
     IndexedDocument,
@@ -27,85 +25,66 @@ from ccjax.retrieval.catalog import (
     naming_damage,
 )
 from ccjax.retrieval.filters import Filter
-from ccjax.retrieval.segments import Chosen, IndexSegment, appended, neighbours, search
-from ccjax.retrieval.trained import Progress, Trained, TrainedKind, build, load
+from ccjax.retrieval.vectors import Found, VectorView, build_clusters, load_clusters
 
-__all__ = ["IndexKind", "IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
+__all__ = ["IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
 
 _log = logging.getLogger(__name__)
 
-_DEFAULTS = DocumentOptions()
-INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
-LEAST_TRAINED = 50_000
-"""Number of passages from which `auto` trains an IVF index: fewer are searched exactly in some milliseconds."""
-_MOST_UNTRAINED = 0.1
-"""Share of the trained rows that may be new or deleted before the index is rebuilt."""
-_RETRAIN_AT = 2.0
-"""Growth factor of the rows since training from which clusters are retrained."""
+LEAST_CLUSTERED = 50_000
+"""Number of passages from which vectors are clustered: fewer are all compared in some milliseconds."""
+_MOST_CHANGED = 0.1
+"""Share of the clustered rows that may be new or deleted before they are clustered anew."""
 _MOST_FILTERS = 16
+_DEPTH = 50
+"""Results of either search that are joined, at least."""
+_RANK_OFFSET = 60
+"""Of Cormack, Clarke, Buettcher: Reciprocal Rank Fusion (SIGIR 2009): the sum over searches of 1 / (60 + rank)."""
+_LEAST_SHARE = 0.5
+"""Passages below this share of the best bm25 do not count as found by words in a search by both: most questions share a
+word with most passages, and ranks alone would say that the second is nearly as good as the only one with a number."""
 Result = TypeVar("Result")
+Hits = list[tuple[float, PassageRow]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """Consistent view for one search."""
+    """Consistent view for one search; rows up to `last_row` were seen."""
 
-    segments: tuple[IndexSegment, ...] = ()
-    trained: Trained | None = None
+    vectors: VectorView = VectorView()
+    num_passages: int = 0
     last_row: int = 0
-
-    @property
-    def num_passages(self) -> int:
-        return sum(segment.num_alive for segment in self.segments)
 
 
 class PassageIndex:
-    """Documents with one vector for each passage. Thread-safe.
+    """Documents with one vector for each passage, or none. Thread-safe.
 
     A search sees every document as it is before or after a `write`, never in between.
     """
 
-    def __init__(self, catalog: Catalog, settings: IndexSettings, kind: IndexKind, recall: float) -> None:
+    def __init__(self, catalog: Catalog, settings: IndexSettings) -> None:
         """Use `PassageIndex.open`."""
         self.settings = settings
         self._catalog = catalog
-        self._kind: IndexKind = kind
-        self._recall = recall
         self._lock = threading.RLock()
         self._view = _View()
+        self._noted: dict | None = None
         self._stamp: int | None = None
-        self._filtered: dict[Filter, tuple[_View, list[Chosen]]] = {}
+        self._filtered: dict[Filter, tuple[_View, np.ndarray]] = {}
         self._sync()
 
     @classmethod
-    def open(
-        cls,
-        directory: Path | None,
-        settings: IndexSettings,
-        *,
-        kind: IndexKind = _DEFAULTS.index_kind,
-        recall: float = _DEFAULTS.index_recall,
-    ) -> PassageIndex:
+    def open(cls, directory: Path | None, settings: IndexSettings) -> PassageIndex:
         """Opens the index in `directory`, creating an empty one if there is none; None keeps it in memory.
-
-        Args:
-          kind: `flat` searches every vector; `ivf` and `hnsw` those near the query (`ccjax.retrieval.trained`), once
-            `improve` trained them; `auto` is `flat` below 50,000 passages and `ivf` above. In memory always `flat`.
-          recall: share of the true nearest passages that a trained index should find, above 0 and below 1.
 
         Raises:
           IndexUnusableError: it is damaged, or was not made with `settings`.
           OSError: its files cannot be opened or written.
-          ValueError: an argument is invalid.
         """
-        if kind not in INDEX_KINDS:
-            raise ValueError(f"index_kind: wanted one of {', '.join(INDEX_KINDS)}, got {kind!r}")
-        if not isinstance(recall, float) or not 0.0 < recall < 1.0:
-            raise ValueError(f"index_recall: wanted a number above 0 and below 1, got {recall!r}")
         catalog = Catalog.open(directory, settings)
         try:
             with naming_damage():
-                return cls(catalog, settings, "flat" if directory is None else kind, recall)
+                return cls(catalog, settings)
         except BaseException:
             catalog.close()
             raise
@@ -114,9 +93,9 @@ class PassageIndex:
         return self._view.num_passages
 
     @property
-    def trained(self) -> Trained | None:
-        """The trained index that is in use; None while all vectors are searched."""
-        return self._view.trained
+    def is_clustered(self) -> bool:
+        """False while all vectors are compared."""
+        return self._view.vectors.clusters is not None
 
     @property
     def num_documents(self) -> int:
@@ -139,90 +118,112 @@ class PassageIndex:
         """The passages of a document in reading order; empty if it is unknown."""
         return self._read(lambda: self._catalog.document(document_id))
 
+    def known_vectors(self, document_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """Text -> vector, float32 [dim], of the passages of some documents."""
+        return self._read(lambda: self._catalog.known_vectors(document_ids))
+
     # -- searching ---------------------------------------------------------------------------------------------
 
-    def search(self, vector: np.ndarray, top_k: int, *, where: Filter | None = None) -> list[tuple[float, PassageRow]]:
-        """(score, passage) of the `top_k` best passages, best first, ties in order of arrival.
+    def search(self, text: str | None, vector: np.ndarray | None, top_k: int, *, where: Filter | None = None) -> Hits:
+        """(score, passage) of the `top_k` best passages, best first; fewer if fewer exist, match the filter or resemble
+        the query at all.
 
-        Returns fewer if fewer exist or match the filter, and none for a zero `vector`, which is similar to nothing.
+        Args:
+          text: is searched by words; None to search by `vector` alone.
+          vector: float32 [dim], is searched by similarity; None to search by words alone. A zero vector is similar to
+            nothing.
+
+        Returns:
+          Scores are inner products with `vector`, or without one bm25. The order of a search by both is that of the sum
+          over both of 1 / (60 + rank), ties in order of arrival.
         """
-        ((hits, _),) = self.stages(vector, top_k, 1, where=where)
+        ((hits, _),) = self.stages(text, vector, top_k, 1, where=where)
         return hits
 
     def stages(
-        self, vector: np.ndarray, top_k: int, num_stages: int, *, where: Filter | None = None
-    ) -> Iterator[tuple[list[tuple[float, PassageRow]], bool]]:
-        """Preliminary results of `search` after each of at most `num_stages` parts of the work, and whether they are
-        final: then they equal those of `search`."""
+        self,
+        text: str | None,
+        vector: np.ndarray | None,
+        top_k: int,
+        num_stages: int,
+        *,
+        where: Filter | None = None,
+    ) -> Iterator[tuple[Hits, bool]]:
+        """Preliminary results of `search` after each of at most `num_stages` parts of the search by similarity, and
+        whether they are final: then they equal those of `search`."""
+        if vector is not None and vector.shape != (self.settings.dim,):
+            raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
+        depth = top_k if text is None or vector is None else max(_DEPTH, top_k)
         while True:
             view = self._view
-            if not view.segments or not vector.any():
-                yield [], True
-                return
-            if vector.shape != (self.settings.dim,):
-                raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
-            found = search(view.segments, self._chosen(view, where), vector, top_k, num_stages)
-            hits = next(found)
-            for better in found:
-                if (known := self._passages(hits, view)) is None:
+            with self._lock:
+                by_words = self._catalog.search(text, depth, where) if text is not None and view.num_passages else []
+                allowed = None if where is None else self._allowed(view, where)
+            if vector is not None:
+                by_words = [hit for hit in by_words if hit[0] >= _LEAST_SHARE * by_words[0][0]]
+            near = iter((Found(is_final=True),))
+            if vector is not None and vector.any():
+                near = view.vectors.stages(vector, depth, num_stages, allowed)
+            for found in near:
+                if (hits := self._passages(by_words, found, vector, top_k, view)) is None:
                     break
-                yield known, False
-                hits = better
-            else:
-                if (known := self._passages(hits, view)) is not None:
-                    yield known, True
+                yield hits, found.is_final
+                if found.is_final:
                     return
 
     def neighbours(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """All rows and the `count` rows most similar to each, (int64 [n], int64 [n, count]), in batches; see
-        `ccjax.retrieval.segments.neighbours`."""
+        `VectorView.neighbours`. Without vectors, by words."""
         view = self._view
+        if not self.settings.dim:
+            for row, passage in self._read(lambda: list(self._catalog.texts())):
+                hits = self._read(lambda text=passage: self._catalog.search(text, count + 1))
+                others = [other for _, other in hits if other != row][:count]
+                yield np.array([row]), np.array([others + [-1] * (count - len(others))], np.int64)
+            return
         for rows, vectors in self._batches(view.last_row)():
-            yield rows, neighbours(view.segments, rows, vectors, count)
+            yield rows, view.vectors.neighbours(rows, vectors, count)
 
     def keys(self) -> dict[int, tuple[str, int]]:
         """Row -> document id and number of every passage."""
         return self._read(self._catalog.keys)
 
-    def recall(self, vectors: np.ndarray, top_k: int) -> float:
-        """Share of the true `top_k` nearest passages of some queries that `search` finds; reads every vector.
-
-        Args:
-          vectors: float32 [queries, dim].
-        """
-        view = self._view
-        best = np.full((len(vectors), top_k), -np.inf, np.float32)
-        for _, some in self._batches(view.last_row)():
-            best = -np.sort(-np.concatenate([best, vectors @ some.T], axis=1), axis=1)[:, :top_k]
-        num_found = 0
-        for vector, scores in zip(vectors, best, strict=True):
-            *_, hits = search(view.segments, self._chosen(view, None), vector, top_k, 1)
-            num_found += sum(score >= scores[-1] - 1e-5 for score, _ in hits)
-        return num_found / max(1, int(np.isfinite(best).sum()))
-
-    def _passages(self, hits: Sequence[tuple[float, int]], view: _View) -> list[tuple[float, PassageRow]] | None:
-        """The texts of the results; None if a passage was deleted since, so that `view` is out of date."""
+    def _passages(
+        self,
+        by_words: Sequence[tuple[float, int]],
+        near: Found,
+        vector: np.ndarray | None,
+        top_k: int,
+        view: _View,
+    ) -> Hits | None:
+        """The results; None if a passage was deleted since, so that `view` is out of date."""
+        ranks: dict[int, float] = {}
+        for ranking in (near.rows.tolist(), [row for _, row in by_words]):
+            for rank, row in enumerate(ranking, 1):
+                ranks[row] = ranks.get(row, 0.0) + 1.0 / (_RANK_OFFSET + rank)
+        best = sorted(ranks, key=lambda row: (-ranks[row], row))[:top_k]
         with self._lock:
-            known = self._catalog.passages([row for _, row in hits])
-            if len(known) < len(hits):
+            known = self._catalog.passages(best)
+            if len(known) < len(best):
                 if self._view is view:
                     self._sync()  # another process deleted it
                 return None
-        return [(score, known[row]) for score, row in hits]
+            scores = {row: score for score, row in by_words}
+            if vector is not None:
+                scores = dict(zip(near.rows.tolist(), near.scores.tolist(), strict=True))
+                others = self._catalog.some_vectors([row for row in best if row not in scores])
+                scores |= {row: float(other @ vector) for row, other in others.items()}
+        return [(scores[row], known[row]) for row in best]
 
-    def _chosen(self, view: _View, where: Filter | None) -> list[Chosen]:
-        """The rows that may be found, segment by segment."""
-        if where is None:
-            return [segment.living for segment in view.segments]
-        with self._lock:
-            known, chosen = self._filtered.pop(where, (None, []))
-            if known is not view:
-                rows = self._catalog.rows(where)
-                chosen = [segment.choose(rows) for segment in view.segments]
-            self._filtered[where] = view, chosen
-            while len(self._filtered) > _MOST_FILTERS:  # the least recently used one
-                self._filtered.pop(next(iter(self._filtered)))
-            return chosen
+    def _allowed(self, view: _View, where: Filter) -> np.ndarray:
+        """The rows that match a filter, ascending; those of the last filters are remembered."""
+        known, rows = self._filtered.pop(where, (None, np.empty(0, np.int64)))
+        if known is not view:
+            rows = self._catalog.rows(where)
+        self._filtered[where] = view, rows
+        while len(self._filtered) > _MOST_FILTERS:  # the least recently used one
+            self._filtered.pop(next(iter(self._filtered)))
+        return rows
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -246,7 +247,8 @@ class PassageIndex:
             raise ValueError("documents: wanted every document_id once")
         counts = [len(document.passages) for document in documents]
         wanted = (sum(counts), self.settings.dim)
-        vectors = np.empty((0, self.settings.dim), np.float32) if vectors is None else vectors
+        if vectors is None:
+            vectors = np.empty((0 if self.settings.dim else sum(counts), self.settings.dim), np.float32)
         if vectors.shape != wanted:
             raise ValueError(f"vectors: wanted {list(wanted)}, got {list(vectors.shape)}")
         with self._lock:
@@ -260,51 +262,40 @@ class PassageIndex:
                 self._sync()
                 return
             view = self._view
-            segments = tuple(segment.without(gone) for segment in view.segments)
+            seen = view.vectors.without(gone) if len(gone) else view.vectors
             added = np.concatenate(rows) if rows else np.empty(0, np.int64)
-            if len(added):
-                segments = appended(segments, IndexSegment.flat(added, vectors))
-                view = dataclasses.replace(view, last_row=int(added[-1]))
-            self._show(dataclasses.replace(view, segments=tuple(segment for segment in segments if segment.num_alive)))
+            if len(added) and self.settings.dim:
+                seen = seen.plus(added, vectors)
+            last_row = int(added[-1]) if len(added) else view.last_row
+            self._show(_View(seen, view.num_passages - len(gone) + len(added), last_row))
 
-    def improve(self, progress: Progress = lambda stage, done, total: None) -> Trained | None:
-        """Trains the index of `kind` if it is missing or too much has changed; None if nothing was done. Takes minutes
-        for a million passages; searches and writes continue meanwhile.
-
-        Args:
-          progress: called as (`train` or `add`, done, total).
-        """
-        view, directory = self._view, self._directory
-        kind = self._trained_kind(view)
-        old = view.trained
-        if directory is None or not self._is_due(view, kind):
-            return None
-        if kind is None:
-            trained = None
-        else:
-            keeps = old is not None and old.kind == kind == "ivf" and view.num_passages < _RETRAIN_AT * old.num_trained
-            rows = self._read(self._catalog.rows)
-            trained = build(
-                kind,
-                self._batches(view.last_row),
-                int(np.searchsorted(rows, view.last_row, side="right")),
-                self.settings.dim,
-                directory,
-                recall=self._recall,
-                like=next((segment for segment in view.segments if not segment.is_flat), None) if keeps else None,
-                num_trained=old.num_trained if old is not None else 0,
-                progress=progress,
-            )
-        made = _View() if trained is None else _View((load(trained, directory),), trained, trained.last_row)
+    def improve(self) -> bool:
+        """Clusters the vectors if there are many and too much has changed; False if nothing was done. Takes minutes for
+        a million passages; searches and writes continue meanwhile."""
+        view, path = self._view, self._catalog.path
+        if path is None or not self._is_due(view.vectors):
+            return False
+        noted = None
+        if view.vectors.num_alive >= LEAST_CLUSTERED:
+            num_rows = int(np.searchsorted(self._read(self._catalog.rows), view.last_row, side="right"))
+            noted = build_clusters(self._batches(view.last_row), num_rows, self.settings.dim, path.parent)
         with self._lock:
             with self._catalog.transaction():
-                self._catalog.set_value("trained", None if trained is None else dataclasses.asdict(trained))
-            self._sync(made)
-            noted = self._catalog.get_value("trained") or {}
-        for path in directory.glob("vectors-*.faiss"):
-            if path.name != noted.get("file"):
-                path.unlink(missing_ok=True)
-        return trained
+                self._catalog.set_value("clusters", noted)
+            self._noted = {}  # a damaged file may have been replaced by its like
+            self._sync()
+            noted = self._noted or {}
+        for other in path.parent.glob("vectors-*.faiss"):
+            if other.name != noted.get("file"):
+                other.unlink(missing_ok=True)
+        return True
+
+    def _is_due(self, vectors: VectorView) -> bool:
+        clusters, num_alive = vectors.clusters, vectors.num_alive
+        if clusters is None or num_alive < LEAST_CLUSTERED:
+            return (clusters is None) == (num_alive >= LEAST_CLUSTERED)
+        num_changed = num_alive - clusters.num_alive + len(clusters.rows) - clusters.num_alive
+        return num_changed > _MOST_CHANGED * len(clusters.rows)
 
     def close(self) -> None:
         """Frees the vectors and closes the file; no method may be called afterwards."""
@@ -312,30 +303,11 @@ class PassageIndex:
             self._view = _View()
             self._catalog.close()
 
-    @property
-    def _directory(self) -> Path | None:
-        return None if self._catalog.path is None else self._catalog.path.parent
-
-    def _trained_kind(self, view: _View) -> TrainedKind | None:
-        if self._kind == "auto":
-            return "ivf" if view.num_passages >= LEAST_TRAINED else None
-        if self._kind == "flat" or not view.num_passages:
-            return None
-        return self._kind
-
-    def _is_due(self, view: _View, kind: TrainedKind | None) -> bool:
-        trained = view.trained
-        if trained is None or kind != trained.kind:
-            return (trained and trained.kind) != kind
-        flat = sum(segment.num_alive for segment in view.segments if segment.is_flat)
-        num_dead = trained.num_rows - (view.num_passages - flat)
-        return flat + num_dead > max(_MOST_UNTRAINED * trained.num_rows, math.sqrt(LEAST_TRAINED))
-
     # -- in step with the catalog ------------------------------------------------------------------------------
 
     def _show(self, view: _View) -> None:
         self._view = view
-        self._filtered.clear()  # cached selections would only keep earlier segments alive
+        self._filtered.clear()  # cached selections would only keep earlier vectors alive
 
     def _read(self, function: Callable[[], Result]) -> Result:
         with self._lock:
@@ -361,38 +333,30 @@ class PassageIndex:
 
         return batches
 
-    def _sync(self, view: _View | None = None) -> None:
-        """Updates the segments, or those of `view`, with what any process wrote."""
-        view = view or self._view
+    def _sync(self) -> None:
+        """Updates the view with what any process wrote."""
+        view = self._view
         with self._catalog.snapshot():
-            trained = self._stored_trained()
-            if trained != view.trained:
-                view = self._opened(trained)
-            new = list(self._catalog.vectors(self.settings.dim, after=view.last_row))
+            noted = self._catalog.get_value("clusters")
+            if noted != self._noted:
+                view, self._noted = self._clustered(noted), noted
+            new = list(self._catalog.vectors(self.settings.dim, after=view.last_row)) if self.settings.dim else []
             alive = self._catalog.rows()
             stamp = self._catalog.stamp
-        segments, last_row = view.segments, view.last_row
-        if new:
-            rows, vectors = np.concatenate([rows for rows, _ in new]), np.concatenate([some for _, some in new])
-            segments, last_row = appended(segments, IndexSegment.flat(rows, vectors)), int(rows[-1])
-        living = (segment.without(np.setdiff1d(segment.rows, alive, assume_unique=True)) for segment in segments)
-        segments = tuple(segment for segment in living if segment.num_alive)
-        self._show(dataclasses.replace(view, segments=segments, last_row=last_row))
+        seen = view.vectors
+        for rows, vectors in new:
+            seen = seen.plus(rows, vectors)
+        last_row = max(view.last_row, int(alive[-1]) if len(alive) else 0)
+        self._show(_View(seen.only(alive), len(alive), last_row))
         self._stamp = stamp
 
-    def _stored_trained(self) -> Trained | None:
-        noted = self._catalog.get_value("trained")
-        try:
-            return None if noted is None else Trained(**noted)
-        except TypeError as error:
-            raise IndexUnusableError(f"damaged: {error}") from None
-
-    def _opened(self, trained: Trained | None) -> _View:
-        """A view of the trained index alone; empty if its file is damaged, since it can be rebuilt."""
-        if trained is None or self._directory is None:
+    def _clustered(self, noted: dict | None) -> _View:
+        """A view of the clusters alone; empty if their file is damaged, since it can be rebuilt."""
+        if noted is None or self._catalog.path is None:
             return _View()
         try:
-            return _View((load(trained, self._directory),), trained, trained.last_row)
-        except IndexUnusableError as error:
-            _log.warning("all vectors are searched until the index is rebuilt: %s", error)
+            clusters = load_clusters(self._catalog.path.parent, noted)
+        except ValueError as error:
+            _log.warning("all vectors are compared until the index is rebuilt: %s", error)
             return _View()
+        return _View(VectorView(clusters=clusters), last_row=int(noted["last_row"]))

@@ -13,7 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ccjax.retrieval.documents import DocumentError, LoadedDocument, plain_metadata, without_controls
+from ccjax.retrieval.documents import DocumentError, LoadedDocument, cleaned, plain_metadata
+from ccjax.types import LONGEST_ID
+
+_LONGEST_ID = LONGEST_ID - 16
+"""With the collection's name before it; passages have numbers behind it."""
 
 SUFFIX = ".jsonl"
 
@@ -84,6 +88,8 @@ def _parse(line: bytes, name: str) -> CollectionLine:
     title, text = _text(value.get("title") or "", "title"), _text(value.get("text"), "text").strip("\n").rstrip()
     if not own_id or not text.strip():
         raise ValueError(f"wanted {'_id' if not own_id else 'text'}, got nothing")
+    if len(name) + len(own_id) > _LONGEST_ID:
+        raise ValueError(f"_id: wanted at most {max(0, _LONGEST_ID - len(name))} characters, got {len(own_id)}")
     title = " ".join(title.split()) or own_id
     document = LoadedDocument(title, text, metadata=plain_metadata(value.get("metadata")))
     return CollectionLine(f"{name}/{own_id}", hashlib.sha256(line).hexdigest(), document)
@@ -94,4 +100,4 @@ def _text(value: Any, name: str) -> str:
         value = str(value)
     if not isinstance(value, str):
         raise ValueError(f"{name}: wanted text, got {type(value).__name__}")
-    return without_controls(value)
+    return cleaned(value)

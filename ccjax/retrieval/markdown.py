@@ -1,48 +1,81 @@
-"""Finds where Markdown can be split so that each part reads as in the whole."""
+"""The blocks of Markdown as ranges of lines: headings, paragraphs, list items, tables and code."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_HEADING = re.compile(r"#{1,6}[ \t]")
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
-
-class Fences:
-    """Fed line by line, tracks whether a line belongs to a code fence, including the fence's own lines."""
-
-    def __init__(self) -> None:
-        self._open: str | None = None
-
-    def takes(self, line: str) -> bool:
-        """Whether the next line is code or a fence."""
-        mark = _FENCE.match(line)
-        if self._open is None:
-            self._open = mark[1] if mark else None
-            return mark is not None
-        if mark and mark[1].startswith(self._open) and not line.strip().strip(self._open[0]):
-            self._open = None
-        return True
+_PARSER = MarkdownIt("commonmark").enable("table")
+_PARSER.core.ruler.enableOnly(["normalize", "block"])
+_LEAVES = {"heading_open", "paragraph_open", "table_open", "fence", "code_block", "html_block", "hr"}
+_CODE_OR_COMMENT = re.compile(r"(?<!`)(`+)(?!`)[^\n]*?(?<!`)\1(?!`)|<!--(?s:.*?)-->")
+_NOTE = re.compile(r"(?m)^\[(?://|comment|_)\]:[ ]?#.*$")
+_LINK = re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)")
 
 
-def best_start(text: str, starts: Sequence[int]) -> int:
-    """Chooses the best of some ascending positions to split at, so that what follows reads the same on its own: the
-    last one at a heading, else the last one outside code, else the last one. Returns an index into `starts`.
+@dataclasses.dataclass(slots=True)
+class Block:
+    """A block that contains no other one, from line `start` to before line `end`.
 
-    Args:
-      text: begins outside code.
+    Attributes:
+      kind: paragraph, heading, table, fence, code_block, html_block or hr.
+      level: of a heading outside lists and quotes, 1 to 6; else 0.
+      text: of a heading, without its marks and the targets of links.
+      rows: first lines of a table's rows, the header's first.
+      items: first line and line behind the last of the list items that begin with this block, the outermost first.
     """
-    fences, end, is_code = Fences(), 0, False
-    outside = at_heading = None
-    lines = iter(text.splitlines(keepends=True))
-    for number, start in enumerate(starts):
-        while end <= start:
-            line = next(lines)
-            is_code, end = fences.takes(line), end + len(line)
-        if not is_code:
-            outside = number
-            if _HEADING.match(text, start):
-                at_heading = number
-    found = outside if at_heading is None else at_heading
-    return len(starts) - 1 if found is None else found
+
+    kind: str
+    start: int
+    end: int
+    level: int = 0
+    text: str = ""
+    rows: list[int] = dataclasses.field(default_factory=list)
+    items: tuple[tuple[int, int], ...] = ()
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The blocks of Markdown in reading order; between them are blank lines and definitions of links only."""
+    items: list[tuple[int, int]] = []
+    block: Block | None = None
+    for token in _PARSER.parse(text):
+        if token.type == "list_item_open":
+            items.append(_lines(token))
+        elif token.type in _LEAVES:
+            if block is not None:
+                yield block
+            block = Block(token.type.removesuffix("_open"), *_lines(token), items=tuple(items))
+            block.level = int(token.tag[1:]) if block.kind == "heading" and not token.level else 0
+            items = []
+        elif block is not None and token.type == "tr_open":
+            block.rows.append(_lines(token)[0])
+        elif block is not None and token.type == "inline" and block.level:
+            block.text = "\n".join(" ".join(line.split()) for line in _LINK.sub(r"\1", token.content).split("\n"))
+    if block is not None:
+        yield block
+
+
+def without_comments(text: str) -> str:
+    """Markdown without HTML's comments, and without definitions of links that are comments, outside code."""
+    if "-->" not in text and not _NOTE.search(text):
+        return text
+    lines, parts, end = text.split("\n"), list[str](), 0
+    for block in [*(block for block in blocks(text) if block.kind in ("fence", "code_block")), None]:
+        start, behind = (len(lines), len(lines)) if block is None else (block.start, block.end)
+        plain = "\n".join(lines[end:start])
+        last = plain.find("\n", plain.rfind("-->")) if "-->" in plain else 0
+        last = len(plain) if last < 0 else last
+        plain = _CODE_OR_COMMENT.sub(lambda match: match[0] if match[1] else "", plain[:last]) + plain[last:]
+        parts.append(_NOTE.sub("", plain))
+        parts.append("\n".join(lines[start:behind]))
+        end = behind
+    return "\n".join(parts[:-1])
+
+
+def _lines(token: Token) -> tuple[int, int]:
+    assert token.map is not None
+    return token.map[0], token.map[1]

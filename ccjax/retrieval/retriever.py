@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from ccjax.config.documents import DocumentOptions, IndexKind
+from ccjax.config.documents import DocumentOptions, SearchKind
 from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, PassageRow
 from ccjax.retrieval.changes import IndexChanges, find_changes
 from ccjax.retrieval.chunking import split
 from ccjax.retrieval.documents import MAX_FILE_BYTES, LoadedDocument
-from ccjax.retrieval.embedding import Embedder, default_embedder
+from ccjax.retrieval.embedding import HOW_TO_INSTALL, Embedder, default_embedder
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import PassageIndex
-from ccjax.retrieval.trained import Trained
 from ccjax.types import Document
 
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called as (stage, done, total); stages are `read` (files), `embed` (passages) and, when a large index is rebuilt,
-`train` (1) and `add` (passages)."""
+"""Called as (stage, done, total); stages are `read` (files) and `embed` (passages)."""
 
 _DEFAULTS = DocumentOptions()
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
+_MOST_TOLD = 20
+"""Problems that are logged one by one at each refresh."""
 _WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -43,8 +44,9 @@ class Passage:
       document_id: the source file's path below the documents directory, with forward slashes; in a collection
         (`ccjax.retrieval.jsonl`) followed by `/` and the document's own id.
       passage_id: `document_id#n`, n counted from 0 in reading order.
+      text: with the document's title and the passage's headings as first line.
       version: sha256 (hex) of the source file's bytes, in a collection of the document's line.
-      score: cosine similarity to the query, in [-1, 1].
+      score: cosine similarity to the query, in [-1, 1]; in a search by words alone bm25, above 0.
       path: the source file.
       metadata: text, numbers and booleans by name: a Markdown file's front matter, a collection's `metadata`.
     """
@@ -56,7 +58,7 @@ class Passage:
     version: str
     score: float
     path: str
-    metadata: Mapping[str, str | float | bool] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def as_document(self) -> Document:
         """The passage as part of a request."""
@@ -91,34 +93,37 @@ class Retriever:
         docs_dir: Path,
         *,
         index_dir: Path | None,
-        embedder: Embedder,
+        embedder: Embedder | None,
+        search: SearchKind,
         count_tokens: Callable[[str], int],
         chunk_tokens: int,
         overlap_tokens: int,
         max_file_bytes: int,
-        index_kind: IndexKind,
-        index_recall: float,
+        exclude: Sequence[str],
+        outside_links: bool,
         progress: Progress | None,
     ) -> None:
         """Use `Retriever.open`: a retriever constructed directly has loaded nothing yet."""
         self._docs_dir = docs_dir
         self._index_dir = index_dir
-        self._embedder = embedder
+        self.embedder = embedder
+        self._by_words = search != "dense"
         self._count_tokens = count_tokens
         self._settings = IndexSettings(
-            embedder=embedder.name,
-            dim=embedder.dim,
+            embedder="" if embedder is None else embedder.name,
+            dim=0 if embedder is None else embedder.dim,
             chunk_tokens=chunk_tokens,
             overlap_tokens=overlap_tokens,
             token_probe=tuple(count_tokens(text) for text in _TOKEN_PROBES),
         )
         self._max_file_bytes = max_file_bytes
+        self._exclude, self._outside_links = tuple(exclude), outside_links
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._update_lock = threading.Lock()
         self._index: PassageIndex | None = None
-        self._open_index = lambda: PassageIndex.open(
-            self._index_dir, self._settings, kind=index_kind, recall=index_recall
-        )
+        self._clustering: threading.Thread | None = None
+        self._told: dict[str, str] = {}
+        self._root: Path | None = None
         self.report = RefreshReport()
         """Report of the last update of the index, by `open` or `refresh`."""
 
@@ -128,6 +133,7 @@ class Retriever:
         docs_dir: str | Path,
         *,
         index_dir: str | Path | None = None,
+        search: SearchKind = _DEFAULTS.search,
         embedder: Embedder | None = None,
         count_tokens: Callable[[str], int],
         chunk_tokens: int = _DEFAULTS.chunk_tokens,
@@ -135,23 +141,24 @@ class Retriever:
         progress: Progress | None = None,
         strict: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
-        index_kind: IndexKind = _DEFAULTS.index_kind,
-        index_recall: float = _DEFAULTS.index_recall,
+        exclude: Sequence[str] = (),
+        outside_links: bool = False,
     ) -> Retriever:
         """Opens a retriever over the files below `docs_dir` and updates its index.
 
         Args:
           index_dir: where the index is kept between runs; None keeps it in memory only. A saved index made with another
             embedder, tokenizer or chunk size, or a damaged one, is rebuilt with a log line.
-          embedder: None = `default_embedder("auto")`.
+          search: `hybrid` (by words and by similarity), `dense` (by similarity) or `lexical` (by words). Without an
+            encoder `hybrid` is `lexical`, with a log line.
+          embedder: None = `default_embedder("auto")`; `lexical` has none.
           count_tokens: length of a text in the engine's tokens; determines where passages end.
           chunk_tokens: longest passage, in those tokens.
           overlap_tokens: most tokens by which adjacent passages overlap.
           progress: called while files are read and passages embedded.
           strict: raise for a file that cannot be used. By default it is skipped, logged, and listed in `report.failed`.
           max_file_bytes: larger files are refused, and longer lines of collections.
-          index_kind: see `PassageIndex.open`.
-          index_recall: see there.
+          exclude, outside_links: see `ccjax.retrieval.scan.find_files`.
 
         Raises:
           ValueError: an argument is out of range, or `docs_dir` is not a directory.
@@ -163,16 +170,25 @@ class Retriever:
         if index_dir is not None and Path(index_dir).resolve() == docs_dir.resolve():
             raise ValueError(f"index_dir: wanted a directory other than docs_dir, got {str(index_dir)!r}")
         split("", count_tokens=count_tokens, chunk_tokens=chunk_tokens, overlap_tokens=overlap_tokens)  # bad settings
+        if search not in get_args(SearchKind):
+            raise ValueError(f"search: wanted one of {', '.join(get_args(SearchKind))}, got {search!r}")
+        if search == "lexical":
+            embedder = None
+        elif embedder is None and (embedder := default_embedder()) is None:
+            if search == "dense":
+                raise ValueError(f"search: wanted hybrid or lexical without a sentence encoder ({HOW_TO_INSTALL})")
+            _log.warning("no sentence encoder installed: documents are searched by words alone (%s)", HOW_TO_INSTALL)
         retriever = cls(
-            docs_dir.resolve(),
+            docs_dir.absolute(),
             index_dir=None if index_dir is None else Path(index_dir).resolve(),
-            embedder=embedder if embedder is not None else default_embedder(),
+            embedder=embedder,
+            search=search,
             count_tokens=count_tokens,
             chunk_tokens=chunk_tokens,
             overlap_tokens=overlap_tokens,
             max_file_bytes=max_file_bytes,
-            index_kind=index_kind,
-            index_recall=index_recall,
+            exclude=exclude,
+            outside_links=outside_links,
             progress=progress,
         )
         rebuilt = retriever._load()
@@ -200,11 +216,6 @@ class Retriever:
         """Ids of the searchable documents, sorted."""
         return tuple(self._current().versions())
 
-    @property
-    def trained(self) -> Trained | None:
-        """The trained index in use, with its recall; None while searches compare every passage."""
-        return self._current().trained
-
     def has_document(self, document_id: str) -> bool:
         """True if the document is searchable."""
         return self._current().has(document_id)
@@ -227,11 +238,12 @@ class Retriever:
 
     def warmup(self) -> None:
         """Embeds texts of the usual lengths of a question, so that the first question need not wait for compilation."""
-        for num_words in _WARMUP_WORDS:
-            self._embedder.embed(["word " * num_words])
+        if self.embedder is not None:
+            for num_words in _WARMUP_WORDS:
+                self.embedder.embed(["word " * num_words])
 
     def search(self, query: str, top_k: int, *, filters: Mapping[str, Any] | None = None) -> list[Passage]:
-        """The `top_k` passages most similar to `query`, best first; fewer if fewer exist or match.
+        """The `top_k` passages that answer `query` best, best first; fewer if fewer exist or match.
 
         Args:
           filters: for the documents' metadata (`ccjax.retrieval.filters`).
@@ -258,16 +270,16 @@ class Retriever:
                 raise ValueError(f"{name}: wanted an integer of at least 1, got {value!r}")
         where = None if filters is None else parse_filter(filters)
         index = self._current()
-        vector = self._embedder.embed([query])[0] if len(index) else np.empty(0, np.float32)
-        found = index.stages(vector, top_k, num_stages, where=where)
+        vector = self.embedder.embed([query])[0] if self.embedder is not None and len(index) else None
+        found = index.stages(query if self._by_words else None, vector, top_k, num_stages, where=where)
         return (([self._passage(row, score) for score, row in hits], is_all) for hits, is_all in found)
 
     def refresh(self) -> RefreshReport:
         """Updates the index from the directory.
 
         Every file is read and hashed; only new and changed ones are parsed and embedded, other vectors are kept. A
-        changed file that cannot be used any more is dropped, not served stale. If many passages have changed, the
-        trained index is rebuilt while searches continue.
+        changed file that cannot be used any more is dropped, not served stale. If many passages have changed, their
+        vectors are clustered anew in the background.
         """
         return self._update(strict=False, rebuilt=None)
 
@@ -277,6 +289,15 @@ class Retriever:
             index, self._index = self._index, None
             if index is not None:
                 index.close()
+
+    def _cluster(self) -> None:
+        """Clusters the vectors while searches continue."""
+        try:
+            if (index := self._index) is not None and index.improve():
+                _log.info("the vectors of %d passages were clustered", len(index))
+        except Exception:
+            if self._index is not None:  # else it was closed meanwhile
+                _log.exception("clustering failed; all vectors are compared")
 
     def _current(self) -> PassageIndex:
         index = self._index
@@ -301,12 +322,12 @@ class Retriever:
         if self._index_dir is not None:
             self._index_dir.mkdir(parents=True, exist_ok=True)
         try:
-            self._index = self._open_index()
+            self._index = PassageIndex.open(self._index_dir, self._settings)
         except IndexUnusableError as error:
             assert self._index_dir is not None
             _log.warning("the index in %s is rebuilt: %s", self._index_dir, error)
             Catalog.delete(self._index_dir)
-            self._index = self._open_index()
+            self._index = PassageIndex.open(self._index_dir, self._settings)
             return str(error)
         return None
 
@@ -314,22 +335,28 @@ class Retriever:
         with self._update_lock:
             index = self._current()
             versions = index.versions()
+            # A link may lead elsewhere now; one refresh reads one directory.
+            docs_dir = Path(os.path.realpath(self._docs_dir))
             changes = find_changes(
-                self._docs_dir,
+                docs_dir,
                 versions,
                 index.digests(),
                 self._split,
                 skip=self._index_dir,
                 strict=strict,
                 max_file_bytes=self._max_file_bytes,
+                exclude=self._exclude,
+                outside_links=self._outside_links,
                 progress=lambda done, total: self._progress("read", done, total),
             )
-            for problem in changes.problems:
-                _log.warning("skipped %s", problem)
+            self._tell(changes)
             for path, num_chars in changes.left_out.items():
                 _log.warning("left out %d characters of base64, hex or minified code: %s", num_chars, path)
-            self._apply(index, changes)
-            index.improve(self._progress)
+            self._apply(index, changes, at_once=self._root not in (None, docs_dir))
+            self._root = docs_dir
+            if self._clustering is None or not self._clustering.is_alive():
+                self._clustering = threading.Thread(target=self._cluster, name="ccjax-cluster", daemon=True)
+                self._clustering.start()
             changed = set(changes.changed)
             self.report = RefreshReport(
                 added=tuple(document.document_id for document in changes.new if document.document_id not in changed),
@@ -341,34 +368,56 @@ class Retriever:
             )
             return self.report
 
+    def _tell(self, changes: IndexChanges) -> None:
+        """Logs problems that were not there before, most of them as a number."""
+        now = {problem.path: problem.reason for problem in changes.problems}
+        new = [(path, reason) for path, reason in now.items() if self._told.get(path) != reason]
+        self._told = now
+        for path, reason in new[:_MOST_TOLD]:
+            _log.warning("skipped %s: %s", path, reason)
+        if len(new) > _MOST_TOLD:
+            _log.warning(
+                "skipped %d more; report.failed and GET /v1/documents/problems have all", len(new) - _MOST_TOLD
+            )
+
     def _split(self, loaded: LoadedDocument) -> tuple[str, ...]:
         passages = split(
             loaded.text,
             count_tokens=self._count_tokens,
             chunk_tokens=self._settings.chunk_tokens,
             overlap_tokens=self._settings.overlap_tokens,
+            title=loaded.title,
             markdown=loaded.markdown,
         )
         return tuple(passages)
 
-    def _apply(self, index: PassageIndex, changes: IndexChanges) -> None:
-        """Embeds new passages and writes them batch by batch, so that little is lost if the process is killed."""
-        if changes.removed:
+    def _apply(self, index: PassageIndex, changes: IndexChanges, *, at_once: bool) -> None:
+        """Embeds new passages, but for those whose text was in a removed or changed document, and writes them batch by
+        batch, so that little is lost if the process is killed; or `at_once`, together with what is removed."""
+        known = index.known_vectors([*changes.removed, *changes.changed])
+        if changes.removed and not (at_once and changes.new):
             index.write(removed=changes.removed)
         total = sum(len(document.passages) for document in changes.new)
         done = 0
-        for group in _groups(changes.new):
-            # The title names the subject.
-            texts = [f"{document.title}\n{text}" for document in group for text in document.passages]
+        for group in [changes.new] if at_once and changes.new else _groups(changes.new):
+            texts = [text for document in group for text in document.passages]
             vectors = np.empty((len(texts), self._settings.dim), np.float32)
-            for start in range(0, len(texts), _EMBED_BATCH):
+            new = []
+            for place, text in enumerate(texts):
+                if text in known:
+                    vectors[place] = known[text]
+                else:
+                    new.append(place)
+            for start in range(0, len(new), _EMBED_BATCH):
                 self._progress("embed", done + start, total)
-                batch = slice(start, start + _EMBED_BATCH)
-                embedded = self._embedder.embed(texts[batch])
-                if embedded.shape != (wanted := vectors[batch].shape):
+                if self.embedder is None:
+                    break
+                batch = new[start : start + _EMBED_BATCH]
+                embedded = self.embedder.embed([texts[place] for place in batch])
+                if embedded.shape != (wanted := (len(batch), self._settings.dim)):
                     raise ValueError(f"embedder: wanted vectors of shape {wanted}, got {embedded.shape}")
                 vectors[batch] = embedded
-            index.write(group, vectors)
+            index.write(group, vectors, removed=changes.removed if at_once else ())
             done += len(texts)
         self._progress("embed", total, total)
         if changes.digests:

@@ -3,48 +3,119 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pathspec import GitIgnoreSpec
 
-def find_files(docs_dir: Path, *, skip: Path | None = None) -> tuple[dict[str, Path], tuple[tuple[str, str], ...]]:
-    """All files below `docs_dir` by document id, and the directories that cannot be read.
+_IGNORE_FILES = (".gitignore", ".ccjaxignore")
+_NEVER = GitIgnoreSpec.from_lines(("node_modules/", "bower_components/", "__pycache__/", "site-packages/", "_build/"))
+_BUILT = GitIgnoreSpec.from_lines(("/build/", "/dist/", "/out/", "/site/", "/target/"))
+_PROJECT_FILES = frozenset(
+    "Cargo.toml CMakeLists.txt Makefile build.gradle mkdocs.yml package.json pom.xml pyproject.toml setup.py".split()
+)
+_QUERIES = GitIgnoreSpec.from_lines(("/queries.jsonl",))
+"""BEIR's questions, beside its documents."""
+_Specs = tuple[tuple[Path, GitIgnoreSpec], ...]
 
-    A document id is the path below `docs_dir` with forward slashes; the mapping is sorted by it. Hidden files and
-    directories are left out, and so is the directory `skip`. Links to directories are followed, but every directory is
+
+def find_files(
+    docs_dir: Path, *, skip: Path | None = None, exclude: Sequence[str] = (), outside_links: bool = False
+) -> tuple[dict[str, Path], tuple[tuple[str, str], ...]]:
+    """All files below `docs_dir` by document id, and what cannot be read.
+
+    A document id is the path below `docs_dir` with forward slashes; the mapping is sorted by it. Left out are hidden
+    files and directories, the directory `skip`, what `.gitignore` and `.ccjaxignore` files name, packages of other
+    projects (`node_modules`, `site-packages`), the output of builds beside a project's file, `queries.jsonl` beside
+    `corpus.jsonl`, and links to files that are found anyway. Links to directories are followed, but every directory is
     visited once, under its real path if that is below `docs_dir`: loops end, nothing is indexed twice.
 
+    Args:
+      exclude: patterns as in `.gitignore` that come before those of the files.
+      outside_links: whether links that lead out of `docs_dir` are followed.
+
     Returns:
-      (files, failed): `failed` holds (path, reason) of unreadable directories and of names that are not UTF-8.
+      (files, failed): `failed` holds (path, reason) of unreadable directories, of names that are not UTF-8, and of
+      links that are not followed.
     """
     files: dict[str, Path] = {}
     failed: list[tuple[str, str]] = []
-    seen = set(docs_dir.resolve().parents)  # a link to one of them would lead out and back in
+    root = Path(os.path.realpath(docs_dir))  # a link may lead in circles
+    seen = set(root.parents)  # a link to one of them would lead out and back in
     if skip is not None:
         seen.add(skip.resolve())
-    waiting = [docs_dir]  # real directories are all walked before the first link is followed
-    links: list[Path] = []
+    always: _Specs = ((docs_dir, GitIgnoreSpec.from_lines(exclude)),)
+    waiting: list[tuple[Path, _Specs]] = [(docs_dir, ((docs_dir, _NEVER),))]
+    links: list[tuple[Path, _Specs]] = []  # real directories are all walked before the first link is followed
+    linked: dict[str, Path] = {}
     while waiting or links:
-        directory = waiting.pop() if waiting else links.pop(0)
+        directory, specs = waiting.pop() if waiting else links.pop(0)
         try:
             real = directory.resolve()
             if real in seen:
                 continue
             seen.add(real)
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a link that turned into a loop meanwhile
+            specs = (*specs, *((directory, spec) for spec in _specs_of(directory, {entry.name for entry in entries})))
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that turned into a loop meanwhile
             failed.append((str(directory), f"cannot be listed: {getattr(error, 'strerror', None) or error}"))
             continue
         for entry in entries:
-            path = Path(entry.path)
-            if entry.name.startswith("."):
+            path, is_dir = Path(entry.path), os.path.isdir(entry.path)  # False if the entry cannot be examined
+            if entry.name.startswith(".") or _is_ignored(path, is_dir, (*specs, *always)):
                 continue
             try:
                 entry.name.encode()
             except UnicodeEncodeError:
                 failed.append((os.fsencode(path).decode("utf-8", "replace"), "the name is not UTF-8"))
                 continue
-            if os.path.isdir(path):  # False, not an error, if the entry cannot be examined
-                (links if entry.is_symlink() else waiting).append(path)
+            if entry.is_symlink() and not outside_links and _leads_out(path, root):
+                failed.append((str(path), "a link out of the directory, which is followed with docs_links only"))
+            elif is_dir:
+                (links if entry.is_symlink() else waiting).append((path, specs))
             else:
-                files[path.relative_to(docs_dir).as_posix()] = path
+                (linked if entry.is_symlink() else files)[path.relative_to(docs_dir).as_posix()] = path
+    found = {os.path.realpath(path) for path in files.values()}
+    for name, path in sorted(linked.items()):
+        if (target := os.path.realpath(path)) not in found:
+            found.add(target)
+            files[name] = path
     return dict(sorted(files.items())), tuple(failed)
+
+
+def _specs_of(directory: Path, names: set[str]) -> Iterator[GitIgnoreSpec]:
+    """The patterns for a directory, later ones before earlier ones."""
+    if names & _PROJECT_FILES:
+        yield _BUILT
+    if {"corpus.jsonl", "queries.jsonl"} <= names:
+        yield _QUERIES
+    for name in _IGNORE_FILES:
+        if name in names and (directory / name).is_file():
+            yield _spec((directory / name).read_text("utf-8", "replace").splitlines())
+
+
+def _spec(lines: Sequence[str]) -> GitIgnoreSpec:
+    """The patterns that are valid."""
+    valid = []
+    for line in lines:
+        try:
+            GitIgnoreSpec.from_lines([line])
+            valid.append(line)
+        except ValueError:
+            continue
+    return GitIgnoreSpec.from_lines(valid)
+
+
+def _is_ignored(path: Path, is_dir: bool, specs: _Specs) -> bool:
+    for base, spec in reversed(specs):
+        found = spec.check_file(path.relative_to(base).as_posix() + "/" * is_dir).include
+        if found is not None:
+            return found
+    return False
+
+
+def _leads_out(path: Path, root: Path) -> bool:
+    try:
+        return not path.resolve(strict=True).is_relative_to(root)
+    except (OSError, RuntimeError):  # a broken link, reported when it is read
+        return False

@@ -75,7 +75,7 @@ class BatchSizes:
             (count, size)
             for size in self.slots()
             for count in rows
-            if count <= size and (size <= _ALL_ROWS_UP_TO or count in (1, 16, 32, 64, full))
+            if count <= size and (size <= _ALL_ROWS_UP_TO or count in (16, 32, 64, full))
         ]
 
     def first_packs(self) -> list[tuple[int, int]]:
@@ -103,19 +103,23 @@ class BatchSizes:
         """(requests, entries of the page tables) of every decode step up to `max_model_len`, small ones first."""
         most = num_pages(self.max_model_len) + _PARTS
         entries = sorted({entry_bucket(count) for count in range(1, most + 1)})
-        return [(batch, count) for count in entries for batch in self._batches()]
+        return [(batch, count) for count in entries for batch in self.batches()]
 
     def first_decodes(self) -> list[tuple[int, int]]:
         """A few decode steps that cover all others: for one request, for a few, for all. Unused entries cost next to
         nothing."""
-        batches, entries = self._batches(), self.decodes()[-1][1]
+        batches, entries = self.batches(), self.decodes()[-1][1]
         few = [batch for batch in batches if batch <= _MOST_ENDS]
         return [(batch, entries) for batch in dict.fromkeys([*few[:1], *few[-1:], batches[-1]])]
 
     def ends(self) -> list[int]:
         """Numbers of requests whose last token is in a pack: up to 8, or all."""
-        batches = self._batches()
+        batches = self.batches()
         return [count for count in batches if count <= _MOST_ENDS or count == batches[-1]]
+
+    def batches(self) -> list[int]:
+        """Requests of every decode step, and rows of its logits, ascending."""
+        return sorted({batch_bucket(count) for count in range(1, self.max_num_seqs + 1)})
 
     def rows(self) -> list[int]:
         """Computed tokens of every pack, ascending."""
@@ -129,9 +133,6 @@ class BatchSizes:
     @property
     def _usual_tokens(self) -> int:
         return min(2 * self.max_num_batched_tokens, 4 * self.max_model_len)
-
-    def _batches(self) -> list[int]:
-        return sorted({batch_bucket(count) for count in range(1, self.max_num_seqs + 1)})
 
 
 def spread(sizes: Sequence[int]) -> list[int]:

@@ -44,20 +44,19 @@ def check_budgets(config: EngineConfig, num_shards: int = 1) -> None:
       ConfigError: names the budget, the available and the configured size.
     """
     device, memory = free_device_bytes(num_shards), memory_bytes()
-    host = host_cache_bytes(config)
-    if device is not None and config.device_cache_bytes > device:
+    host, pool = host_cache_bytes(config), config.device_cache_bytes or 0
+    if device is not None and pool > device:
         raise ConfigError(
-            f"device_cache_bytes: wanted at most {device} (what the model leaves free on devices), "
-            f"got {config.device_cache_bytes}"
+            f"device_cache_bytes: wanted at most {device} (what the model leaves free on devices), got {pool}"
         )
     if memory is not None and host > memory:
         raise ConfigError(
             f"host_cache_bytes: wanted at most {memory} (the memory that this process may use), got {host}"
         )
-    if device is None and memory is not None and config.device_cache_bytes + host > memory:
+    if device is None and memory is not None and pool + host > memory:
         raise ConfigError(
             f"device_cache_bytes: wanted at most {memory - host} (the memory that this process may "
-            f"use, less host_cache_bytes: the device has none of its own), got {config.device_cache_bytes}"
+            f"use, less host_cache_bytes: the device has none of its own), got {pool}"
         )
     disk = None if config.store is None else disk_bytes(config.store)
     if disk is not None and config.disk_cache_bytes is not None and config.disk_cache_bytes > disk:

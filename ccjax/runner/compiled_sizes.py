@@ -20,10 +20,10 @@ from ccjax.runner.buckets import (
     token_bucket,
 )
 
-Kind = Literal["pack", "question", "decode", "batch", "write", "context"]
+Kind = Literal["pack", "question", "decode", "batch", "masks", "adjustments", "write", "context"]
 """What a size describes: a pack (rows, context slots, columns of the mass output or 0), a pass of questions (rows,
-context slots), a decode step (requests, entries of the page tables), logits (rows), a variant written to the pool
-(tokens), a context loaded into it (slots)."""
+context slots), a decode step (requests, entries of the page tables), logits (rows), the same with masks of constrained
+answers or with penalties (rows), a variant written to the pool (tokens), a context loaded into it (slots)."""
 
 Key = tuple[Kind, tuple[int, ...]]
 """A size and its kind."""

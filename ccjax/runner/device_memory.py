@@ -15,6 +15,8 @@ from ccjax.runner.budgets import host_cache_bytes, memory_bytes, usual_pool_byte
 from ccjax.runner.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits, kv_shards, plain, plan_memory
 
 _LONGEST_DEFAULT = 8192
+_USUAL_SHARE = 0.9
+"""Of an accelerator's memory, as in vLLM."""
 
 
 def longest(model: LlamaConfig, config: EngineConfig) -> int:
@@ -54,7 +56,7 @@ def memory_plan(model: LlamaConfig, config: EngineConfig) -> MemoryPlan:
     weight_bytes = (plain if config.quantization is None else in_8_bits)(config.dtype)
     shapes = ServedShapes(model, config.dtype, sizes_of(model, config), weight_bytes, config.tensor_parallel_size)
     total, source = _device_bytes(config)
-    fraction = config.gpu_memory_utilization
+    fraction = _share(config)
     plan = plan_memory(shapes, total, source=source, fraction=fraction or 1.0)
     if config.device_cache_bytes:
         pool = config.device_cache_bytes // kv_shards(shapes)
@@ -66,7 +68,8 @@ def memory_plan(model: LlamaConfig, config: EngineConfig) -> MemoryPlan:
 
 
 def with_pool(model: LlamaConfig, config: EngineConfig) -> EngineConfig:
-    """Returns the settings with `device_cache_bytes` set to the size of the pool if `gpu_memory_utilization` is set.
+    """Returns the settings with `device_cache_bytes` set to the size of the pool, unless it is given, if the devices
+    report memory of their own or `gpu_memory_utilization` is set; else to 0.
 
     If it is set, or the memory of the devices is given or reported, also checks that the model fits before it is
     loaded.
@@ -74,14 +77,20 @@ def with_pool(model: LlamaConfig, config: EngineConfig) -> EngineConfig:
     Raises:
       ConfigError: the model does not fit; says what would. Or as `memory_plan`.
     """
-    is_asked = config.gpu_memory_utilization is not None
-    if not is_asked and config.device_memory_bytes is None and _own_bytes() is None:
-        return config
-    plan = memory_plan(model, config)
-    check_fits(plan)
-    if not is_asked or config.device_cache_bytes:
-        return config
-    return config.replace(device_cache_bytes=plan.pool * kv_shards(plan.shapes))
+    is_asked = _share(config) is not None
+    if is_asked or config.device_memory_bytes is not None or _own_bytes() is not None:
+        plan = memory_plan(model, config)
+        check_fits(plan)
+        if is_asked and not config.device_cache_bytes:
+            return config.replace(device_cache_bytes=plan.pool * kv_shards(plan.shapes))
+    return config if config.device_cache_bytes is not None else config.replace(device_cache_bytes=0)
+
+
+def _share(config: EngineConfig) -> float | None:
+    """Share of the memory of each device that the model may take; None if its memory is not divided."""
+    if config.gpu_memory_utilization is None and config.device_cache_bytes is None and _own_bytes() is not None:
+        return _USUAL_SHARE
+    return config.gpu_memory_utilization
 
 
 def _device_bytes(config: EngineConfig) -> tuple[int, str]:

@@ -64,6 +64,7 @@ class PrefillJob:
         contexts: Contexts | None = None,
         collect: bool = False,
         num_logits: int = 0,
+        num_top: int | None = None,
     ) -> None:
         """
         Args:
@@ -72,6 +73,7 @@ class PrefillJob:
           contexts: source of the KV of reused segments that are not in `pages.shared`, layer by layer.
           collect: keep computed KV and masses, for capture.
           num_logits: number of last tokens whose logits are kept.
+          num_top: score the tokens of the prompt, with so many likeliest ones; None does not.
         """
         if token_ids.shape != (pages.num_tokens,):
             raise ValueError(f"token_ids: wanted shape ({pages.num_tokens},), a slot each, got {token_ids.shape}")
@@ -84,6 +86,7 @@ class PrefillJob:
         self.contexts = contexts
         self.collect = collect
         self.num_logits = num_logits
+        self.num_top = num_top
         self.offsets = self._computed_offsets()
         self.segment_of = segment_of_tokens(plan, len(token_ids))
         self.column_of = mass_columns(plan)[self.segment_of]
@@ -108,7 +111,8 @@ class PrefillJob:
         """Positions of the question's tokens. Neither the answer so far nor one that is scored behind the question
         (`num_logits`) may influence what is recomputed."""
         start, num_scored = self.plan.segments[-1].start, max(0, self.num_logits - 1)
-        return np.arange(start, max(start + 1, self.plan.num_tokens - num_scored))
+        last = np.arange(start, max(start + 1, self.plan.num_tokens - num_scored))
+        return np.concatenate([np.arange(*self.plan.early_question), last])
 
     @property
     def is_stored(self) -> np.ndarray:

@@ -19,7 +19,10 @@ from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import PrefillJob
 from ccjax.runner.plan_rows import LayerRows, padded_to, without_sink
 from ccjax.runner.pool import DevicePool
+from ccjax.runner.sampling import score_tokens
 
+_SCORED_ROWS = 32
+"""Rows whose logits, of the whole vocabulary, are held at once."""
 NO_POSITION = np.iinfo(np.int32).max
 
 
@@ -257,6 +260,10 @@ class Pack(Prefilling):
         its last token, so the context ends there."""
         return np.arange(int(piece.offsets[-1]) + 1)
 
+    def _positions(self, piece: Piece) -> np.ndarray:
+        """Position of each row of the piece."""
+        return piece.offsets
+
     def _first_size(self, num_slots: int, num_segments: int) -> tuple[int, ...]:
         """The size of the first layer."""
         return self._model.sizes.pack(self._expected_rows(), num_slots, num_segments)
@@ -265,7 +272,7 @@ class Pack(Prefilling):
         """Adds the output of a layer to the results of the jobs; returns the rows of each piece that go on."""
         kept, first = {}, 0
         for piece in self._pieces:
-            rows = LayerRows(self.layer, piece.offsets, first, out.k, out.v, out.mass, out.self_mass)
+            rows = LayerRows(self.layer, piece.offsets, first, out.mass, out.self_mass)
             first += len(piece.offsets)
             decides = piece.job.add_layer(rows, is_last_piece=piece.is_last, num_layers=self._model.config.num_layers)
             kept[piece] = (
@@ -283,11 +290,18 @@ class Pack(Prefilling):
         return rows.tolist()
 
     def _keep_logits(self) -> None:
-        """Adds the logits of the tokens of this pack to the outcomes of the jobs that want them (`num_logits`)."""
+        """Adds the logits of the tokens of this pack, and the scores of those that follow, to the outcomes of the jobs
+        that want them (`num_logits`, `num_top`)."""
         first = 0
         for piece in self._pieces:
             job = piece.job
             wanted = first + np.flatnonzero(piece.offsets >= len(job.token_ids) - job.num_logits)
+            if job.num_top is not None:
+                before_others = np.flatnonzero(piece.offsets < job.plan.num_tokens - 1)
+                for start in range(0, len(before_others), _SCORED_ROWS):
+                    rows = before_others[start : start + _SCORED_ROWS]
+                    following = job.token_ids[piece.offsets[rows] + 1].tolist()
+                    job.result.scores += score_tokens(self._logits(first + rows), following, job.num_top)
             first += len(piece.offsets)
             if len(wanted):
                 logits, before = jax.device_get(self._logits(wanted))[: len(wanted)], job.result.last_logits
@@ -330,7 +344,7 @@ class Pack(Prefilling):
 
         slots = [piece.job.pages.slots[piece.offsets] for piece in self._pieces]
         rows = {
-            "q_pos": padded([piece.offsets for piece in self._pieces]),
+            "q_pos": padded([self._positions(piece) for piece in self._pieces]),
             "q_request": padded([np.full(len(piece.offsets), piece.number) for piece in self._pieces]),
             "q_slot": padded(slots, self._pool.num_slots),
         }

@@ -41,7 +41,7 @@ class RequestPages:
     def __init__(self, pool: DevicePool, plan: PrefillPlan, chunks: Mapping[VariantId, PagedShard]) -> None:
         """
         Args:
-          chunks: the plan's variants that are in the pool.
+          chunks: the plan's variants whose tokens fill pages of the pool from their beginning on.
 
         Raises:
           TierFullError: too few pages are free; none is allocated.
@@ -100,8 +100,12 @@ class RequestPages:
         self._num_prompt_shards = 0
         return list(self._segments), own
 
+    def hold(self) -> PagedShard:
+        """All tokens, and a hold on their pages."""
+        return self._pool.hold(self.slots)
+
     def release(self) -> None:
-        """Frees its own pages now, even if references to this object, e.g. in a traceback, remain; it must not be used
+        """Drops its own pages now, even if references to this object, e.g. in a traceback, remain; it must not be used
         any more."""
         for shard in self._own:
             shard.free()

@@ -8,31 +8,32 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from ccjax.runner.pool import PagedShard
+from ccjax.runner.sampling import SampledToken
 from ccjax.types import REUSED_ANYWHERE, LayerStats, PrefillPlan
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerRows:
-    """What one layer computed: prompt offsets of its rows (ascending), their KV and, if collected, their masses.
+    """What one layer computed: prompt offsets of its rows (ascending) and, if collected, their masses.
 
-    `k` (before RoPE), `v`: [N, K, H]; `mass`: [N, C], by `mass_columns`; `self_mass`: [N]. Only `len(offsets)` of the N
-    rows are valid, starting at `first`.
+    `mass`: [N, C], by `mass_columns`; `self_mass`: [N]. Only `len(offsets)` of the N rows are valid, starting at
+    `first`.
     """
 
     layer: int
     offsets: np.ndarray
     first: int
-    k: jax.Array
-    v: jax.Array
     mass: jax.Array | None
     self_mass: jax.Array | None
 
 
 @dataclasses.dataclass
 class PrefillOutcome:
-    """The results of a prefill, besides the KV in its pages.
+    """The results of a prefill.
 
     Attributes:
+      kv: that of the whole prompt, in its pages; None unless collected.
       layers: computed rows, layer by layer, possibly in several pieces per layer; empty unless collected.
       computed_token_layers: sum over layers of the tokens computed there.
       focused: indices of the focused documents once CacheCraft alg. 1 has decided, else None.
@@ -41,8 +42,10 @@ class PrefillOutcome:
       recomputed_tokens_of: for each segment recomputed by deviation, the number of tokens kept by the first choice.
       not_recomputed: prompt offsets of the tokens that the first choice by deviation dropped.
       last_logits: [n, V] float32, of the last n tokens, if requested.
+      scores: of each token of the prompt but the first, if requested.
     """
 
+    kv: PagedShard | None = None
     layers: list[LayerRows] = dataclasses.field(default_factory=list)
     computed_token_layers: int = 0
     focused: frozenset[int] | None = None
@@ -51,6 +54,7 @@ class PrefillOutcome:
     recomputed_tokens_of: dict[int, int] = dataclasses.field(default_factory=dict)
     not_recomputed: list[np.ndarray] = dataclasses.field(default_factory=list)
     last_logits: np.ndarray | None = None
+    scores: list[SampledToken] = dataclasses.field(default_factory=list)
     loaded_bytes: int = 0
     load_wait_s: float = 0.0
 

@@ -10,8 +10,8 @@ import collections
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ccjax.kernels.inputs import KVPages
-from ccjax.models.llama3.sharding import EVERYWHERE, PAGES, VARIANT, placement
-from ccjax.models.llama3.steps import read_pages_step, write_pages_step, write_rows_step
+from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, PAGES, VARIANT, placement
+from ccjax.models.llama3.steps import deviation_step, read_pages_step, write_pages_step, write_rows_step
 from ccjax.runner.buckets import slot_bucket
 from ccjax.runner.compiled_sizes import CompiledSizes
-from ccjax.store.budget import ByteBudget
+from ccjax.runner.held_pages import PageBudget, Pages
+from ccjax.store.copies import PagedKV
 from ccjax.store.errors import TierFullError
 from ccjax.store.memory import MemoryTier
-from ccjax.store.spec import KVSpec
+from ccjax.store.spec import KVSpec, ShardRecord
 from ccjax.store.usage import DEVICE
 
 PAGE_TOKENS = 16
+_LAYERS_AHEAD = 2
+"""Layers whose copies to the host are under way at a time."""
 
 
 class Paged(Protocol):
     """The result of a step that updates pages."""
 
     @property
-    def pages(self) -> KVPages: ...
+    def pages(self) -> KVPages | Sequence[KVPages]: ...
 
 
 Updated = TypeVar("Updated", bound=Paged)
@@ -48,56 +51,54 @@ def num_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_TOKENS)
 
 
-class PagedShard:
-    """KV of consecutive tokens in a pool. Its pages are freed when this object is garbage-collected.
+class PagedShard(PagedKV):
+    """KV of consecutive tokens in a pool. Its pages are freed when no shard that holds them is left: when they are
+    garbage-collected, or after `free`.
 
     Attributes:
       slots: [T] int32, page * 16 + offset of every token.
       num_pages: number of pages that it holds.
-      free: frees the pages immediately; only for their sole user.
+      free: drops its pages immediately; only for the sole user of this object.
     """
 
     free: weakref.finalize
 
-    def __init__(self, pool: DevicePool, pages: Sequence[int], num_tokens: int) -> None:
+    def __init__(self, pool: DevicePool, pages: Sequence[int], slots: np.ndarray) -> None:
         self._pool = pool
+        self.pages = pages
         self.num_pages = len(pages)
-        offsets = np.arange(num_tokens, dtype=np.int32)
-        self.slots = np.asarray(pages, np.int32)[offsets // PAGE_TOKENS] * PAGE_TOKENS + offsets % PAGE_TOKENS
-
-    def read_layers(self, first: int, last: int) -> np.ndarray:
-        """Copies the KV `[last - first, 2, T, K, H]` of layers `[first, last)` to the host."""
-        return self._pool.read_layers(self.slots, first, last)
-
-
-class PageBudget(ByteBudget):
-    """Bytes of a pool's pages in use by chunks or requests, derived from the free pages: charging only checks them."""
-
-    def __init__(self, num_pages: int, page_bytes: int, free: Collection[int]) -> None:
-        super().__init__(DEVICE, num_pages * page_bytes)
-        self._num_pages = num_pages
-        self._page_bytes = page_bytes
-        self._free = free
+        self.slots = slots
+        self.begins_pages = bool((slots % PAGE_TOKENS == np.arange(len(slots), dtype=np.int32) % PAGE_TOKENS).all())
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of all pages that are not free."""
-        return (self._num_pages - len(self._free)) * self._page_bytes
+    def num_bytes(self) -> int:
+        """Bytes of the tokens' KV."""
+        return self._pool.kv_spec.num_bytes(len(self.slots))
 
-    def charge(self, num_bytes: int) -> None:
-        """Raises TierFullError unless `num_bytes` are free."""
-        if short := self.shortfall(num_bytes):
-            raise TierFullError(f"device tier: wanted {num_bytes} bytes of pages, {short} more than are free")
+    def part(self, first: int, last: int) -> PagedShard:
+        """The tokens `[first, last)`, and a hold on their pages."""
+        return self._pool.hold(self.slots[first:last])
 
-    def release(self, num_bytes: int) -> None:
-        """Does nothing, since pages are freed with their `PagedShard`."""
+    def is_in(self, pool: object) -> bool:
+        """True if its pages belong to `pool`."""
+        return self._pool is pool
+
+    def deviations(self, other: np.ndarray | PagedShard) -> np.ndarray:
+        """Distances [T] float32 of the tokens' KV from `other` KV of the same tokens, [L, 2, T, K, H] or in pages: the
+        means over the layers of `deviation_step`."""
+        return self._pool.deviations(self.slots, other if isinstance(other, np.ndarray) else other.slots)
+
+    def read_layers(self, first: int, last: int) -> np.ndarray:
+        """See `PagedKV`."""
+        return self._pool.read_layers(self.slots, first, last)
 
 
 class DevicePool(MemoryTier[PagedShard]):
     """Pages in device memory, all allocated at start, shared by cached variants and running requests. Thread-safe for
     reads and `update`: arrays are replaced under a lock.
 
-    Pages are freed when no variant or request holds them; those of a removed variant, after its last reader.
+    Pages are freed when no variant or request holds them; those of a removed variant, after its last reader. A variant
+    whose KV a request computed keeps the request's pages (RAGCache sec. 5.1: nodes of the tree are pages).
 
     Args:
       budget_bytes: bytes of all pages together; at least one page in every layer.
@@ -118,14 +119,15 @@ class DevicePool(MemoryTier[PagedShard]):
                 f"device_cache_bytes: wanted at least {self.page_bytes}, a page of {PAGE_TOKENS} tokens in every "
                 f"layer, got {budget_bytes}"
             )
-        self._free = collections.deque(range(self.num_pages))
-        super().__init__(DEVICE, PageBudget(self.num_pages, self.page_bytes, self._free))
+        self._pages = Pages(self.num_pages)
+        super().__init__(DEVICE, PageBudget(self.num_pages, self.page_bytes, self._pages))
         self.kv_spec = kv_spec
         self._mesh = mesh
         self._sizes = CompiledSizes() if sizes is None else sizes
         self._layers = self._empty_layers()
         self._pages_lock = threading.Lock()
-        self._allocating = threading.Lock()
+        self.bytes_to_host: collections.Counter[str] = collections.Counter()
+        """KV copied to host memory, by the thread that waited for it."""
 
     @property
     def num_slots(self) -> int:
@@ -135,7 +137,15 @@ class DevicePool(MemoryTier[PagedShard]):
     @property
     def num_free(self) -> int:
         """Number of free pages."""
-        return len(self._free)
+        return len(self._pages)
+
+    def is_in_place(self, variant_id: str) -> bool:
+        """True if requests can read this variant's pages in place."""
+        return variant_id in self and self.get(variant_id).begins_pages
+
+    def num_available(self, in_use: Iterable[str] = ()) -> int:
+        """Number of pages that are free or held only by variants outside `in_use`."""
+        return self._pages.num_available([self.get(key).pages for key in in_use if key in self])
 
     def charge_bytes(self, num_tokens: int) -> int:
         """Bytes that this many tokens take from the budget, in whole pages."""
@@ -147,18 +157,25 @@ class DevicePool(MemoryTier[PagedShard]):
         Raises:
           TierFullError: too few pages are free; none is allocated.
         """
-        wanted = sum(map(num_pages, lengths))
-        with self._allocating:
-            if wanted > len(self._free):
-                raise TierFullError(f"device tier: wanted {wanted} pages, {len(self._free)} are free")
-            taken = [[self._free.popleft() for _ in range(num_pages(length))] for length in lengths]
-        shards = []
-        for length, pages in zip(lengths, taken, strict=True):
-            shard = PagedShard(self, pages, length)
-            shard.free = weakref.finalize(shard, self._free.extend, pages)
-            shard.free.atexit = False
-            shards.append(shard)
+        pages, shards = self._pages.take(sum(map(num_pages, lengths))), []
+        for length in lengths:
+            own, pages = pages[: num_pages(length)], pages[num_pages(length) :]
+            offsets = np.arange(length, dtype=np.int32)
+            slots = np.asarray(own, np.int32)[offsets // PAGE_TOKENS] * PAGE_TOKENS + offsets % PAGE_TOKENS
+            shards.append(self._shard(own, slots))
         return shards
+
+    def hold(self, slots: np.ndarray) -> PagedShard:
+        """The tokens in `slots` [T] int32, whose pages the caller holds: they stay as long as this shard."""
+        pages = np.unique(slots // PAGE_TOKENS).tolist()
+        self._pages.hold(pages)
+        return self._shard(pages, slots)
+
+    def _shard(self, pages: Sequence[int], slots: np.ndarray) -> PagedShard:
+        shard = PagedShard(self, pages, slots)
+        shard.free = weakref.finalize(shard, self._pages.drop, pages)
+        shard.free.atexit = False
+        return shard
 
     def is_lost(self) -> bool:
         """True if a failed step destroyed the pages. Waits for the device; for use after failures."""
@@ -193,11 +210,12 @@ class DevicePool(MemoryTier[PagedShard]):
         with self._pages_lock:
             self._layers = []
 
-    def update(self, layer: int, step: Callable[[KVPages], Updated]) -> Updated:
-        """Passes the pages of a layer to `step`, which may donate them, and keeps the returned ones."""
+    def update(self, layer: int | slice, step: Callable[[Any], Updated]) -> Updated:
+        """Passes the pages of a layer, or the list of those of several, to `step`, which may donate them, and keeps the
+        returned ones."""
         with self._pages_lock:
             out = step(self._layers[layer])
-            self._layers[layer] = out.pages
+            self._layers[layer] = out.pages  # pyright: ignore[reportArgumentType, reportCallIssue]
         return out
 
     def write_rows(self, layer: int, slots: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -223,7 +241,26 @@ class DevicePool(MemoryTier[PagedShard]):
         """The pages of a layer, for compiling steps; the next `update` may invalidate them."""
         return self.read(layer, lambda pages: pages)
 
-    def _hold(self, kv: np.ndarray) -> PagedShard:
+    def is_here(self, kv: Any) -> bool:
+        """True for KV in pages of this pool: they are kept."""
+        return isinstance(kv, PagedShard) and kv.is_in(self)
+
+    def put(self, record: ShardRecord, kv: Any, *, is_lossy: bool = False) -> None:
+        """See `MemoryTier`."""
+        was_held = self.get(record.variant_id) if record.variant_id in self else None
+        super().put(record, kv, is_lossy=is_lossy)
+        if (held := self.get(record.variant_id)) is not was_held:
+            self._pages.count_in_tier(held.pages, 1)
+
+    def remove(self, variant_id: str) -> bool:
+        """See `MemoryTier`."""
+        if variant_id in self:
+            self._pages.count_in_tier(self.get(variant_id).pages, -1)
+        return super().remove(variant_id)
+
+    def _hold(self, kv: np.ndarray | PagedShard) -> PagedShard:
+        if isinstance(kv, PagedShard):
+            return kv
         num_tokens = kv.shape[2]
         (shard,) = self.allocate([num_tokens])
         size = self._sizes.write(num_tokens)
@@ -260,13 +297,40 @@ class DevicePool(MemoryTier[PagedShard]):
 
     def read_layers(self, slots: np.ndarray, first: int, last: int) -> np.ndarray:
         """Copies the KV `[last - first, 2, T, K, H]` of some slots to the host."""
-        padded = np.full(slot_bucket(len(slots)), self.num_slots, np.int32)  # a size already compiled for contexts
-        padded[: len(slots)] = slots
-        on_device = self.put_slots(padded)
+        on_device = self._padded(slots)
         kv = np.empty((last - first, *self.kv_spec.shape(len(slots))[1:]), self.kv_spec.np_dtype)
-        for own, layer in zip(kv, range(first, last), strict=True):
-            own[0], own[1] = (jax.device_get(part)[: len(slots)] for part in self.gather(layer, on_device))
+        ahead: collections.deque[tuple[jax.Array, jax.Array]] = collections.deque()
+        for layer in range(first, last + _LAYERS_AHEAD):
+            if layer < last:
+                ahead.append(self.gather(layer, on_device))
+                for part in ahead[-1]:
+                    part.copy_to_host_async()
+            if layer >= first + _LAYERS_AHEAD:
+                for own, part in zip(kv[layer - _LAYERS_AHEAD - first], ahead.popleft(), strict=True):
+                    own[...] = jax.device_get(part)[: len(slots)]
+        with self._pages_lock:
+            thread = threading.current_thread().name.rstrip("0123456789").rstrip("_")
+            self.bytes_to_host = self.bytes_to_host + collections.Counter({thread: kv.nbytes})
         return kv
+
+    def deviations(self, slots: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """See `PagedShard.deviations`; `other` is KV or slots."""
+        on_device, total, num_tokens = self._padded(slots), 0.0, np.int32(len(slots))
+        other_slots = self._padded(other) if other.ndim == 1 else None
+        padding = [(0, 0), (0, on_device.shape[0] - len(slots)), (0, 0), (0, 0)]
+        for layer in range(self.kv_spec.num_layers):
+            if other_slots is not None:
+                theirs = self.gather(layer, other_slots)
+            else:
+                theirs = jax.device_put(tuple(np.pad(other[layer], padding)), placement(self._mesh, KV_ROWS))
+            total += deviation_step(*self.gather(layer, on_device), *theirs, num_tokens)
+        return np.asarray(total)[: len(slots)] / np.float32(self.kv_spec.num_layers)
+
+    def _padded(self, slots: np.ndarray) -> jax.Array:
+        """The slots, and none up to a size that is compiled for contexts, on the devices."""
+        padded = np.full(slot_bucket(len(slots)), self.num_slots, np.int32)
+        padded[: len(slots)] = slots
+        return self.put_slots(padded)
 
     def put_slots(self, slots: np.ndarray) -> jax.Array:
         """Copies slots [S] int32 to every device of the pool."""

@@ -18,7 +18,8 @@ from ccjax.runner.pool import DevicePool
 
 class QuestionPass(Pack):
     """The questions of some prompts, over the stored KV of their chunks; adds up their attention to each token. Tokens
-    without stored KV are left out."""
+    without stored KV are left out. A part of the question that stands before passages is moved behind them for this
+    pass; what it leaves in its slots is replaced when all tokens are computed."""
 
     kind: ClassVar[Kind] = "question"
 
@@ -46,8 +47,12 @@ class QuestionPass(Pack):
 
     def _context(self, piece: Piece) -> np.ndarray:
         is_there = piece.job.is_stored[: piece.job.plan.num_tokens]
-        is_there[piece.offsets] = True
-        return np.where(is_there, np.arange(len(is_there)), NO_POSITION)
+        positions = np.where(is_there, np.arange(len(is_there)), NO_POSITION)
+        positions[piece.offsets] = self._positions(piece)
+        return positions
+
+    def _positions(self, piece: Piece) -> np.ndarray:
+        return piece.job.plan.segments[-1].start + np.arange(len(piece.offsets))
 
     def _first_size(self, num_slots: int, num_segments: int) -> tuple[int, ...]:
         return self._model.sizes.question(sum(len(piece.offsets) for piece in self._pieces), num_slots)
@@ -63,8 +68,10 @@ class QuestionPass(Pack):
 def _question_of(job: PrefillJob) -> Piece:
     """The piece of a prompt's question."""
     offsets = job.question_offsets
-    first = int(np.searchsorted(job.offsets, offsets[0]))
-    return Piece(job, first, first + len(offsets))
+    first, last = np.searchsorted(job.offsets, offsets[[0, -1]]).tolist()
+    piece = Piece(job, first, last + 1)
+    piece.offsets = offsets
+    return piece
 
 
 class QuestionFirst(Prefilling):

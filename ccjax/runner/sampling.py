@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from ccjax.models.llama3.inputs import SamplingState
 from ccjax.models.llama3.sampling import SampleOutput, seed_words
-from ccjax.models.llama3.steps import sample_step
-from ccjax.requests import SamplingParams
+from ccjax.models.llama3.steps import sample_step, score_step
+from ccjax.runner.adjustments import Adjustments, batched
+from ccjax.sampling import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """How to sample token number `index` of an answer; the result does not depend on the rest of the batch."""
+    """How to sample token number `index` of an answer; the result does not depend on the rest of the batch. `mask`
+    returns the tokens that may be sampled, one bit for each, lowest first; None allows all. `adjustments` is None if
+    the logits stay as they are."""
 
     sampling: SamplingParams
     seed: int
     index: int
+    mask: Callable[[], bytes] | None = None
+    adjustments: Adjustments | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SampledToken:
     """A sampled token: its id, its log-probability under the model, and the likeliest tokens as (id, log-probability).
+    If the logits are not finite, it means nothing, and its log-probability is NaN. `rank` is 1 for the likeliest token;
+    None if it is not known.
 
     `logits` [V], float32: the logits it was sampled from; only for the first token of an answer, and only if requested.
     """
@@ -34,6 +41,7 @@ class SampledToken:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
     logits: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
@@ -45,6 +53,13 @@ def seed_of(seed: int, answer: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{answer}".encode()).digest()[:8], "big")
 
 
+def mask_of(token_ids: Sequence[int], vocab_size: int) -> bytes:
+    """The mask (`SampleSpec.mask`) that allows these tokens."""
+    is_allowed = np.zeros(32 * -(-vocab_size // 32), bool)
+    is_allowed[list(token_ids)] = True
+    return np.packbits(is_allowed, bitorder="little").tobytes()
+
+
 def sample_tokens(logits: jax.Array, specs: Sequence[SampleSpec]) -> list[SampledToken]:
     """Samples a token for each of the first `len(specs)` rows of `logits` `[B, V]`."""
     size = logits.shape[0]
@@ -54,7 +69,9 @@ def sample_tokens(logits: jax.Array, specs: Sequence[SampleSpec]) -> list[Sample
     for row, spec in enumerate(specs):
         temperature[row], top_p[row] = spec.sampling.temperature, spec.sampling.top_p
         seeds[row], index[row] = seed_words(spec.seed), spec.index
-    state = SamplingState(temperature, top_p, seeds, index)  # pyright: ignore[reportArgumentType]
+    allowed = _allowed(specs, logits.shape)
+    adjustments = batched([spec.adjustments for spec in specs], size, logits.shape[1])
+    state = SamplingState(temperature, top_p, seeds, index, allowed, adjustments)  # pyright: ignore[reportArgumentType]
     out = sample_step(logits, state, num_top=_top_bucket(num_top))
     wanted = [row for row, spec in enumerate(specs) if spec.sampling.first_logits and spec.index == 0]
     kept = jax.device_get(logits).astype(np.float32) if wanted else None
@@ -62,6 +79,29 @@ def sample_tokens(logits: jax.Array, specs: Sequence[SampleSpec]) -> list[Sample
         dataclasses.replace(token, logits=kept[row].copy()) if kept is not None and row in wanted else token
         for row, token in enumerate(_sampled(jax.device_get(out), specs))
     ]
+
+
+def score_tokens(logits: jax.Array, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
+    """Scores a given token for each of the first rows of `logits` `[B, V]`, with `num_top` likeliest ones."""
+    padded = np.zeros(logits.shape[0], np.int32)
+    padded[: len(token_ids)] = token_ids
+    out = jax.device_get(score_step(logits, padded, num_top=_top_bucket(num_top)))  # pyright: ignore[reportArgumentType]
+    found = []
+    for row, token_id in enumerate(token_ids):
+        top = zip(out.top_ids[row, :num_top].tolist(), out.top_logprobs[row, :num_top].tolist(), strict=True)
+        found.append(SampledToken(int(token_id), float(out.logprobs[row]), tuple(top), int(out.ranks[row])))
+    return found
+
+
+def _allowed(specs: Sequence[SampleSpec], shape: tuple[int, ...]) -> np.ndarray | None:
+    """The masks `[B, W]` of all rows; None, so that none is copied to the device, if every token of each is allowed."""
+    if all(spec.mask is None for spec in specs):
+        return None
+    words = np.full((shape[0], -(-shape[1] // 32)), np.iinfo(np.uint32).max, np.uint32)
+    for row, spec in enumerate(specs):
+        if spec.mask is not None:
+            words[row] = np.frombuffer(spec.mask(), np.uint32)
+    return words
 
 
 def _sampled(out: SampleOutput, specs: Sequence[SampleSpec]) -> list[SampledToken]:

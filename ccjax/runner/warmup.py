@@ -16,14 +16,17 @@ from ccjax.loading.model import Progress
 from ccjax.models.llama3.inputs import DecodeInputs, StepInputs
 from ccjax.models.llama3.paged_steps import deviation_step, paged_decode_step, paged_layer_step, question_step
 from ccjax.models.llama3.steps import embed_step, logits_step, select_step, write_rows_step
+from ccjax.runner.adjustments import Adjustments
 from ccjax.runner.batch_sizes import BatchSizes, spread
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.compilations import compilations
-from ccjax.runner.compiled_sizes import Key
+from ccjax.runner.compiled_sizes import Key, Kind
 from ccjax.runner.compiler_threads import lower_compilers
+from ccjax.runner.decode import decode_parts, run_layers
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pool import DevicePool
-from ccjax.runner.sampling import sample_tokens
+from ccjax.runner.sampling import SampleSpec, sample_tokens
+from ccjax.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +66,14 @@ class StepCompiler:
         return self._model.mesh is None
 
     def all(self) -> list[Key]:
-        """All listed sizes, those of `first` first, then a few for prompts of many passages."""
+        """All listed sizes, those of `first` first, then the sampling of constrained answers and of those with
+        penalties, and a few for prompts of many passages."""
         sizes = self._sizes
+        changed: tuple[Kind, ...] = ("masks", "adjustments")
+        masks: list[Key] = [(kind, (rows,)) for kind in changed for rows in sizes.batches()]
         many: list[Key] = [("pack", (rows, slots, sizes.more_segments)) for rows, slots in sizes.first_packs()]
         keys = self._keys(sizes.packs(), sizes.questions(), sizes.decodes(), sizes.rows())
-        return list(dict.fromkeys([*self.first(), *many, *keys]))
+        return list(dict.fromkeys([*self.first(), *masks, *many, *keys]))
 
     def first(self) -> list[Key]:
         """A few sizes that cover all others, and those that cannot be substituted."""
@@ -107,10 +113,18 @@ class StepCompiler:
             _compile_question(self._model, self._pool, num_rows, num_slots)
         elif kind == "decode":
             batch, num_entries = size
-            _compile_decode(self._model, self._pool, (batch, num_entries))
+            _compile_decode(self._model, self._pool, batch, num_entries)
             self._compile_logits(batch)
         elif kind == "batch":
-            self._compile_logits(*size)
+            self._compile_logits(size[0])
+        elif kind == "masks":
+            mask = b"\xff\xff\xff\xff" * -(-self._model.config.vocab_size // 32)
+            self._compile_logits(size[0], [SampleSpec(SamplingParams(), 0, 0, lambda: mask)])
+        elif kind == "adjustments":
+            sampling = SamplingParams(presence_penalty=1.0)
+            adjustments = Adjustments(sampling, np.zeros(1, np.int32), ends=())
+            adjustments.push(0)
+            self._compile_logits(size[0], [SampleSpec(sampling, 0, 0, adjustments=adjustments)])
         elif kind == "context":
             _compile_context(self._model, self._pool, *size)
             if self._with_tier:
@@ -144,10 +158,10 @@ class StepCompiler:
             x = embed_step(self._model.top, self._model.put(np.zeros(more, np.int32)))
             jax.block_until_ready(select_step(x, self._model.put(np.zeros(fewer, np.int32))))
 
-    def _compile_logits(self, batch: int) -> None:
-        """Compiles the steps after the last layer: logits and sampling."""
+    def _compile_logits(self, batch: int, specs: Sequence[SampleSpec] = ()) -> None:
+        """Compiles the steps after the last layer: logits, and sampling as in `specs`."""
         x = embed_step(self._model.top, self._model.put(np.zeros(batch, np.int32)))
-        sample_tokens(logits_step(self._model.top, x, config=self._model.config), [])
+        sample_tokens(logits_step(self._model.top, x, config=self._model.config), specs)
         self._model.sizes.note("batch", (batch,))
 
 
@@ -160,12 +174,19 @@ def _compile_question(model: DeviceModel, pool: DevicePool, num_rows: int, num_s
     _compile_layer(model, pool, question_step, _step_inputs(model, pool, num_rows, num_slots, 0))
 
 
-def _compile_decode(model: DeviceModel, pool: DevicePool, size: tuple[int, int]) -> None:
-    """Compiles a layer of a decode step and the steps before it."""
-    inputs = model.put(_zeros(DecodeInputs.abstract(*size, model.config.head_dim)))
+def _compile_decode(model: DeviceModel, pool: DevicePool, batch: int, num_entries: int) -> None:
+    """Compiles a decode step."""
+    inputs = model.put(_zeros(DecodeInputs.abstract(batch, num_entries, model.config.head_dim)))
     rotation = model.rotation(inputs.page_table)
-    inputs = dataclasses.replace(inputs, q_slot=_nowhere(model, pool, size[0]), page_rotation=rotation)
-    _compile_layer(model, pool, paged_decode_step, inputs)
+    inputs = dataclasses.replace(inputs, q_slot=_nowhere(model, pool, batch), page_rotation=rotation)
+    token_ids, parts = model.put(np.zeros(batch, np.int32)), decode_parts(model)
+    if model.mesh is not None:
+        jax.block_until_ready(run_layers(model, pool, token_ids, inputs))
+        return
+    x, top = (token_ids, model.top) if len(parts) == 1 else (embed_step(model.top, token_ids), None)
+    layers = model.params.layers[parts[0]]
+    pages = [pool.pages(number) for number in range(len(layers))]
+    paged_decode_step.lower(layers, top, x, pages, inputs, settings=model.settings).compile()
 
 
 def _step_inputs(model: DeviceModel, pool: DevicePool, num_rows: int, num_slots: int, num_segments: int) -> StepInputs:
@@ -189,7 +210,7 @@ def _nowhere(model: DeviceModel, pool: DevicePool, count: int) -> jax.Array:
     return model.put(np.full(count, pool.num_slots, np.int32))
 
 
-def _compile_layer(model: DeviceModel, pool: DevicePool, step: Any, inputs: StepInputs | DecodeInputs) -> None:
+def _compile_layer(model: DeviceModel, pool: DevicePool, step: Any, inputs: StepInputs) -> None:
     """Compiles the step of a layer, which updates its pages, and the embedding of its rows."""
     x = embed_step(model.top, model.put(np.zeros(inputs.q_slot.shape, np.int32)))
     layer, settings = model.params.layers[0], model.settings

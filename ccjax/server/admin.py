@@ -1,16 +1,19 @@
 """HTTP routes for operators: cached documents, pins, warm jobs. Disabled without an admin key.
 
-A document id is the rest of the path and may contain slashes, so operations on it come before it or in the method.
+A document id is the rest of the path and may contain slashes, line breaks and whatever else an id may have, each
+percent-encoded, so operations on it come before it or in the method.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import urllib.parse
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
+from starlette.convertors import Convertor, register_url_convertor  # codespell:ignore
 
 from ccjax.engine import CachedDocument
 from ccjax.server.body import describe, json_body
@@ -19,6 +22,7 @@ from ccjax.server.keys import Keys
 from ccjax.server.schemas import PinBody, WarmBody
 from ccjax.server.service import Service
 from ccjax.server.warming import WarmJob
+from ccjax.types import LONGEST_ID
 
 ADMIN_BODIES = (PinBody, WarmBody)
 WHOLE_LISTING = "ccjax.whole_listing"
@@ -36,7 +40,24 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     429: {"description": "the queue is full; try again later"},
     503: {"description": "not ready, or something could not be deleted yet and will be retried"},
 }
-Version = Annotated[str | None, Query(description="one version; all of them if omitted")]
+_ID: dict[str, Any] = {"minLength": 1, "maxLength": LONGEST_ID}
+Version = Annotated[str | None, Query(description="one version; all of them if omitted", json_schema_extra=_ID)]
+Erase = Annotated[str, Query(json_schema_extra={"enum": ["true", "false"]})]
+
+
+class _DocumentId(Convertor[str]):  # codespell:ignore
+    """The rest of a path; Starlette's own `path` ends at a line break."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return urllib.parse.quote(value, safe="")
+
+
+register_url_convertor("document_id", _DocumentId())
 
 
 def admin_routes(service: Service) -> APIRouter:
@@ -68,14 +89,16 @@ def admin_routes(service: Service) -> APIRouter:
         data = [_document(item) for item in page]
         return {"object": "list", "data": data, "total": len(found), "has_more": start + count < len(found)}
 
-    @router.get("/documents/{document_id:path}", summary="One document, by version")
+    @router.get("/documents/{document_id:document_id}", summary="One document, by version")
     async def document(request: Request, document_id: str, version: Version = None) -> dict[str, Any]:
         _check_query(request, "version")
         found = await counted("get")(service.between(lambda engine: engine.documents.list(document_id, version)))
         return {"object": "list", "data": [_document(item) for item in found]}
 
-    @router.delete("/documents/{document_id:path}", summary="Invalidate a document, or erase every trace of it")
-    async def remove(request: Request, document_id: str, version: Version = None, erase: str = "false") -> JSONResponse:
+    @router.delete("/documents/{document_id:document_id}", summary="Invalidate a document, or erase every trace of it")
+    async def remove(
+        request: Request, document_id: str, version: Version = None, erase: Erase = "false"
+    ) -> JSONResponse:
         _check_query(request, "version", "erase")
         whole = _flag("erase", erase)
         operation = "erase" if whole else "invalidate"
@@ -95,7 +118,7 @@ def admin_routes(service: Service) -> APIRouter:
         }
         return JSONResponse(body)
 
-    @router.put("/pins/{document_id:path}", summary="Pin a document for a time", openapi_extra=describe(PinBody))
+    @router.put("/pins/{document_id:document_id}", summary="Pin a document for a time", openapi_extra=describe(PinBody))
     async def pin(
         request: Request,
         document_id: str,
@@ -108,7 +131,7 @@ def admin_routes(service: Service) -> APIRouter:
         )
         return {"object": "cache.pin", "id": document_id, "version": version, "until": made.until, "host": made.host}
 
-    @router.delete("/pins/{document_id:path}", summary="Remove a pin of exactly this document and version")
+    @router.delete("/pins/{document_id:document_id}", summary="Remove a pin of exactly this document and version")
     async def unpin(request: Request, document_id: str, version: Version = None) -> dict[str, Any]:
         _check_query(request, "version")
 

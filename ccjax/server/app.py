@@ -14,22 +14,29 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 import ccjax
-from ccjax.engine import Delta
 from ccjax.engine import Response as Answer
 from ccjax.errors import RequestError
 from ccjax.server.admin import ADMIN_BODIES, admin_routes, bearer_token
 from ccjax.server.body import add_schemas, describe, json_body
+from ccjax.server.completions import CompletionBody, JoinedJobs
+from ccjax.server.embeddings import EmbeddingsBody
 from ccjax.server.errors import ApiError, as_api_error, field_names
 from ccjax.server.keys import KeyRing
-from ccjax.server.openai_format import DONE, Formatter, Kind, event
+from ccjax.server.openai_format import COMMENT, Formatter, Kind
 from ccjax.server.page import live_routes, page_routes
-from ccjax.server.schemas import ChatBody, CompletionBody, Generation, TokenizeBody
+from ccjax.server.responses import NOT_KEPT, ResponsesBody
+from ccjax.server.responses_format import ResponsesFormatter
+from ccjax.server.rules import REQUEST_ID, with_rules
+from ccjax.server.schemas import ChatBody, Generation
 from ccjax.server.service import Service
 from ccjax.server.telemetry import RequestTelemetry
+from ccjax.server.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from ccjax.server.trace_format import trace_json
 from ccjax.server.worker import Job, JobCancelledError
+from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +47,15 @@ clients cannot set it."""
 WAITED_S = "ccjax.waited_s"
 """ASGI scope key for the seconds since the caller received the request; they count towards its `timeout_s`."""
 
-_BODIES = (ChatBody, CompletionBody, TokenizeBody, *ADMIN_BODIES)
+AnyFormatter = Formatter | ResponsesFormatter
+_BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, EmbeddingsBody, ResponsesBody, *ADMIN_BODIES)
 _CLIENT_DISCONNECTED = 499  # nginx's code; the client does not see it
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 """Content type besides JSON if the body says `stream`; the schema describes each event, as in OpenAPI 3.2."""
 
+PAUSE_S = 15.0
+"""Longest time without an event of a stream."""
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not buffer events
 
 
@@ -59,7 +69,8 @@ def create_app(service: Service) -> FastAPI:
         fresh.cancel()
         await asyncio.to_thread(service.close)
 
-    app = FastAPI(title="ccjax", version=ccjax.__version__, lifespan=lifespan)
+    # No pages of the document: their scripts come from another server, which some networks do not reach.
+    app = FastAPI(title="ccjax", version=ccjax.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.max_body_bytes = service.settings.max_body_bytes
     _add_error_handlers(app, service)
     app.include_router(_public_routes(service))
@@ -77,6 +88,8 @@ def create_app(service: Service) -> FastAPI:
         return app.openapi_schema
 
     app.openapi = openapi
+    # Around the handler of unforeseen errors, too, whose replies need an id like others.
+    app.middleware_stack = with_rules(app.build_middleware_stack(), service.settings, service.keys)
     return app
 
 
@@ -108,6 +121,12 @@ def _api_routes(service: Service) -> APIRouter:
     async def version() -> dict[str, str]:
         return {"version": ccjax.__version__}
 
+    @router.get("/v1/documents/problems", summary="Files of --docs that are not served, and why")
+    async def problems() -> dict[str, Any]:
+        retriever = service.backend.retriever
+        failed = () if retriever is None else retriever.report.failed
+        return {"object": "list", "data": [{"path": path, "reason": reason} for path, reason in failed]}
+
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service)]}
@@ -118,8 +137,23 @@ def _api_routes(service: Service) -> APIRouter:
         return _model(service)
 
     @router.post("/tokenize", openapi_extra=describe(TokenizeBody))
-    async def tokenize(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> dict[str, Any]:
-        return await service.tokenize(body)
+    async def tokens(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> dict[str, Any]:
+        service.check_model(body.model)
+        return await tokenize(service.backend.engine, body)
+
+    @router.post("/detokenize", openapi_extra=describe(DetokenizeBody))
+    async def text(body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]) -> dict[str, Any]:
+        service.check_model(body.model)
+        return await detokenize(service.backend.engine, body)
+
+    @router.post("/v1/embeddings", openapi_extra=describe(EmbeddingsBody))
+    async def embeddings(body: Annotated[EmbeddingsBody, Depends(json_body(EmbeddingsBody))]) -> dict[str, Any]:
+        return await service.backend.vectors.answer(body, service.backend.model)
+
+    @router.post("/v1/rerank", include_in_schema=False)
+    async def rerank() -> None:
+        message = "this server ranks no documents: it has no cross-encoder; send them as documents of a chat"
+        raise ApiError(501, message, code="not_supported")
 
     @router.post("/v1/chat/completions", openapi_extra=describe(ChatBody), responses=_ANSWERS)
     async def chat(request: Request, body: Annotated[ChatBody, Depends(json_body(ChatBody))]) -> Response:
@@ -130,6 +164,14 @@ def _api_routes(service: Service) -> APIRouter:
         request: Request, body: Annotated[CompletionBody, Depends(json_body(CompletionBody))]
     ) -> Response:
         return await _generate(service, request, body, "completion")
+
+    @router.post("/v1/responses", openapi_extra=describe(ResponsesBody), responses=_ANSWERS)
+    async def respond(request: Request, body: Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]) -> Response:
+        return await _generate(service, request, await asyncio.to_thread(body.as_chat), "chat", body)
+
+    @router.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def kept_response(name: str) -> None:
+        raise ApiError(404, f"response_id: {NOT_KEPT}", param="response_id", code="not_found")
 
     return router
 
@@ -145,34 +187,46 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-async def _generate(service: Service, request: Request, body: Generation, kind: Kind) -> Response:
+async def _generate(
+    service: Service, request: Request, body: Generation, kind: Kind, asked: ResponsesBody | None = None
+) -> Response:
+    """The answer to a body, of which `asked` is the original if it was translated."""
     telemetry = service.telemetry(kind, request.headers)
+    jobs: list[Job] = []
     try:
-        id_prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        job, documents = await service.start_job(
-            body,
-            id_prefix=id_prefix,
-            passages=request.scope.get(PASSAGES),
-            tenant=request.state.tenant or "",
-            waited_s=request.scope.get(WAITED_S, 0.0),
-        )
+        id_prefix = "resp" if asked is not None else "chatcmpl" if kind == "chat" else "cmpl"
+        documents: list[Document] = []
+        for part in body.parts():
+            job, found = await service.start_job(
+                part,
+                id_prefix=id_prefix,
+                passages=request.scope.get(PASSAGES),
+                tenant=request.state.tenant or "",
+                waited_s=request.scope.get(WAITED_S, 0.0),
+            )
+            jobs.append(job)
+            documents += found
+        job = jobs[0] if len(jobs) == 1 else JoinedJobs(jobs)
         telemetry.job = job
         watcher = asyncio.create_task(_cancel_on_disconnect(request, telemetry, job))
-        formatter = Formatter(
+        about = {"id": job.request.request_id, "model": service.backend.model}
+        created = int(time.time())
+        formatter: AnyFormatter = Formatter(
             kind,
-            id=job.request.request_id,
-            model=service.backend.model,
-            created=int(time.time()),
+            **about,
+            created=created,
             documents=documents,
+            tool_use=body.tool_use(),
+            call_form=service.call_form,
+            **_echo_fields(service, body, job),
         )
-        deltas = job.deltas()
+        if asked is not None:
+            formatter = ResponsesFormatter(formatter, asked, {**about, "created_at": created})
+        if body.stream:  # at once: proxies give up after a minute without a status
+            events = _events(service, request, telemetry, formatter, body, watcher)
+            return StreamingResponse(events, media_type="text/event-stream", headers=_SSE_HEADERS)
         with field_names(body.argument_names()):
-            # A stream starts with the first token, so that any earlier failure has a status code of its own.
-            first = await anext(deltas)
-            if body.stream:
-                events = _events(service, telemetry, first, deltas, formatter, body.include_usage, watcher)
-                return StreamingResponse(events, media_type="text/event-stream", headers=_SSE_HEADERS)
-            async for _ in deltas:
+            async for _ in job.deltas():
                 pass
         assert job.response is not None
         await _add_trace(service, job, job.response, formatter)
@@ -182,44 +236,60 @@ async def _generate(service: Service, request: Request, body: Generation, kind: 
         telemetry.end()
         return Response(status_code=_CLIENT_DISCONNECTED)
     except Exception as error:
-        refusal = _refusal(service, error)
+        for job in jobs:
+            job.cancel()
+        refusal = _refusal(service, request, error)
         telemetry.end(refusal)
         return refusal.response()
 
 
+def _echo_fields(service: Service, body: Generation, job: Job) -> dict[str, Any]:
+    """What the formatter has to know of a completion's prompts."""
+    if not isinstance(body, CompletionBody):
+        return {}
+    return {
+        "echoes": body.echoes(service.backend.engine.tokenizer),
+        "echoes_logprobs": bool(body.echo),
+        "has_answer": body.has_answer,
+        "num_answers": job.request.sampling.n,
+    }
+
+
 async def _events(
     service: Service,
+    request: Request,
     telemetry: RequestTelemetry,
-    first: Delta,
-    rest: AsyncIterator[Delta],
-    formatter: Formatter,
-    include_usage: bool,
+    formatter: AnyFormatter,
+    body: Generation,
     watcher: asyncio.Task[None],
 ) -> AsyncIterator[str]:
-    """Streams all answers; `watcher` is only kept alive by the reference."""
+    """Streams all answers, with a comment whenever there is no token, or none with text, for `PAUSE_S`. `watcher` is
+    only kept alive by the reference."""
     job = telemetry.job
     assert job is not None
     try:
-        await _add_trace(service, job, first.response, formatter)
-        for chunk in formatter.chunks(first, include_usage=include_usage):
-            yield event(chunk)
-        async for delta in rest:
-            await _add_trace(service, job, delta.response, formatter)
-            for chunk in formatter.chunks(delta, include_usage=include_usage):
-                yield event(chunk)
+        with field_names(body.argument_names()):
+            async for delta in job.deltas(PAUSE_S):
+                if delta is None:
+                    yield COMMENT
+                    continue
+                await _add_trace(service, job, delta.response, formatter)
+                for chunk in formatter.chunks(delta, include_usage=body.include_usage):
+                    yield formatter.event(chunk)
     except JobCancelledError:
         return
     except Exception as error:
-        refusal = _refusal(service, error)
+        refusal = _refusal(service, request, error)
         telemetry.end(refusal)
-        yield event(refusal.body())
+        yield formatter.event(formatter.failure(refusal))
     finally:
         job.cancel()
         telemetry.end()
-    yield DONE
+    if formatter.done:
+        yield formatter.done
 
 
-async def _add_trace(service: Service, job: Job, response: Answer | None, formatter: Formatter) -> None:
+async def _add_trace(service: Service, job: Job, response: Answer | None, formatter: AnyFormatter) -> None:
     """Gives the formatter the trace of a response, if there is one and it was requested."""
     if response is not None and response.trace is not None:
         # In a thread: the text of thousands of tokens takes tens of milliseconds.
@@ -252,18 +322,32 @@ def _bearer_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _refusal(service: Service, error: Exception) -> ApiError:
+def _refusal(service: Service, request: Request, error: Exception) -> ApiError:
     """The error for the client; counted, and logged if the server is at fault."""
     refusal = as_api_error(error)
     service.metrics.count_error(refusal.reason)
     if refusal.code == "internal_error":
-        logger.error("request failed", exc_info=error)
+        request_id = request.headers.get(REQUEST_ID)
+        logger.error("request %s failed", request_id, exc_info=error, extra={"x_request_id": request_id})
     return refusal
 
 
+def _methods(request: Request) -> list[str]:
+    """The methods with which this path is served."""
+
+    def is_served(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] == Match.FULL for route in request.app.routes)
+
+    methods = [method for method in ("DELETE", "GET", "POST", "PUT") if is_served(method)]
+    return [*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"]
+
+
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
-    async def refuse(_: Request, error: Exception) -> Response:
-        return _refusal(service, error).response()
+    async def refuse(request: Request, error: Exception) -> Response:
+        if request.method == "OPTIONS" and isinstance(error, HTTPException) and error.status_code == 405:
+            return Response(status_code=204, headers={"Allow": ", ".join(_methods(request))})
+        return _refusal(service, request, error).response()
 
     async def gone(_: Request, __: Exception) -> Response:
         service.metrics.count_error("cancelled")

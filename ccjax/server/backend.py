@@ -6,6 +6,7 @@ import dataclasses
 
 from ccjax.engine import Engine
 from ccjax.retrieval import Retriever
+from ccjax.server.embeddings import SentenceVectors
 from ccjax.server.preparing import DocumentPreparation
 from ccjax.server.warming import WarmJobs
 from ccjax.server.worker import EngineWorker
@@ -21,3 +22,4 @@ class Backend:
     model: str
     warm_jobs: WarmJobs
     preparation: DocumentPreparation | None
+    vectors: SentenceVectors

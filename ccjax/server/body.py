@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request as HttpRequest
 
+from ccjax.server.documented import EXAMPLES, narrow
 from ccjax.server.errors import ApiError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -34,12 +35,14 @@ def json_body(model: type[Model]) -> Callable[[HttpRequest], Awaitable[Model]]:
 def describe(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route with that body."""
     schema = {"$ref": _SCHEMAS.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    content = {"schema": schema, "example": EXAMPLES[model.__name__]}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def add_schemas(openapi: dict[str, Any], models: Sequence[type[BaseModel]]) -> dict[str, Any]:
     """`openapi` with the schemas that `describe` refers to."""
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_SCHEMAS)
+    narrow(definitions["$defs"])
     openapi.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
     return openapi
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -42,8 +43,13 @@ class DrainingServer(uvicorn.Server):
     out, or a third one, kills the process, which never damages a store.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Drainable) -> None:
-        super().__init__(config)
+    def __init__(self, app: Any, service: Drainable, *, keep_alive_s: float) -> None:
+        """
+        Args:
+          keep_alive_s: how long a connection stays open between requests.
+        """
+        quiet = {"log_config": None, "access_log": False, "server_header": False}
+        super().__init__(uvicorn.Config(app, ws="none", timeout_keep_alive=math.ceil(keep_alive_s), **quiet))
         self._service = service
         self._is_draining = self._is_breaking_off = False
 

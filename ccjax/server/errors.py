@@ -15,6 +15,7 @@ from ccjax.errors import (
     DeadlineError,
     DeviceMemoryError,
     EraseIncompleteError,
+    LogitsError,
     OverloadError,
     PinLimitError,
     ReadOnlyError,
@@ -95,6 +96,8 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
         return ApiError(504, str(error), param="timeout_s", code="deadline_exceeded")
     if isinstance(error, DeviceMemoryError):
         return ApiError(503, f"{error}; try again", code="out_of_memory", headers={"Retry-After": "1"})
+    if isinstance(error, LogitsError):
+        return ApiError(500, str(error), code="logits_not_finite")
     if isinstance(error, EraseIncompleteError):
         shown = [*error.remaining[:_MOST_REMAINING], *(["..."] if len(error.remaining) > _MOST_REMAINING else [])]
         message = f"{error}: {'; '.join(shown)}"

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ccjax.engine import Engine, Response
+from ccjax.retrieval import Retriever
 from ccjax.server.worker import Job
 
 NUM_RECENT = 120
@@ -86,7 +87,7 @@ class LiveCounts:
             }
 
 
-def live_json(engine: Engine, model: str, counts: LiveCounts) -> dict[str, Any]:
+def live_json(engine: Engine, retriever: Retriever | None, model: str, counts: LiveCounts) -> dict[str, Any]:
     """The current state of the server; waits for no request."""
     batch = engine.batch_counts
     return {
@@ -102,4 +103,5 @@ def live_json(engine: Engine, model: str, counts: LiveCounts) -> dict[str, Any]:
         "pages": {"used": batch.num_pages - batch.free_pages, "total": batch.num_pages},
         "tiers": [{"tier": tier} | dataclasses.asdict(usage) for tier, usage in engine.cache.usage().items()],
         "num_variants": engine.cache.num_variants,
+        "num_passages": 0 if retriever is None else retriever.num_passages,
     } | counts.to_json()

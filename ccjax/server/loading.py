@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ccjax.config import DocumentOptions
+from ccjax.config import DEMO, DocumentOptions
 from ccjax.engine import Engine
 from ccjax.loading.model import ASSETS, DEMO_CORPUS, Progress
-from ccjax.loading.named import DEFAULT, TOY
+from ccjax.loading.named import TOY
 from ccjax.retrieval import Retriever, default_embedder
 from ccjax.runner.compiler_threads import find_compilers
 from ccjax.text import Tokenizer
@@ -19,34 +19,22 @@ from ccjax.text import Tokenizer
 
 def documents_directory(model: str, options: DocumentOptions) -> Path | None:
     """Directory of the documents of a server of this model; None for none."""
-    if options.no_docs:
-        return None
-    if options.docs is not None:
-        return Path(options.docs)
-    return {TOY: DEMO_CORPUS, DEFAULT: ASSETS / "handbook"}.get(model)
+    if options.docs == DEMO:
+        return DEMO_CORPUS if model == TOY else ASSETS / "handbook"
+    return None if options.docs is None else Path(options.docs)
 
 
 def load_engine(model: str, settings: Mapping[str, Any], progress: Progress | None = None) -> Engine:
     """The engine of a model directory, or of "demo".
 
     Args:
-      settings: fields of `EngineConfig`; dtype "auto" is float32 on CPU, bfloat16 elsewhere.
+      settings: fields of `EngineConfig`; dtype may be "auto", the default.
 
     Raises:
       ConfigError, CheckpointError, StoreIdentityError, StoreUnavailableError: as `Engine.from_pretrained`.
     """
     find_compilers()
-    return Engine.from_pretrained(model, progress=progress, **with_dtype(settings))
-
-
-def with_dtype(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with "auto", the default, replaced by an actual dtype."""
-    import jax
-
-    wanted = {"dtype": "auto", **settings}
-    if wanted["dtype"] == "auto":
-        wanted["dtype"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return wanted
+    return Engine.from_pretrained(model, progress=progress, **settings)
 
 
 def open_documents(
@@ -68,7 +56,7 @@ def open_documents(
     if tokenizer is None:
         raise ValueError("docs: wanted a model with tokenizer files, to cut documents into passages")
     try:
-        embedder = default_embedder(options.embedder)
+        embedder = None if options.embedder == "auto" else default_embedder(options.embedder)
     except (ValueError, OSError) as error:
         message = str(error).removeprefix("directory: ").removeprefix("embedder: ")
         raise ValueError(f"embedder: {message}") from error
@@ -76,12 +64,14 @@ def open_documents(
     retriever = Retriever.open(
         directory,
         index_dir=options.index_dir or user_cache() / "index" / key,
+        search=options.search,
         embedder=embedder,
         count_tokens=token_counter(tokenizer),
         chunk_tokens=options.chunk_tokens,
         overlap_tokens=options.overlap_tokens,
-        index_kind=options.index_kind,
-        index_recall=options.index_recall,
+        exclude=options.docs_exclude,
+        outside_links=options.docs_links,
+        max_file_bytes=options.max_file_bytes,
         progress=progress,
     )
     if not retriever.num_passages:

@@ -125,6 +125,8 @@ class ServerMetrics:
         }
         if retriever is not None:
             readers["num_documents"] = ("Documents in the index", lambda: retriever.num_documents)
+            text = "Files, lines and directories of --docs that cannot be used or read"
+            readers["document_problems"] = (text, lambda: len(retriever.report.failed))
             readers["num_passages"] = ("Passages in the index", lambda: retriever.num_passages)
         if preparation is not None:
             text = "Documents with passages that idle time still has to prepare"
@@ -244,6 +246,11 @@ def _batch(engine: Engine) -> Iterator[Metric]:
     pages.add_metric(["used"], used)
     yield pages
     yield GaugeMetricFamily("ccjax_kv_cache_usage_perc", "Share of pages in use, 0 to 1", value=used / counts.num_pages)
+    text = "KV copied from the device to host memory; by the thread that waited for it"
+    copied = CounterMetricFamily("ccjax_kv_bytes_to_host", text, labels=["thread"])
+    for thread, num_bytes in counts.bytes_to_host.items():
+        copied.add_metric([thread], num_bytes)
+    yield copied
 
 
 def _store(engine: Engine) -> Iterator[Metric]:

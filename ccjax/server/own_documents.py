@@ -70,4 +70,4 @@ def drop_old_versions(retriever: Retriever, engine: Engine, worker: EngineWorker
         except (UnknownDocumentError, ReadOnlyError):  # never cached, or the store is read-only
             pass
         except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:
-            logger.warning("documents: the old version of %s stays in the cache: %r", document_id, error)
+            logger.warning("documents: the old version of %r stays in the cache: %r", document_id, error)

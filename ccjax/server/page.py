@@ -80,6 +80,6 @@ def live_routes(service: Service) -> APIRouter:
         if request.state.tenant:
             raise ApiError(403, "wanted a key without a tenant: this shows all requests", code="forbidden")
         backend = service.backend
-        return live_json(backend.engine, backend.model, service.live)
+        return live_json(backend.engine, backend.retriever, backend.model, service.live)
 
     return router

@@ -1,52 +1,28 @@
 """Request bodies: their fields and types, and their translation to engine requests.
 
-Types are checked here, ranges by the engine's own `SamplingParams` and `Request`. Unknown fields are ignored, as
-OpenAI-compatible servers do; but a known field that would change the answer and is not supported is refused.
+Types are checked here, ranges by the engine's own `SamplingParams` and `Request`; `fields` has what is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 
-from ccjax.engine import MOST_ANSWERS, Request, SamplingParams
+from ccjax.engine import Request, SamplingParams
 from ccjax.errors import RequestError
 from ccjax.retrieval.filters import parse_filter
+from ccjax.server.constraints import ConstraintFields
+from ccjax.server.fields import CHAT, refuse_unsupported
+from ccjax.server.sampling_fields import SAMPLING_NAMES, SamplingFields
 from ccjax.server.settings import LARGEST_TOP_K
-from ccjax.text import has_context
-from ccjax.types import Document, ReuseMode, document_from_mapping
+from ccjax.server.tool_use import ToolFields, ToolUse
+from ccjax.text import CallForm, has_context
+from ccjax.types import Document, Rendering, ReuseMode, document_from_mapping
 
 LONGEST_SALT = 256
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-}
-"""Unsupported fields of OpenAI's or vLLM's API, with the values besides null under which they have no effect."""
-
-
-def _stop(value: Any) -> Any:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and all(isinstance(text, str) for text in value):
-        return tuple(value)
-    raise ValueError("wanted a string or a list of strings")
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _retrieval(value: Any) -> Any:
@@ -59,17 +35,6 @@ def _filters(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if value is not None:
         parse_filter(value)
     return value
-
-
-def _prompt(value: Any) -> Any:
-    """One prompt: a text or token ids, possibly alone in a list, as OpenAI's clients may send it."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(type(token) is int for token in value):
-        return tuple(value)
-    raise ValueError("wanted one text, or one list of token ids")
 
 
 class Body(BaseModel):
@@ -100,28 +65,55 @@ class StreamOptions(Body):
     """OpenAI's options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = Field(None, description="usage comes at the end")
 
 
-class Generation(Body):
-    """Fields common to chats and plain completions."""
+class RenderingFields(Body):
+    """How the chat template writes the messages."""
+
+    add_generation_prompt: bool | None = Field(None, description="end with the beginning of an answer; by default true")
+    continue_final_message: bool | None = Field(None, description="continue the last message, the assistant's")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the template")
+    reasoning_effort: ReasoningEffort | None = Field(None, description="a variable of the template, too")
+
+    def rendering(self) -> Rendering:
+        """The fields as the engine takes them."""
+        continues = bool(self.continue_final_message)
+        begins = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:  # as in vLLM
+            variables = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.reasoning_effort != "none"}
+        return Rendering(begins, continues, variables | (self.chat_template_kwargs or {}))
+
+
+class Generation(ConstraintFields, SamplingFields, Body):
+    """Fields common to chats and plain completions.
+
+    Attributes:
+      path: of the endpoint.
+    """
+
+    path: ClassVar[str] = CHAT
 
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = Field(None, description="0, the default, is greedy")
-    top_p: float | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)] = ()
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int | None = Field(None, description=f"answers to the prompt, at most {MOST_ANSWERS}; by default one")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     documents: list[DocumentIn] | None = Field(None, description="passages in prompt order; none are retrieved then")
     retrieval: Annotated[
         RetrievalIn | Literal[False] | None,
         BeforeValidator(_retrieval, json_schema_input_type=RetrievalIn | bool | None),
-    ] = Field(None, description="search the server's documents; by default if no message brings passages")
+    ] = Field(
+        None,
+        validation_alias=AliasChoices("retrieval", "retrieve"),
+        description="search the server's documents; by default if no message brings passages",
+    )
     reuse: str | None = Field(None, description="off, exact, bounded or fast")
     quality_target: float | None = Field(None, description="share of full prefill's answers that reuse is to keep")
     truncate: bool | None = Field(None, description="drop passages from the end instead of refusing a long prompt")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="keep so many last tokens of the prompt; -1: what fits"
+    )
     cache_salt: str | None = Field(
         None, max_length=LONGEST_SALT, description="KV cached under another salt is not reused"
     )
@@ -130,7 +122,6 @@ class Generation(Body):
     safety_identifier: str | None = Field(None, description="the same, if there is no user")
     timeout_s: float | None = Field(None, description="seconds after which the request ends with 504")
     trace: bool | None = Field(None, description="report token by token what was reused, and where the time went")
-    ignore_eos: bool | None = Field(None, description="continue after an end-of-text token, to the requested length")
 
     def query(self) -> str | None:
         """The text to search passages by; None if the request has none."""
@@ -150,6 +141,14 @@ class Generation(Body):
         """The fields of the engine's `Request` that hold the question."""
         raise NotImplementedError
 
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may call; None for none."""
+        return None
+
+    def parts(self) -> Sequence[Generation]:
+        """Bodies with one prompt each."""
+        return [self]
+
     def num_logprobs(self) -> int | None:
         """Number of alternatives to report for each token; None reports nothing."""
         raise NotImplementedError
@@ -161,7 +160,8 @@ class Generation(Body):
     def argument_names(self) -> dict[str, str]:
         """Engine argument -> field of this body, if they differ."""
         flow = "user" if self.user else "safety_identifier"
-        return {"max_new_tokens": "max_tokens", "flow": flow} | ({"prompt": "documents"} if self.documents else {})
+        names = {"max_new_tokens": "max_tokens", "flow": flow} | SAMPLING_NAMES | self.constraint_names()
+        return names | ({"prompt": "documents"} if self.documents else {})
 
     @property
     def flow(self) -> str:
@@ -181,7 +181,7 @@ class Generation(Body):
         """
         if self.documents is None:
             return None
-        return tuple(_document(number, value) for number, value in enumerate(self.documents))
+        return documents_of(self.documents)
 
     def to_request(
         self,
@@ -192,24 +192,21 @@ class Generation(Body):
         request_id: str,
         cache_salt: str = "",
         flow: str | None = None,
+        call_form: CallForm = "hermes",
     ) -> Request:
         """The engine's request, with `documents` as passages; `reuse` and `timeout_s` are defaults if the body names
-        none, `cache_salt` and `flow` always apply.
+        none, `cache_salt` and `flow` always apply, and tools are called in `call_form`.
 
         Raises:
           RequestError: a value is out of range or not supported.
         """
-        self._refuse_unsupported()
-        limit = self.answer_limit()
+        refuse_unsupported(self.model_extra, self.path)
+        limit, use, constraint = self.answer_limit(), self.tool_use(), self.constraint()
         sampling = SamplingParams(
             max_new_tokens=limit,
-            temperature=self.temperature if self.temperature is not None else 0.0,
-            top_p=self.top_p if self.top_p is not None else 1.0,
-            stop=self.stop,
-            seed=None if self.seed is None else self.seed % 2**64,
             logprobs=self.num_logprobs(),
-            ignore_eos=bool(self.ignore_eos),
-            n=self.n if self.n is not None else 1,
+            constraint=constraint if use is None else use.constraint(call_form, constraint),
+            **self.sampling_fields(),
         )
         return Request(
             **self.prompt_fields(),
@@ -225,19 +222,11 @@ class Generation(Body):
             quality_target=self.quality_target,
             timeout_s=self.timeout_s if self.timeout_s is not None else timeout_s,
             trace=bool(self.trace),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
-    def _refuse_unsupported(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            neutral = _NEUTRAL.get(name)
-            if neutral is None or value is None:
-                continue
-            if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral):
-                shown = " or ".join(repr(other) for other in neutral)
-                raise RequestError(name, f"not supported by this server: wanted {shown}, got {_short(value)}")
 
-
-class ChatBody(Generation):
+class ChatBody(ToolFields, RenderingFields, Generation):
     """Body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
@@ -256,7 +245,13 @@ class ChatBody(Generation):
 
     def prompt_fields(self) -> dict[str, Any]:
         """The messages verbatim: the engine checks them."""
-        return {"messages": self.messages}
+        use = self.tool_use()
+        tools = () if use is None else use.tools
+        return {"messages": self.messages, "tools": tools, "rendering": self.rendering()}
+
+    def tool_use(self) -> ToolUse | None:
+        """The tools that the answer may call; None for none."""
+        return self.checked_tool_use(has_constraint=bool(self.constraint_names()))
 
     def num_logprobs(self) -> int | None:
         """`top_logprobs` if `logprobs` is on."""
@@ -270,52 +265,10 @@ class ChatBody(Generation):
 
     def argument_names(self) -> dict[str, str]:
         """As `Generation`; the engine's "prompt" is this body's messages."""
-        names = {"prompt": "messages"} | super().argument_names()
+        names = {"prompt": "messages", "constraint": "tools"} | super().argument_names()
         if self.max_completion_tokens is not None:
             names["max_new_tokens"] = "max_completion_tokens"
         return names
-
-
-class CompletionBody(Generation):
-    """Body of /v1/completions."""
-
-    prompt: Annotated[
-        str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=str | list[str] | list[int])
-    ]
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-    def query(self) -> str | None:
-        """The prompt, if it is a text."""
-        return self.prompt if isinstance(self.prompt, str) and self.prompt.strip() else None
-
-    def texts(self) -> Iterator[str]:
-        """The prompt, if it is a text."""
-        return iter([self.prompt] if isinstance(self.prompt, str) else [])
-
-    def prompt_fields(self) -> dict[str, Any]:
-        """A text, or a question of token ids behind an empty system prompt.
-
-        Raises:
-          RequestError: token ids together with documents.
-        """
-        if isinstance(self.prompt, str):
-            return {"prompt": self.prompt}
-        for name in ("documents", "retrieval"):
-            if getattr(self, name):
-                raise RequestError(name, "wanted none behind a prompt of token ids; send the prompt as text")
-        return {"segments": ((), self.prompt)}
-
-    def num_logprobs(self) -> int | None:
-        """OpenAI's completions API has the number itself."""
-        return self.logprobs
-
-    def answer_limit(self) -> int | None:
-        """`max_tokens`; its default is OpenAI's 16."""
-        return self.max_tokens if self.max_tokens is not None else 16
-
-    def argument_names(self) -> dict[str, str]:
-        """As `Generation`; a prompt of token ids is the engine's second segment."""
-        return super().argument_names() | {"segments[1]": "prompt"}
 
 
 class PinBody(Body):
@@ -337,21 +290,16 @@ class WarmBody(Body):
 
     def own_documents(self) -> tuple[Document, ...]:
         """The passages in the body."""
-        return tuple(_document(number, value) for number, value in enumerate(self.documents or ()))
+        return documents_of(self.documents)
 
 
-class TokenizeBody(Body):
-    """Body of /tokenize: a text, or messages with documents, for which only the number of tokens is returned."""
+def documents_of(values: Sequence[DocumentIn] | None) -> tuple[Document, ...]:
+    """The passages of a body.
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    documents: Annotated[list[DocumentIn] | None, WithJsonSchema({"type": "array"})] = None
-    add_special_tokens: bool = True
-
-    def own_documents(self) -> tuple[Document, ...]:
-        """The passages in the body."""
-        return tuple(_document(number, value) for number, value in enumerate(self.documents or ()))
+    Raises:
+      RequestError: one has a blank text.
+    """
+    return tuple(_document(number, value) for number, value in enumerate(values or ()))
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
@@ -369,8 +317,3 @@ def _document(number: int, value: DocumentIn) -> Document:
     except ValueError as error:
         argument, _, message = str(error).partition(": ")
         raise RequestError(argument, message) from error
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

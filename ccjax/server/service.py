@@ -21,8 +21,9 @@ import ccjax.server.own_documents as own_documents
 from ccjax.engine import Engine, Request
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import DeadlineError, RequestError
-from ccjax.retrieval import Retriever
+from ccjax.retrieval import Retriever, default_embedder
 from ccjax.server.backend import Backend
+from ccjax.server.embeddings import SentenceVectors
 from ccjax.server.errors import ApiError, field_names, refusals_of_worker, shutting_down
 from ccjax.server.fresh import keep_fresh
 from ccjax.server.idle_thread import IdleWork, WorkerClosedError
@@ -31,12 +32,13 @@ from ccjax.server.live import LiveCounts
 from ccjax.server.metrics import ServerMetrics
 from ccjax.server.openai_format import Kind
 from ccjax.server.preparing import DocumentPreparation
-from ccjax.server.schemas import Generation, TokenizeBody, WarmBody
+from ccjax.server.schemas import Generation, WarmBody
 from ccjax.server.settings import ServerSettings
 from ccjax.server.telemetry import RequestTelemetry
 from ccjax.server.tracing import Tracing
 from ccjax.server.warming import MOST_JOBS, WarmJob, WarmJobs
 from ccjax.server.worker import EngineWorker, Job
+from ccjax.text import CallForm
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
@@ -68,8 +70,11 @@ class Service:
         """Records the loading progress shown by `/ready`."""
         self._stage = (stage, done, total)
 
-    def open(self, engine: Engine, retriever: Retriever | None = None) -> None:
+    def open(self, engine: Engine, retriever: Retriever | None = None, embedder: str = "auto") -> None:
         """Takes ownership of a loaded (and warm) engine and retriever and starts answering requests.
+
+        Args:
+          embedder: names the encoder of /v1/embeddings (`default_embedder`) if the retriever has none.
 
         Raises:
           RuntimeError: the service is open or closed already; engine and retriever stay the caller's then.
@@ -89,7 +94,8 @@ class Service:
                 preload=engine.preload,
             )
             model = self.settings.served_model_name or engine.model_name
-            self._backend = Backend(engine, worker, retriever, model, jobs, preparation)
+            vectors = SentenceVectors(lambda: (retriever and retriever.embedder) or default_embedder(embedder))
+            self._backend = Backend(engine, worker, retriever, model, jobs, preparation, vectors)
             if retriever is not None and (retriever.report.changed or retriever.report.removed):
                 drop = functools.partial(own_documents.drop_old_versions, retriever, engine, worker, retriever.report)
                 threading.Thread(target=drop, name="ccjax-drop", daemon=True).start()
@@ -159,6 +165,11 @@ class Service:
             )
         return self._backend
 
+    @property
+    def call_form(self) -> CallForm:
+        """The form in which the model is expected to call tools."""
+        return self.settings.tool_call_parser or self.backend.engine.call_form
+
     def telemetry(self, kind: Kind, headers: Mapping[str, str]) -> RequestTelemetry:
         """Telemetry of a request that just arrived with these HTTP headers."""
         model = self.settings.served_model_name if self._backend is None else self._backend.model
@@ -197,6 +208,7 @@ class Service:
             request_id=f"{id_prefix}-{uuid.uuid4().hex}",
             cache_salt=salt,
             flow=flow,
+            call_form=self.call_form,
         )
         begun = None
         if self.settings.retrieval_stages > 1 and passages is None:
@@ -223,24 +235,6 @@ class Service:
         if begun is not None:
             self.metrics.count_speculations(begun)
         return job, documents[: len(prompt.documents)]
-
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
-        """vLLM's response of /tokenize; `tokens` is null for messages, of which only the number is known here."""
-        engine = self.backend.engine
-        self.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "prompt: wanted exactly one of prompt and messages", param="prompt")
-        tokens = None
-        with field_names({"prompt": "messages"}):
-            if body.messages is not None:
-                count = await asyncio.to_thread(
-                    engine.validate, Request(messages=body.messages, documents=body.own_documents())
-                )
-            else:
-                assert body.prompt is not None
-                tokens = await asyncio.to_thread(_encode, engine, body.prompt, body.add_special_tokens)
-                count = len(tokens)
-        return {"count": count, "max_model_len": engine.max_model_len, "tokens": tokens}
 
     async def between(self, function: Callable[[Engine], Result]) -> Result:
         """Runs `function` on the engine, on the worker's thread, while requests run.
@@ -390,11 +384,3 @@ def _what_is_left(request: Request, arrived_s: float) -> Request:
     if left_s <= 0.0:
         raise DeadlineError("timeout_s: no time was left when the prompt was ready")
     return dataclasses.replace(request, timeout_s=left_s)
-
-
-def _encode(engine: Engine, prompt: str, add_special_tokens: bool) -> list[int]:
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
-    bos = [tokenizer.bos_id] if add_special_tokens and tokenizer.bos_id is not None else []
-    return bos + tokenizer.encode(prompt, allow_special=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import urllib.parse
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from ccjax.config.base import KEYWORD_ONLY, Described, SettingsModel
-from ccjax.config.values import FilePath, NumBytes, Seconds
+from ccjax.config.values import FilePath, Names, NumBytes, Seconds
+from ccjax.text import CallForm
 from ccjax.types import ReuseMode
 
 LARGEST_TOP_K = 100
@@ -24,6 +26,14 @@ def _http(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError("wanted a URL such as http://localhost:4318/v1/traces")
     return url
+
+
+def _origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in origins:
+        parts = urllib.parse.urlsplit(origin)
+        if origin != "*" and not (parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}"):
+            raise ValueError("wanted origins such as https://chat.example.com, without a path")
+    return origins
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
@@ -45,6 +55,11 @@ class ServerSettings(SettingsModel):
     """File of API keys, KEY or TENANT:KEY per line, reread when it changes; each tenant has caches of its own."""
     admin_key_file: FilePath | None = None
     """File of keys for /v1/cache/..., KEY per line, reread when it changes."""
+    allowed_hosts: Names = ()
+    """Host names (`*.example.com`: all below; `*`: any) under which a server may be asked, besides this machine's and
+    IP addresses; without any, a server with API keys does not check."""
+    allowed_origins: Annotated[Names, AfterValidator(_origins)] = ()
+    """Origins of web pages that may use the server from browsers (CORS), such as https://chat.example.com; `*`: any."""
     reuse: ReuseMode = "bounded"
     """Mode of requests that name none."""
     top_k: int = Field(default=5, ge=1, le=LARGEST_TOP_K)
@@ -56,6 +71,8 @@ class ServerSettings(SettingsModel):
     """Begin no answer during its search while this many requests wait."""
     request_timeout_s: Seconds | None = None
     """Requests without a timeout_s of their own end with 504 after this time; without it never."""
+    keep_alive_s: Annotated[Seconds, KEYWORD_ONLY] = 75.0
+    """How long connections stay open between requests; longer than a proxy in front keeps them."""
     max_body_bytes: Annotated[NumBytes, KEYWORD_ONLY] = Field(default=10_000_000, ge=1)
     """Largest request body; larger ones are refused with 413."""
     refresh_interval_s: Seconds | None = None
@@ -70,6 +87,8 @@ class ServerSettings(SettingsModel):
     page: bool = True
     """Serve the page at /, and what it needs: `trace` in requests, which shows the text of passages, and the live
     view."""
+    tool_call_parser: CallForm | None = None
+    """Form in which the model calls tools; the one of its chat template if not given."""
     otlp_traces_endpoint: Annotated[str, AfterValidator(_http), Described(metavar="URL")] | None = None
     """OTLP endpoint for request spans, such as http://localhost:4318/v1/traces; needs ccjax[tracing]."""
 

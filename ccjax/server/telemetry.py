@@ -44,13 +44,16 @@ class RequestTelemetry:
         facts = self._facts(refusal)
         where = {} if self.record is None else self.record(self, facts)
         # Text logs show the essentials, JSON logs all fields.
-        line = "%(outcome)s %(request_id)s: first token after %(ttft_s)s s, all after %(latency_s)s s"
+        line = (
+            "%(outcome)s %(request_id)s (%(x_request_id)s): first token after %(ttft_s)s s, all after %(latency_s)s s"
+        )
         shown = {"request_id": "before it had an id", "ttft_s": "-", **facts}
         logger.info(line, shown, extra={"kind": self.kind, **facts, **where})
 
     def _facts(self, refusal: ApiError | None) -> dict[str, Any]:
         now_s, job = time.perf_counter(), self.job
         facts: dict[str, Any] = {"latency_s": _rounded(now_s - self.began_s)}
+        facts["x_request_id"] = self.headers.get("x-request-id", "")
         if job is not None:
             facts["request_id"] = job.request.request_id
             if job.first_delta_s is not None:

@@ -54,15 +54,20 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Streams the answer, up to the delta with the response.
+    async def deltas(self, pause_s: float | None = None) -> AsyncIterator[Delta | None]:
+        """Streams the answer, up to the delta with the response; None whenever nothing came for `pause_s`.
 
         Raises:
           JobCancelledError: `cancel` was called first.
           Exception: whatever the engine raised.
         """
         while True:
-            event = await self._events.get()
+            try:
+                async with asyncio.timeout(pause_s):
+                    event = await self._events.get()
+            except TimeoutError:
+                yield None
+                continue
             if isinstance(event, Exception):
                 raise event
             yield event

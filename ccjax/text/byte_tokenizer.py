@@ -32,6 +32,7 @@ class ByteTokenizer(BaseTokenizer):
         self.bos_id: int | None = self.special_names["<|begin_of_text|>"]
         self.eos_ids = frozenset({self.special_names["<|end_of_text|>"], self.special_names["<|eot_id|>"]})
         self.vocab_size = _NUM_BYTES + len(_CONTROL)
+        self.longest_token: int | None = 1
         self.fingerprint = hashlib.sha256("\0".join(("bytes-1", *_CONTROL)).encode()).hexdigest()
 
     def _encode_plain(self, text: str, follows: Follows) -> list[int]:
@@ -50,3 +51,8 @@ class ByteTokenizer(BaseTokenizer):
             elif not skip_special:
                 content += _CONTROL[token_id - _NUM_BYTES].encode()
         return content.decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id < _NUM_BYTES:
+            return bytes([token_id])
+        return _CONTROL[token_id - _NUM_BYTES].encode() if token_id < self.vocab_size else b""

@@ -9,24 +9,36 @@ except that contents never yield control tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ccjax.text.chat import (
+    Form,
+    Message,
+    checked_messages,
+    checked_tools,
+    hidden_messages,
+    hidden_tools,
+    in_text,
+)
 from ccjax.text.cutting import blocks_of, has_context
+from ccjax.text.placeholders import HiddenTexts, Part, Piece, pieces_of
 from ccjax.text.template import ChatTemplate, TemplateRejectedError
 from ccjax.text.tokenizer import Follows, Tokenizer
-from ccjax.types import Document
+from ccjax.text.tool_calls import CallForm, call_form
+from ccjax.types import Document, Rendering
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_SENTINEL = "ccjaxContent{}z7f3a9"
-_SENTINEL_PATTERN = re.compile(r"ccjaxContent(\d+)z7f3a9")
+_TAG, _WORD = re.compile(r"<[^<>]*>"), re.compile(r"\w+")
 LEAST_BLOCK = 24
 """Tokens of the shortest passage that is looked for in a content."""
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "bos_token", "eos_token")
+"""Variables of templates that are given anyway."""
+_AS_A_CHAT = Rendering()
 SYSTEM_PROMPT = "Answer the question from the passages."
-_Parts = list[tuple[str, bool]]
-"""Text and whether it is trusted: the template's own text is, contents are not."""
+_Parts = list[Part]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +52,9 @@ class PromptParts:
     """Offsets in the question at which a message, or a part of a message's content, begins."""
     num_opening: int = 0
     """Number of tokens before the first content: what every prompt begins with."""
+    asking: tuple[int, int] = (0, 0)
+    """First and last token (exclusive) of the last content, in `system` and `question` together, unless somebody else
+    than the user said it or there are documents."""
     blocks: tuple[tuple[int, int], ...] = ()
     """First and last token (exclusive) of each passage that a content has, in `system` and `question` together; beside
     documents those in `system` only if it has retrieved context."""
@@ -73,31 +88,52 @@ class PromptBuilder:
             "eos_token": next((names[token_id] for token_id in sorted(tokenizer.eos_ids) if token_id in names), ""),
         }
 
-    def build_chat(self, messages: Sequence[Mapping[str, Any]], documents: Sequence[Document] = ()) -> PromptParts:
+    @property
+    def call_form(self) -> CallForm:
+        """The form in which the model is expected to call tools."""
+        return call_form(self._template)
+
+    def build_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        documents: Sequence[Document] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        rendering: Rendering = _AS_A_CHAT,
+    ) -> PromptParts:
         """Ids of a chat up to the start of the assistant's answer.
 
         Args:
           messages: `{"role", "content"}` as in the OpenAI API; content is a string or a list of text parts, each on a
-            line of its own. Beside documents, leading and trailing white space of contents is dropped.
+            line of its own, or None beside `tool_calls`. Beside documents, leading and trailing white space of contents
+            is dropped.
+          rendering: whether the answer begins, or the last message goes on.
+          tools: definitions as in the OpenAI API. If the template knows nothing of tools, they are written into the
+            system message, and calls and results into messages of assistant and user.
 
         Raises:
-          ValueError: a message is malformed, there is no user message, or the template refuses; names `messages[i]`.
+          ValueError: a message or tool is malformed, there is no user message, or the template refuses; names
+            `messages[i]` or `tools[i]`.
         """
-        roles, contents = _checked(messages)
+        chat, tools = checked_messages(messages), checked_tools(tools)
+        self._check_rendering(rendering, chat[-1])
         if documents:
-            contents = [_stripped(parts) for parts in contents]
+            chat = [message.stripped() for message in chat]
         system_prompt = self._system_prompt
         if system_prompt is None:
             system_prompt = SYSTEM_PROMPT if documents else ""
-        if "system" not in roles and system_prompt:
-            roles, contents = ["system", *roles], [[system_prompt], *contents]
-        head, rest = self._split_chat(roles, contents, moves_system=not documents)
+        if system_prompt and not any(message.role == "system" for message in chat):
+            chat.insert(0, Message("system", (system_prompt,)))
+        if not self._template.takes_tools:
+            chat, tools = in_text(chat, tools), []
+        head, rest = self._split_chat(chat, tools, rendering, moves_system=not documents)
         # A space before the first user text belongs to its first word: "[INST] Hello" has a token " Hello".
-        if head and head[-1][1]:
-            text = head[-1][0]
-            head[-1] = (text.rstrip(" "), True)
-            rest.insert(0, (" " * (len(text) - len(head[-1][0])), True))
-        return self._with_documents(head, documents, rest) if documents else self._whole(head, rest)
+        if head and head[-1].trusted:
+            text = head[-1].text
+            head[-1] = Part(text.rstrip(" "))
+            rest.insert(0, Part(" " * (len(text) - len(head[-1].text))))
+        if documents:
+            return self._with_documents(head, documents, rest)
+        return self._whole(head, rest, is_asked=chat[-1].role == "user")
 
     def build_completion(self, prompt: str, documents: Sequence[Document] = ()) -> PromptParts:
         """Ids of bos, the documents and `prompt` verbatim, without a template.
@@ -107,194 +143,213 @@ class PromptBuilder:
         """
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(f"prompt: wanted a non-empty string, got {prompt!r}")
-        head, rest = [(self._special_tokens["bos_token"], True)], [(prompt, False)]
-        return self._with_documents(head, documents, rest) if documents else self._whole(head, rest)
+        head, rest = [Part(self._special_tokens["bos_token"])], [Part(prompt, trusted=False, is_content=True)]
+        if documents:
+            return self._with_documents(head, documents, rest)
+        return self._whole(head, rest, is_asked=True)
+
+    def says_more_than(self, num_words: int, token_ids: Sequence[int]) -> bool:
+        """True if a text has more words, besides tags."""
+        return len(_WORD.findall(_TAG.sub(" ", self._tokenizer.decode(token_ids)))) > num_words
+
+    def least_tokens(self, texts: Iterable[str]) -> int:
+        """A number of tokens that the texts have at least, known without tokenizing them."""
+        longest = self._tokenizer.longest_token
+        return 0 if longest is None else sum(len(text.strip()) // longest for text in texts)
 
     def document_ids(self, document: Document) -> tuple[int, ...]:
-        """Ids of one document, independent of its place in the prompt; never a control token."""
-        title = (document.title or "").strip()
-        text = "\n".join([title, document.text.strip()] if title else [document.text.strip()])
+        """Ids of one document, independent of its place in the prompt; never a control token. The title is in front,
+        unless the text's first line begins with it, alone or followed by ` > ` and a heading."""
+        title, text = (document.title or "").strip(), document.text.strip()
+        if title and not f"{text.partition(chr(10))[0]} > ".startswith(f"{title} > "):
+            text = f"{title}\n{text}"
         return tuple(self._tokenizer.encode(f"{text}\n\n", allow_special=False))
 
-    def _whole(self, head: _Parts, rest: _Parts) -> PromptParts:
+    def _whole(self, head: _Parts, rest: _Parts, *, is_asked: bool) -> PromptParts:
         """The parts of a prompt without documents, tokenized as one text. A token across the border belongs to
-        `head`."""
-        parts = [*head, ("", False), *rest]
-        ids, begins = self._tokenizer.encode_parts(parts), self._tokenizer.borders(parts)
-        num_contents = sum(not trusted for _, trusted in head)
-        num_system, borders = begins[num_contents], begins[num_contents + 1 :]
+        `head`.
+
+        Args:
+          is_asked: the last content is the user's.
+        """
+        parts = [*head, Part("", trusted=False), *rest]
+        num_behind = sum(1 for _ in itertools.takewhile(lambda part: part.trusted, reversed(parts)))
+        before = reversed(parts[: len(parts) - num_behind])
+        num_last = sum(1 for _ in itertools.takewhile(lambda part: not part.trusted, before))
+        parts.insert(len(parts) - num_behind, Part("", trusted=False))
+        ids, (*begins, end) = self._tokenizer.encode_parts(_pairs(parts)), self._tokenizer.borders(_pairs(parts))
+        num_contents = sum(not part.trusted for part in head)
+        num_system, borders = begins[num_contents], _of_contents(begins[num_contents + 1 :], rest)
         return PromptParts(
             system=tuple(ids[:num_system]),
             documents=(),
             question=tuple(ids[num_system:]),
             borders=tuple(dict.fromkeys(border - num_system for border in borders)) if len(borders) > 1 else (),
             num_opening=begins[0],
+            asking=(begins[-num_last], end) if is_asked else (0, 0),
             blocks=tuple(self._blocks(parts, "start", 0)),
         )
 
     def _with_documents(self, head: _Parts, documents: Sequence[Document], rest: _Parts) -> PromptParts:
-        system = self._tokenizer.encode_parts(head)
-        is_divided = sum(not trusted for _, trusted in rest) > 1
-        borders = self._tokenizer.borders(rest, follows="text") if is_divided else ()
-        is_cut = has_context("".join(text for text, trusted in head if not trusted))
+        system = self._tokenizer.encode_parts(_pairs(head))
+        borders = _of_contents(self._tokenizer.borders(_pairs(rest), follows="text"), rest)
+        is_cut = has_context("".join(part.text for part in head if part.is_content))
         blocks = self._blocks(head, "start", 0) if is_cut else []
         blocks += self._blocks(rest, "text", len(system))
-        opening = self._tokenizer.borders(head)
+        opening = self._tokenizer.borders(_pairs(head))
         return PromptParts(
             system=tuple(system),
             documents=tuple(self.document_ids(document) for document in documents),
-            question=tuple(self._tokenizer.encode_parts(rest, follows="text")),
-            borders=tuple(dict.fromkeys(borders)),
+            question=tuple(self._tokenizer.encode_parts(_pairs(rest), follows="text")),
+            borders=tuple(dict.fromkeys(borders)) if len(borders) > 1 else (),
             num_opening=opening[0] if opening else len(system),
             blocks=tuple(blocks),
         )
 
     def _blocks(self, parts: _Parts, follows: Follows, start: int) -> list[tuple[int, int]]:
         """The passages in the contents of `parts`, whose first token has the offset `start`."""
-        pieces: _Parts = []
+        pieces: list[tuple[str, bool]] = []
         numbers = []  # of the pieces that are passages, among the untrusted ones
         count = 0
-        for text, trusted in parts:
-            if trusted:
-                pieces.append((text, True))
-                continue
+        for part in parts:
             last = 0
-            for begin, end in blocks_of(text):
-                pieces += [(text[last:begin], False), (text[begin:end], False)]
+            for begin, end in blocks_of(part.text) if part.is_content else ():
+                pieces += [(part.text[last:begin], False), (part.text[begin:end], False)]
                 numbers.append(count + 1)
                 count, last = count + 2, end
-            pieces.append((text[last:], False))
-            count += 1
+            pieces.append((part.text[last:], part.trusted))
+            count += not part.trusted
         begins = self._tokenizer.borders(pieces, follows=follows)
         spans = [(start + begins[number], start + begins[number + 1]) for number in numbers]
         return [(begin, end) for begin, end in spans if end - begin >= LEAST_BLOCK]
 
+    def _check_rendering(self, rendering: Rendering, last: Message) -> None:
+        if rendering.continue_final_message:
+            if last.role != "assistant" or last.calls or not "".join(last.parts or ()).strip():
+                message = f"wanted a text of the assistant as the last message, got one of {last.role!r}"
+                raise ValueError(f"continue_final_message: {message}")
+            if rendering.add_generation_prompt:
+                raise ValueError("continue_final_message: wanted add_generation_prompt=false beside it, got true")
+        for name in rendering.variables:
+            if name in _OWN_VARIABLES:
+                raise ValueError(f"chat_template_kwargs.{name}: wanted a variable that only the template knows")
+        names = self._tokenizer.special_names
+        for text in _strings(rendering.variables):
+            if any(name in text for name in names):
+                raise ValueError(f"chat_template_kwargs: wanted no control tokens, got {text!r:.80}")
+
     def _split_chat(
-        self, roles: Sequence[str], contents: Sequence[Sequence[str]], *, moves_system: bool
+        self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]], rendering: Rendering, *, moves_system: bool
     ) -> tuple[_Parts, _Parts]:
         """The chat before the first user content, and the rest from it on, which has the system prompt only if
         `moves_system` and the template puts it there."""
-        system = contents[0] if roles[0] == "system" else None
-        first_user = roles.index("user")
-        try:
-            return self._render(roles, contents, first_user, moves_system=moves_system)
-        except TemplateRejectedError as error:
-            if system is None:
-                raise ValueError(f"messages: {error}") from error
-        try:
-            before, after = self._render(roles[1:], contents[1:], first_user - 1, moves_system=moves_system)
-        except TemplateRejectedError as error:
-            raise ValueError(f"messages: {error}") from error
-        return [*before, ("".join(system) + "\n\n", False)], after
+        refused = None
+        for form in Form.all_of(chat):
+            try:
+                return self._render(chat, tools, form, rendering, moves_system=moves_system)
+            except TemplateRejectedError as error:
+                failed = error
+            if chat[0].role == "system":
+                try:
+                    before, after = self._render(chat[1:], tools, form, rendering, moves_system=moves_system)
+                    gap = Part("\n\n", trusted=False)
+                    system = [Part(part, trusted=False, is_content=True) for part in chat[0].parts or ()]
+                    return [*before, *system, Part(chat[0].definitions, trusted=False), gap], after
+                except TemplateRejectedError as error:
+                    failed = error
+            refused = refused or failed
+        raise ValueError(f"messages: {refused}") from refused
 
     def _render(
-        self, roles: Sequence[str], contents: Sequence[Sequence[str]], first_user: int, *, moves_system: bool
+        self,
+        chat: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        form: Form,
+        rendering: Rendering,
+        *,
+        moves_system: bool,
     ) -> tuple[_Parts, _Parts]:
-        """Renders with a placeholder for each content, so that no content can influence the template's text."""
-        pieces = _SENTINEL_PATTERN.split(self._rendered(roles, map(_SENTINEL.format, range(len(roles)))))
-        if str(first_user) not in pieces[1::2]:
-            raise TemplateRejectedError(f"chat_template: it leaves out the content of {roles[first_user]!r} messages")
-        border = 1 + 2 * pieces[1::2].index(str(first_user))
-        if roles[0] == "system" and "0" not in pieces[1 : None if moves_system else border : 2]:
+        """Renders with a placeholder for each text, so that none can influence the template's own."""
+        texts = HiddenTexts()
+        messages, starts = hidden_messages(chat, form, texts)
+        hidden = hidden_tools(tools, texts)
+        render = functools.partial(self._rendered, rendering=rendering)
+        pieces = pieces_of(render(messages, hidden))
+        numbers = [piece.number for piece in pieces]
+        first_user = next(number for number, message in enumerate(chat) if message.role == "user")
+        if starts[first_user] not in numbers:
+            raise TemplateRejectedError("chat_template: it leaves out the content of 'user' messages")
+        border = numbers.index(starts[first_user])
+        if chat[0].role == "system" and 0 not in numbers[: None if moves_system else border]:
             # Some templates leave it out, some put it into the LAST user turn, where it would move with every turn.
             raise TemplateRejectedError("chat_template: the system prompt is not before the first user text")
-        contents = self._trimmed(roles, contents, pieces)
-        parts: list[_Parts] = [
-            [(piece, True)] if number % 2 == 0 else [(part, False) for part in contents[number // 2]]
-            for number, piece in enumerate(pieces)
-        ]
-        return list(itertools.chain(*parts[:border])), list(itertools.chain(*parts[border:]))
+        parts = _trimmed(pieces, texts, lambda: render(texts.shown(messages), texts.shown(hidden)))
+        if rendering.continue_final_message:
+            last, number = [(at, number) for at, number in enumerate(numbers) if number is not None][-1]
+            if number < starts[-1]:
+                raise TemplateRejectedError("chat_template: it leaves out the content of the last message")
+            parts = parts[: last + 1]
+        return parts[:border], parts[border:]
 
-    def _rendered(self, roles: Sequence[str], contents: Iterable[str]) -> str:
-        messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        return self._template.render(messages, variables=self._special_tokens)
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendering: Rendering
+    ) -> str:
+        return self._template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=rendering.add_generation_prompt,
+            variables={**rendering.variables, **self._special_tokens},
+        )
 
-    def _trimmed(
-        self, roles: Sequence[str], contents: Sequence[Sequence[str]], pieces: Sequence[str]
-    ) -> list[Sequence[str]]:
-        """The contents in the order of the template, without the white space around them that it takes away.
 
-        Args:
-          pieces: the template's text, in turn with numbers of contents. Where it depends on what a content says, white
-            space stays.
-        """
-        used = [contents[int(number)] for number in pieces[1::2]]
-        texts = ["".join(parts) for parts in contents]
-        if all(text == text.strip() for text in texts):
+def _trimmed(pieces: Sequence[Piece], texts: HiddenTexts, render: Callable[[], str]) -> _Parts:
+    """The parts that the pieces stand for, without the white space around texts that the template takes away; where
+    that depends on what a text says, white space stays. `render` renders the texts themselves."""
+    used = [texts.part(piece) for piece in pieces]
+    if all(part.trusted or part.text == part.text.strip() for part in used):
+        return used
+    try:
+        whole = render()
+    except TemplateRejectedError:
+        return used
+    found, end = list[Part](), 0
+    for number, piece in enumerate(pieces):
+        follows = pieces[number + 1].text if number + 1 < len(pieces) else ""
+        given = [piece.text] if piece.number is None else _with_less_space(texts.text(piece.number))
+        possible = (texts.part(piece, text) for text in given)
+        fits = (part for part in possible if whole.startswith(part.text + follows, end))
+        kept = next(fits, None)
+        if kept is None:
             return used
-        try:
-            whole = self._rendered(roles, texts)
-        except TemplateRejectedError:
-            return used
-        found, end = list[Sequence[str]](), len(pieces[0])
-        if not whole.startswith(pieces[0]):
-            return used
-        for parts, piece in zip(used, pieces[2::2], strict=True):
-            fits = (kept for kept in _with_less_space(parts) if whole.startswith("".join(kept) + piece, end))
-            kept = next(fits, None)
-            if kept is None:
-                return used
-            found.append(kept)
-            end += len("".join(kept)) + len(piece)
-        return found if end == len(whole) else used
+        found.append(kept)
+        end += len(kept.text)
+    return found if end == len(whole) else used
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Roles and contents, each as its parts, which joined are its text."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-        raise ValueError(f"messages: wanted a list of messages, got {type(messages).__name__}")
-    roles: list[str] = []
-    contents: list[list[str]] = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise ValueError(f"messages[{i}]: wanted an object with role and content, got {type(message).__name__}")
-        role = message.get("role")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise ValueError(f"messages[{i}].role: wanted one of {sorted(_ROLES)}, got {role!r}")
-        roles.append(_ROLES[role])
-        parts = _content_parts(message.get("content"), f"messages[{i}].content")
-        contents.append([part + "\n" for part in parts[:-1]] + parts[-1:])
-    if "user" not in roles:
-        raise ValueError("messages: wanted at least one message with role 'user', got none")
-    question = len(roles) - 1 - roles[::-1].index("user")
-    if not "".join(contents[question]).strip():
-        raise ValueError(f"messages[{question}].content: wanted a question, got blank text")
-    return roles, contents
+def _strings(value: Any) -> Iterator[str]:
+    """All strings and keys of a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(_strings(item) for pair in value.items() for item in pair)
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(_strings, value))
 
 
-def _stripped(parts: Sequence[str]) -> list[str]:
-    """The parts without white space around the whole text."""
-    text = "".join(parts)
-    return _between(parts, len(text) - len(text.lstrip()), len(text.rstrip()))
+def _pairs(parts: _Parts) -> list[tuple[str, bool]]:
+    """Texts and whether they are trusted, as tokenizers take them."""
+    return [(part.text, part.trusted) for part in parts]
 
 
-def _with_less_space(parts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The parts without none, the line breaks, or all of the white space at either end, the most text first."""
-    text = "".join(parts)
+def _of_contents(borders: Sequence[int], parts: _Parts) -> list[int]:
+    """The borders of the untrusted parts that are contents."""
+    untrusted = (part for part in parts if not part.trusted)
+    return [border for border, part in zip(borders, untrusted, strict=True) if part.is_content]
+
+
+def _with_less_space(text: str) -> Iterator[str]:
+    """The text without none, the line breaks, or all of the white space at either end, the most text first."""
     starts = 0, len(text) - len(text.lstrip("\n")), len(text) - len(text.lstrip())
     ends = len(text), len(text.rstrip("\n")), len(text.rstrip())
     spans = sorted(set(itertools.product(starts, ends)), key=lambda span: span[0] - span[1])
-    return (_between(parts, start, end) for start, end in spans)
-
-
-def _between(parts: Sequence[str], start: int, end: int) -> list[str]:
-    """What is between two offsets of the whole text of some parts, without empty parts."""
-    first, kept = 0, list[str]()
-    for part in parts:
-        kept.append(part[max(0, start - first) : max(0, end - first)])
-        first += len(part)
-    return [part for part in kept if part]
-
-
-def _content_parts(content: Any, argument: str) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
-        raise ValueError(f"{argument}: wanted a string or a list of text parts, got {type(content).__name__}")
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{argument}[{i}]: wanted {{'type': 'text', 'text': string}}, got type {kind!r}")
-        texts.append(part["text"])
-    return texts
+    return (text[start:end] for start, end in spans)

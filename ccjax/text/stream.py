@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from ccjax.text.tokenizer import Tokenizer
@@ -19,8 +20,13 @@ class IncrementalDecoder:
     text differ: some tokenizers then also replace the whole characters just before them.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
-        """`prompt_ids`: tokens before the answer; the last few of them determine a leading space."""
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True):
+        """
+        Args:
+          prompt_ids: tokens before the answer; the last few of them determine a leading space.
+          skip_special: leave out special tokens.
+        """
+        self._skip_special = skip_special
         self._tokenizer = tokenizer
         self._ids = list(prompt_ids)[-_CONTEXT_TOKENS:]
         self._start = 0
@@ -52,7 +58,7 @@ class IncrementalDecoder:
         return after[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
-        decode = self._tokenizer.decode
+        decode = functools.partial(self._tokenizer.decode, skip_special=self._skip_special)
         return decode(self._ids[self._start : self._emitted]), decode(self._ids[self._start :])
 
 
@@ -62,21 +68,24 @@ class StopStrings:
     Text that could still become a stop string is held back; `flush` returns it when the stream ends without one.
     """
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], *, include: bool = False):
+        """`include`: a stop string that is found is shown, too."""
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise ValueError(f"stop: wanted a list of non-empty strings, got {stops!r}")
-        self._stops = tuple(stops)
+        self._stops, self._is_included = tuple(stops), include
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Takes the next piece; returns what may be shown. After a match, sets `matched` and returns nothing more."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """Takes the next piece; returns what may be shown. After a match, sets `matched` and returns nothing more.
+        Without `may_stop`, no stop string that ends in this piece counts."""
         if self.matched is not None:
             return ""
         self._held += text
         found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        if found and may_stop:
             at, _, self.matched = min(found)
+            at += len(self.matched) if self._is_included else 0
             shown, self._held = self._held[:at], ""
             return shown
         longest = max((self._open_length(stop) for stop in self._stops), default=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ccjax.text.placeholders import to_json
 from ccjax.text.tokenizer import read_settings
 
 LLAMA3_TEMPLATE = """\
@@ -55,15 +56,19 @@ class ChatTemplate:
       variables: given to every rendering, for instance `bos_token`, or `date_string` to keep a Llama 3.1 prompt (and
         with it the cached system prompt) unchanged over midnight.
       clock: for the templates' `strftime_now`.
+      tool_source: for requests with tools, if that is another template.
     """
 
     source: str
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     clock: Callable[[], datetime.datetime] = datetime.datetime.now
+    tool_source: str | None = None
 
     def __post_init__(self) -> None:
         try:
             _compile(self.source)
+            if self.tool_source is not None:
+                _compile(self.tool_source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat_template: wanted a Jinja template, got {error} in line {error.lineno}") from error
 
@@ -72,8 +77,8 @@ class ChatTemplate:
         """The template of a model directory.
 
         `chat_template.jinja` has priority, then `chat_template` in tokenizer_config.json, of a named list the one
-        called "default". A directory without any gets `LLAMA3_TEMPLATE` if its tokenizer is Llama 3's own
-        `tokenizer.model`, else `PLAIN_TEMPLATE`.
+        called "default", and "tool_use" for requests with tools. A directory without any gets `LLAMA3_TEMPLATE` if its
+        tokenizer is Llama 3's own `tokenizer.model`, else `PLAIN_TEMPLATE`.
 
         Raises:
           ValueError: no template of that name, or no valid Jinja.
@@ -81,7 +86,7 @@ class ChatTemplate:
         directory = Path(directory)
         settings = read_settings(directory)
         variables = template_variables(settings)
-        file, setting = directory / "chat_template.jinja", settings.get("chat_template")
+        file, setting, tool_source = directory / "chat_template.jinja", settings.get("chat_template"), None
         if file.exists():
             return cls(file.read_text(encoding="utf-8"), variables)
         if isinstance(setting, list):
@@ -90,9 +95,9 @@ class ChatTemplate:
                 raise ValueError(
                     f"{directory}: chat_template: wanted the name 'default', got {sorted(map(str, named))}"
                 )
-            setting = named["default"]
+            setting, tool_source = named["default"], named.get("tool_use")
         if isinstance(setting, str):
-            return cls(setting, variables)
+            return cls(setting, variables, tool_source=tool_source)
         if setting is not None:
             raise ValueError(
                 f"{directory}: chat_template: wanted a string or a named list, got {type(setting).__name__}"
@@ -101,10 +106,16 @@ class ChatTemplate:
             return cls(LLAMA3_TEMPLATE, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"} | variables)
         return cls(PLAIN_TEMPLATE, variables)
 
+    @property
+    def takes_tools(self) -> bool:
+        """True if the template renders definitions of tools."""
+        return self.tool_source is not None or _takes_tools(self.source)
+
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
@@ -115,10 +126,10 @@ class ChatTemplate:
         """
         values = {**(variables or {}), **self.variables}
         try:
-            return _compile(self.source).render(
+            return _compile((tools and self.tool_source) or self.source).render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 strftime_now=lambda format: self.clock().strftime(format),
                 **values,
@@ -134,12 +145,21 @@ def template_variables(settings: Mapping[str, Any]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=32)
 def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@functools.lru_cache(maxsize=32)
+def _takes_tools(source: str) -> bool:
+    return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = _raise_exception
-    return environment.from_string(source)
+    return environment
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -150,10 +170,6 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> None:

@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 import tiktoken
 import tokenizers
 
+from ccjax.text.token_bytes import TokenBytes
+
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -46,6 +48,13 @@ _RUN = re.compile(rf"\S{{1,{_MAX_RUN_CHARS}}}|\s{{1,{_MAX_RUN_CHARS}}}")
 _NO_PREFIX = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 """Settings of `tokenizers` steps that put a space before the first word, switched off."""
 
+_SHOWN = frozenset(("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>"))
+"""Tokens that calls of tools begin with: text in an answer, even where a file says that they are special."""
+_KEEPING = frozenset({"Sequence", "ByteLevel", "Metaspace", "Split", "Digits"})
+"""Pre-tokenizers that keep every character."""
+_MOST_COMPOSED = 4
+"""Characters that NFC makes one of, at most."""
+
 Follows = Literal["start", "control", "text"]
 """What precedes a text: nothing, a control token, or other text."""
 
@@ -60,8 +69,11 @@ class Tokenizer(Protocol):
       special_ids: tokens that represent no text: `decode` leaves them out.
       special_names: special token as written in templates -> id.
       fingerprint: sha256 (hex) of everything that determines the ids of a text.
+      longest_token: most characters of a text that one token stands for; None if there is no such bound.
     """
 
+    @property
+    def longest_token(self) -> int | None: ...
     @property
     def bos_id(self) -> int | None: ...
     @property
@@ -99,6 +111,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are not valid UTF-8 become U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in the middle of a text, which may be a part of a character; a control token's are its
+        name. Empty for an id outside the vocabulary."""
         ...
 
 
@@ -225,6 +242,7 @@ class TiktokenTokenizer(BaseTokenizer):
         self.eos_ids = stop_ids | {self.special_names[name] for name in _LLAMA3_STOPS}
         self.special_ids = frozenset(self.special_names.values())
         self.vocab_size = len(ranks) + len(names)
+        self.longest_token: int | None = max(map(len, ranks))
         self.fingerprint = hashlib.sha256(b"tiktoken-llama3\0" + content).hexdigest()
 
     def _encode_plain(self, text: str, follows: Follows) -> list[int]:
@@ -247,6 +265,9 @@ class TiktokenTokenizer(BaseTokenizer):
         known = [token_id for token_id in ids if token_id < self.vocab_size and token_id not in left_out]
         return self._encoding.decode(known, errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._encoding.decode_single_token_bytes(token_id) if token_id < self.vocab_size else b""
+
 
 class HuggingFaceTokenizer(BaseTokenizer):
     """`tokenizer.json`, any model type of the `tokenizers` library."""
@@ -254,8 +275,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
     def __init__(self, raw: str, where: Path, stop_ids: frozenset[int] = frozenset()):
         """`raw` is the file's content, `where` its name in messages."""
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(raw)
-            definition = json.loads(self._tokenizer.to_str())
+            definition = json.loads(tokenizers.Tokenizer.from_str(raw).to_str())
+            for token in definition["added_tokens"]:
+                token["special"] = token["special"] and token["content"] not in _SHOWN
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(definition))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{where}: wanted a tokenizer.json that `tokenizers` can read, got {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
@@ -283,11 +306,16 @@ class HuggingFaceTokenizer(BaseTokenizer):
             for step, change in zip(steps, changes, strict=True):
                 step.update(change)
             self._continuing = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._bytes = TokenBytes(definition["decoder"])
         self.special_names = {token.content: token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_names.values())
         self.bos_id: int | None = None
         self.eos_ids = stop_ids
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values())
+        shrinking = _most_shrinking(definition)
+        self.longest_token: int | None = None if shrinking is None else shrinking * max(map(len, vocabulary))
         self.fingerprint = hashlib.sha256(b"tokenizer.json\0" + raw.encode()).hexdigest()
 
     def _encode_plain(self, text: str, follows: Follows) -> list[int]:
@@ -298,10 +326,17 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     def _encoded(self, text: str, follows: Follows) -> tokenizers.Encoding:
         spaced = follows == "start" or (follows == "control" and self._space_after_control)
-        return (self._plain if spaced else self._continuing).encode(text, add_special_tokens=False)
+        # A batch of one: unlike `encode`, it lets other threads run.
+        return (self._plain if spaced else self._continuing).encode_batch([text], add_special_tokens=False)[0]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else self._bytes.of(token)
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
@@ -393,6 +428,23 @@ def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     yield step
     for inner in step.get("normalizers") or step.get("pretokenizers") or ():
         yield from _steps(inner)
+
+
+def _most_shrinking(definition: dict[str, Any]) -> int | None:
+    """Most characters of a text that become one of the characters which tokens consist of, in a tokenizer.json; None if
+    it may drop any number of them."""
+    model, before = definition["model"], [*_steps(definition["pre_tokenizer"])]
+    is_complete = model.get("byte_fallback") or any(step["type"] == "ByteLevel" for step in before)
+    if model.get("type") != "BPE" or not is_complete:  # one unknown token may stand for a long word
+        return None
+    for step in _steps(definition["normalizer"]):
+        pattern = step.get("pattern", {}).get("String")
+        keeps = pattern is not None and len(pattern) <= len(step["content"])
+        if step["type"] not in ("Sequence", "Prepend", "NFC", "ByteLevel") and not keeps:
+            return None
+    if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in before):
+        return None
+    return _MOST_COMPOSED if any(step["type"] == "NFC" for step in _steps(definition["normalizer"])) else 1
 
 
 def _valid_unicode(text: str) -> str:

@@ -85,6 +85,30 @@ class DecodeInputs(PageTables):
 
 
 @struct.dataclass
+class LogitAdjustments:
+    """Changes to the logits and weights of every row before a token is sampled.
+
+    Attributes:
+      token_ids: tokens whose logits change, each once in a row; ids past the end are padding.
+      counts: how often the answer has that token; -1 if neither prompt nor answer has it.
+      bias: added to its logit; minus infinity rules it out.
+      repetition: divides positive logits of tokens in prompt or answer, and multiplies negative ones; 1 for none.
+      presence, frequency: taken from the logits of tokens in the answer, the second one times the count.
+      top_k: keeps so many likeliest tokens, with ties; the size of the vocabulary keeps all.
+      min_p: after temperature, keeps the tokens at least this share as likely as the likeliest one.
+    """
+
+    token_ids: Int[Array, "B M"]
+    counts: Int[Array, "B M"]
+    bias: Float[Array, "B M"]
+    repetition: Float[Array, "B"]
+    presence: Float[Array, "B"]
+    frequency: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    min_p: Float[Array, "B"]
+
+
+@struct.dataclass
 class SamplingState:
     """How to sample the next token of every row.
 
@@ -94,9 +118,14 @@ class SamplingState:
         keeps all.
       seeds: `seed_words` of each request.
       index: index of the token in its answer; each index is sampled independently.
+      allowed: the tokens that may be sampled, one bit for each, the lowest first; W words cover the vocabulary. None
+        allows all, in a step of its own.
+      adjustments: None for no row, in a step of its own.
     """
 
     temperature: Float[Array, "B"]
     top_p: Float[Array, "B"]
     seeds: UInt[Array, "B 2"]
     index: Int[Array, "B"]
+    allowed: UInt[Array, "B W"] | None = None
+    adjustments: LogitAdjustments | None = None

@@ -1,12 +1,14 @@
-"""The jitted layer steps of a running batch; keys and values of all requests are in one pool of pages per layer.
+"""The jitted steps of a running batch; keys and values of all requests are in one pool of pages per layer.
 
-Both steps write the new rows to the donated pages, then attend over the pages of their requests. Keys are stored before
+A prefill runs layer by layer, so that loads overlap and decode steps cut in; a decode step is one call for many layers.
+Both write the new rows to the donated pages, then attend over the pages of their requests. Keys are stored before
 RoPE and rotated when read, so requests can share a page at different positions. The caller assigns pages to requests
 and schedules the steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +23,9 @@ from ccjax.kernels.inputs import KVPages
 from ccjax.kernels.rope import apply_rope, rotate, rotation_rows
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.inputs import DecodeInputs, StepInputs, StepSettings
-from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
+from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies, unembed
 from ccjax.models.llama3.pages import read_slots, write_rows
-from ccjax.models.llama3.params import LayerParams
+from ccjax.models.llama3.params import LayerParams, Params
 from ccjax.models.llama3.products import einsum
 from ccjax.models.llama3.sharding import (
     ATTENTION_OUTPUT,
@@ -81,12 +83,12 @@ class PagedDecodeOutput(NamedTuple):
     """Result of `paged_decode_step`.
 
     Attributes:
-      x: [B, D], hidden states after the layer.
-      pages: the pool with the new rows written.
+      x: [B, D], hidden states after the layers or, from all of the model, [B, V] float32, the logits of the next token.
+      pages: the pools of the layers with the new rows written.
     """
 
-    x: Float[Array, "B D"]
-    pages: KVPages
+    x: Float[Array, "B X"]
+    pages: tuple[KVPages, ...]
 
 
 @jax.jit(static_argnames=("config",))
@@ -104,8 +106,14 @@ def deviation_step(
 def _projected(
     layer: LayerParams, x: Array, pages: KVPages, inputs: StepInputs | DecodeInputs, settings: StepSettings
 ) -> tuple[Array, Array, Array, KVPages]:
-    """Queries, keys and values of the computed tokens before RoPE, and the pages with these keys and values written."""
+    """Queries, keys and values of the computed tokens before RoPE, and the pages with these keys and values written.
+
+    A value that is not finite would reach all requests of the step, since attention weights of 0 times NaN are NaN. So
+    it is zero, and its key is NaN, which reaches those tokens alone whose scores are not masked.
+    """
     q, k, v = project_qkv(x, layer, settings.config.rms_norm_eps)
+    is_finite = jnp.isfinite(v).all(-1, keepdims=True)
+    k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0.0)
     return q, k, v, write_rows(pages, inputs.q_slot, k, v, settings.mesh)
 
 
@@ -168,7 +176,8 @@ def question_step(
             grouped = q.reshape(q.shape[0], keys.shape[0], -1, q.shape[2]).transpose(1, 2, 0, 3)
             scores = einsum("kgnh,ksh->kgns", grouped, keys, preferred_element_type=jnp.float32) * scale
             weights = nn.softmax(jnp.where(is_visible[None, None], scores, -jnp.inf), axis=-1)
-            received = jnp.where(is_row[None, None, :, None], weights, 0.0).sum(-2).reshape(-1, keys.shape[1]).T
+            counted = (is_visible & is_row[:, None])[None, None]  # in a row with NaN all weights are NaN
+            received = jnp.where(counted, weights, 0.0).sum(-2).reshape(-1, keys.shape[1]).T
             out = einsum("kgns,ksh->kgnh", weights.astype(values.dtype), values)
             return out.transpose(2, 0, 1, 3).reshape(q.shape), received
 
@@ -198,17 +207,31 @@ def rotation_step(positions: Int[Array, "*N"], *, settings: StepSettings) -> Flo
 
 @jax.jit(static_argnames=("settings",), donate_argnames=("pages",))
 def paged_decode_step(
-    layer: LayerParams, x: Float[Array, "B D"], pages: KVPages, inputs: DecodeInputs, *, settings: StepSettings
+    layers: Sequence[LayerParams],
+    top: Params | None,
+    x: Float[Array, "B D"] | Int[Array, "B"],
+    pages: Sequence[KVPages],
+    inputs: DecodeInputs,
+    *,
+    settings: StepSettings,
 ) -> PagedDecodeOutput:
-    """One transformer layer for one new token of each request; positions may differ. `pages` of this layer are
-    donated."""
+    """Some layers for one new token of each request; positions may differ. The `pages` of these layers are donated.
+
+    Args:
+      top: the weights outside the layers, if `layers` are all of the model: `x` is token ids then, and the result
+        logits. None if both are hidden states.
+    """
     config, frequencies = settings.config, rope_frequencies(settings.config)
 
     def attend(q: Array, pages: KVPages, inputs: DecodeInputs) -> Array:
         how = {"k_frequencies": frequencies, "scale": config.head_dim**-0.5}
         return decode_attention(q, pages, inputs, **how, implementation=settings.implementation).out
 
-    q, _, _, pages = _projected(layer, x, pages, inputs, settings)
-    q = apply_rope(q, inputs.q_pos, frequencies)
-    attended = over_heads(attend, settings.mesh, _SPECS, HEADS)(q, pages, inputs)
-    return PagedDecodeOutput(*_finished(layer, x, attended, pages, settings))
+    x, updated = x if top is None else top.embedding[x], []
+    for layer, pool in zip(layers, pages, strict=True):
+        q, _, _, pool = _projected(layer, x, pool, inputs, settings)
+        q = apply_rope(q, inputs.q_pos, frequencies)
+        attended = over_heads(attend, settings.mesh, _SPECS, HEADS)(q, pool, inputs)
+        x, pool = _finished(layer, x, attended, pool, settings)
+        updated.append(pool)
+    return PagedDecodeOutput(x if top is None else unembed(x, top, config.rms_norm_eps), tuple(updated))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import struct
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from ccjax.models.llama3.products import einsum
@@ -65,13 +65,32 @@ def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Ar
     The scales of a quantised weight are applied to the sums in float32, before rounding.
 
     Args:
-      subscripts: for two operands; the remaining axes of `weight` are the last axes of the result, in the same order.
+      subscripts: for two operands; the axes summed over are the last of `x` and the first of `weight`, and the result
+        has the other axes of both, in the same order.
     """
     if not isinstance(weight, QuantizedWeight):
-        return einsum(subscripts, x, weight)
-    sums = einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return _product(subscripts, x, weight)
+    sums = _product(subscripts, x, weight.values.astype(x.dtype), jnp.float32)
     scales = jnp.expand_dims(weight.scales, range(sums.ndim - weight.scales.ndim))
     return (sums * scales).astype(x.dtype)
+
+
+def _product(subscripts: str, x: Array, weight: Array, kind: Any = None) -> Array:
+    """`einsum`. On CPUs a sum over two axes is one over both as one: XLA would copy the weight at each call, so that
+    the products of a decode step of SmolLM2 took 106 ms instead of 65 (processor time). On TPUs the reshaped weight
+    would be the copy."""
+    inputs, axes = subscripts.partition("->")[0].split(",")
+    summed = sum(axis in inputs for axis in axes)
+
+    def as_given(x: Array, weight: Array) -> Array:
+        return einsum(subscripts, x, weight, kind)
+
+    def flat(x: Array, weight: Array) -> Array:
+        inner = math.prod(weight.shape[:summed])
+        x, weight = x.reshape(*x.shape[:-summed], inner), weight.reshape(inner, *weight.shape[summed:])
+        return einsum(f"...{axes[0]},{axes[0]}{axes[summed:]}->...{axes[summed:]}", x, weight, kind)
+
+    return as_given(x, weight) if summed == 1 else lax.platform_dependent(x, weight, cpu=flat, default=as_given)
 
 
 def quantize(weight: Float[Array, "..."], input_axes: tuple[int, ...], name: str) -> QuantizedWeight:

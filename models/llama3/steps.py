@@ -20,7 +20,7 @@ from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequenci
 from ccjax.models.llama3.pages import read_slots, write_rows
 from ccjax.models.llama3.params import LayerParams, Params
 from ccjax.models.llama3.products import einsum
-from ccjax.models.llama3.sampling import SampleOutput, sample
+from ccjax.models.llama3.sampling import SampleOutput, TokenScores, sample, score
 
 
 @jax.jit
@@ -66,6 +66,26 @@ def read_pages_step(
     return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
 
 
+@jax.jit
+def deviation_step(
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K H"],
+    k_other: Float[Array, "S K H"],
+    v_other: Float[Array, "S K H"],
+    num_tokens: Int[Array, ""],
+) -> Float[Array, "S"]:
+    """Distance of each token's KV in one layer from other KV of it, float32: Euclidean over all heads, relative to the
+    root mean square norm of the first `num_tokens` rows; mean over keys and values."""
+    is_token = jnp.arange(k.shape[0]) < num_tokens
+    total = jnp.zeros(k.shape[0], jnp.float32)
+    for own, other in ((k, k_other), (v, v_other)):
+        own, other = own.astype(jnp.float32), other.astype(jnp.float32)
+        norms = jnp.where(is_token, jnp.square(own).sum((1, 2)), 0.0)
+        scale = jnp.maximum(norms.sum() / num_tokens.astype(jnp.float32), jnp.finfo(jnp.float32).tiny)
+        total += jnp.sqrt(jnp.square(own - other).sum((1, 2)) / scale)
+    return total / 2
+
+
 @jax.jit(static_argnames=("config",))
 def received_step(
     layer: LayerParams, x: Float[Array, "N D"], num_tokens: Int[Array, ""], *, config: LlamaConfig
@@ -101,3 +121,9 @@ def logits_step(params: Params, x: Float[Array, "N D"], *, config: LlamaConfig) 
 def sample_step(logits: Float[Array, "B V"], state: SamplingState, *, num_top: int) -> SampleOutput:
     """Samples a token for every row of logits on the device: `ccjax.models.llama3.sampling.sample`."""
     return sample(logits, state, num_top)
+
+
+@jax.jit(static_argnames=("num_top",))
+def score_step(logits: Float[Array, "B V"], token_ids: Int[Array, "B"], *, num_top: int) -> TokenScores:
+    """Log-probabilities of given tokens: `ccjax.models.llama3.sampling.score`."""
+    return score(logits, token_ids, num_top)

@@ -39,6 +39,8 @@ class SentenceEncoder:
             raise ValueError(f"{directory / 'tokenizer.json'}: wanted a tokenizer, got: {error}") from None
         # tokenizer.json has a limit of its own (128 for all-MiniLM-L6-v2); that of sentence_bert_config.json applies.
         self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._whole = Tokenizer.from_str(self._tokenizer.to_str())
         self._tokenizer.enable_truncation(config.max_seq_length)
         self._lengths = (*(n for n in LENGTH_BUCKETS if n < config.max_seq_length), config.max_seq_length)
         self._embed = jax.jit(functools.partial(model.sentence_embeddings, config=config))
@@ -47,6 +49,12 @@ class SentenceEncoder:
     def dim(self) -> int:
         """Length of a sentence vector."""
         return self.config.d_model
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Number of tokens of each text, control tokens included, also of those that `encode` leaves out."""
+        if self.config.lower_case:
+            texts = [text.lower() for text in texts]
+        return [len(encoding.ids) for encoding in self._whole.encode_batch(list(texts))]
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """One L2-normalised vector per text: float32 [len(texts), dim], in the given order.

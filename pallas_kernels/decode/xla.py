@@ -2,9 +2,10 @@
 
 For each request, a loop runs over its own pages, a block of them at a time, with a running softmax; later entries of
 the table are never read.
-Measured on two Intel Xeon cores, 8 requests of 900 tokens, 16 / 4 heads of 64, float32, per layer: 13.5 ms with keys
-rotated as a whole by angles computed in the loop, 4.2 to 4.9 ms by halves with sums of page and slot angles (5.2 ms
-with angles from a table), 3.4 ms for rotated keys.
+Pages that follow each other in the pool, as those of most prompts do, are read as one slice, others one by one, and
+keys are rotated as a whole. Processor time of 30 layers, 9 / 3 heads of 64, float32, on two EPYC cores with AVX2, with
+a gather of pages and keys rotated by halves before: 1 request of 2,000 tokens 60 to 34 ms, 8 requests of 300 tokens
+126 to 63 ms; pages in random order 73 to 62 and 158 to 110 ms.
 """
 
 from __future__ import annotations
@@ -47,15 +48,31 @@ def blocked_decode(
     # Otherwise a GPU would round float32 products to TF32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    score = functools.partial(einsum, "kgh,ksh->kgs")
 
     def rotations(starts: Array) -> tuple[Array, Array]:
-        """Cosine and sine of every slot, [1, S, half] each."""
+        """Cosines of every slot for both halves of a key, and sines, negative for the first: [E, T, H] each."""
         (first_cos, first_sin), (cos, sin) = ((x[..., :half], x[..., half:]) for x in (starts[:, None], within[None]))
-        sums = first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin
-        # Without a barrier XLA would recompute these for each head and half.
-        cos, sin = lax.optimization_barrier(sums)
-        return cos.reshape(1, -1, half), sin.reshape(1, -1, half)
+        cos, sin = first_cos * cos - first_sin * sin, first_sin * cos + first_cos * sin
+        # Without a barrier XLA would recompute these for each head.
+        return lax.optimization_barrier((jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)))
+
+    def read(pool: Array, table: Array, is_run: Array) -> Array:
+        """The pages [K, E, T, H] in a part of a table. XLA would read a gather element by element; slices are copied,
+        and a run of pages that follow each other in the pool is a single one."""
+
+        def sliced(first: Array, count: int) -> Array:
+            return lax.dynamic_slice_in_dim(pool, first, count, 1)
+
+        def one_by_one() -> Array:
+            def copied(number: Array, read: Array) -> Array:
+                return lax.dynamic_update_slice_in_dim(read, sliced(table[number], 1), number, 1)
+
+            empty = jnp.zeros((num_kv_heads, entries, page_size, head_dim), pool.dtype)
+            return lax.fori_loop(0, entries, copied, empty)
+
+        if entries > pool.shape[1]:
+            return one_by_one()
+        return lax.cond(is_run, lambda: sliced(table[0], entries), one_by_one)
 
     def attend(request: Array) -> tuple[Array, Array]:
         queries = q[request]
@@ -66,16 +83,17 @@ def blocked_decode(
             def here(x: Array, width: int) -> Array:
                 return lax.dynamic_slice_in_dim(x[request], j * width, width)
 
-            def gathered(pool: Array) -> Array:
-                return pool[:, here(table, entries)].reshape(num_kv_heads, entries * page_size, head_dim)
-
-            visible, k = here(used, entries * page_size), gathered(pages.k)
+            visible, part = here(used, entries * page_size), here(table, entries)
+            run = part[0] + jnp.arange(entries, dtype=part.dtype)
+            is_run = ((part == run) | (here(tables.page_length, entries) == 0)).all() & (run[-1] < pages.k.shape[1])
+            k, v = read(pages.k, part, is_run), read(pages.v, part, is_run)
             cos, sin = rotations(here(starts, entries))
-            first, second = k[..., :half].astype(jnp.float32), k[..., half:].astype(jnp.float32)
-            # The halves stay separate: XLA would process joined keys element by element, which is 2 times slower.
-            scores = score(queries[..., :half], (first * cos - second * sin).astype(k.dtype))
-            scores += score(queries[..., half:], (first * sin + second * cos).astype(k.dtype))
-            v = jnp.where(visible[None, :, None], gathered(pages.v), jnp.zeros((), pages.v.dtype))
+            wide = k.astype(jnp.float32)
+            swapped = jnp.concatenate([wide[..., half:], wide[..., :half]], -1)
+            k = (wide * cos[None] + swapped * sin[None]).astype(k.dtype).reshape(num_kv_heads, -1, head_dim)
+            scores = einsum("kgh,ksh->kgs", queries, k)
+            v = v.reshape(num_kv_heads, -1, head_dim)
+            v = jnp.where(visible[None, :, None], v, jnp.zeros((), v.dtype))
             # Base 2, because its exponential is cheaper.
             scores = jnp.where(visible[None, None], scores * (scale * LOG2_E), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))

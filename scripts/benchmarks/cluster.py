@@ -185,7 +185,7 @@ def _overhead(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, flags in (("single", _flags(options)), ("cluster", _cluster_flags(options, 1))):
         say(f"overhead, {name}")
-        with serving([*flags, "--no-docs"]) as url:
+        with serving(flags) as url:
             closed_loop(url, [body] * 20, 1, TIMEOUT_S)
             records = closed_loop(url, [body] * OVERHEAD_REQUESTS, 1, TIMEOUT_S)
             check_answered(records)

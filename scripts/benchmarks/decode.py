@@ -24,8 +24,9 @@ from typing import Any
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, Request, SamplingParams
 from ccjax.evaluation.pages import show
+from ccjax.loading.devices import with_dtype
 from ccjax.loading.named import default_model
-from ccjax.server.loading import load_engine, with_dtype
+from ccjax.server.loading import load_engine
 from scripts.benchmarks import peers
 from scripts.benchmarks.common import environment, median, stages
 

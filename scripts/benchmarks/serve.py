@@ -5,10 +5,14 @@ the OpenAI API; times are measured at the socket. Requests are questions with th
 (`--data` or $CCJAX_TEST_DATA), or, without it, of the shipped corpus, drawn by Zipf's law. Before the runs, earlier
 requests that share passages with theirs are sent one by one. Loads: `--concurrency` requests in progress; then Poisson
 arrivals at each of `--rates`, however fast the server is. A server first compiles in idle time, `--idle-s` at most.
+With `--mixed` the first strategy answers one short prompt every 5 s beside a stream of long ones, each alone and
+both at once, and /health beside a body of 9.9 MB.
+With `--sustained` all passages of the measured requests are known, each time in another order and selection, and only
+the closed loop runs: what reuse and what storing cost a busy server, beside none of both (`full`).
 
 Keys of --json, besides those of every benchmark (`bench.py --help`):
-  trace (musique, drawn), model (null: the server's default), passages, requests, max_tokens, serve_args; slo_s (bound
-    on TTFT), rates
+  trace (musique, drawn), model (null: the server's default), passages, requests, max_tokens, serve_args, sustained;
+    slo_s (bound on TTFT), rates
   cases[]: `strategy` (default first); `load` (closed, open); `concurrency`, `rate` (requests a second); and of each run
     completed, refused, failed, errors: complete answers; 429s; all else, also interrupted or short ones; some reasons
     duration_s, request_throughput, output_throughput: first arrival to last answer; answers, tokens per second of it
@@ -19,6 +23,9 @@ Keys of --json, besides those of every benchmark (`bench.py --help`):
     computed_share: of the prompts' token-layers, those that ran through the model, from the reuse reports
     send_lag_ms: delay of the client: if large, the machine is too busy and the figures are not valid
     compilations, rss_bytes: steps compiled during the run; the server's memory afterwards
+  With --mixed instead: interval_s (between short prompts), health (idle_max_ms, beside_max_ms: slowest answers of
+    /health; status: of the large body), and in cases[]: prompts (short or long, alone or beside the others), requests,
+    prompt_tokens (median), ttft_p50_ms, ttft_p95_ms, of_alone (p95 as a multiple of that alone)
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from typing import Any
 from ccjax.cli.values import positive_int
 from ccjax.evaluation.pages import show, text
 from ccjax.loading.model import DEMO_CORPUS
+from scripts.benchmarks import mixed
 from scripts.benchmarks.client import (
     Body,
     chat,
@@ -52,6 +60,8 @@ QUICK = {"requests": 4, "history": 4, "passages": 2, "max_tokens": 4, "rates": [
 QUICK |= {"strategies": ["default", "full"]}
 RATE_MULTIPLES = (0.7, 1.0, 1.4)
 SLO_MULTIPLE = 5.0
+NUM_KNOWN = 12
+"""Requests whose passages those of `--sustained` have."""
 NUM_WARM = 8
 """Requests with answers of full length before the measured ones: decode is warm, too."""
 
@@ -63,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="as with ccjax serve (default: its default)")
     add("--strategies", nargs="+", default=["default", "full", "prefix"], help="the first one sets rates and bound")
     add("--serve-args", default="", help="more flags for ccjax serve, as one string")
+    add("--sustained", action="store_true", help="known passages in ever new orders, closed loop only")
+    add("--mixed", action="store_true", help="short prompts beside long ones, and /health beside a large body, only")
     add("--passages", type=positive_int, default=5, help="passages of a request, best first (%(default)s)")
     add("--history", type=int, default=100, help="earlier requests sent beforehand, at most (%(default)s)")
     add("--max-tokens", type=positive_int, default=16, help="tokens of every answer (%(default)s)")
@@ -80,10 +92,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
       BenchmarkError: the trace is too short, or a server does not start or answer without any load.
     """
+    if options.mixed:
+        return _mixed(options)
     data = data_folder(options.data)
     is_real = options.data is not None or (data / "rag_trace").is_dir()
     questions = load_questions(data if is_real else None, options.passages)
-    num_runs = 1 + len(options.rates or RATE_MULTIPLES)
+    if options.sustained:
+        questions = [*questions[:NUM_KNOWN], *new_orders(questions[:NUM_KNOWN], options.requests)]
+    num_runs = 1 if options.sustained else 1 + len(options.rates or RATE_MULTIPLES)
     start = len(questions) - num_runs * options.requests
     if start < 0:
         most = len(questions) // num_runs
@@ -98,19 +114,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with stages() as say:
         for strategy in options.strategies:
             say(f"{strategy}: start the server")
-            flags = [] if options.model is None else ["--model", options.model]
-            flags += [] if strategy == "default" else ["--strategy", strategy]
-            flags += [*(["--no-warmup"] if options.quick else []), *shlex.split(options.serve_args)]
-            with serving(flags) as url:
+            with serving(_flags(options, strategy)) as url:
                 say(f"{strategy}: earlier requests")
                 check_answered(closed_loop(url, [chat(*question, 1) for question in past], 1, timeout_s))
                 records = closed_loop(url, warm, 1, timeout_s)
                 check_answered(records)
                 options.slo_s = options.slo_s or SLO_MULTIPLE * median(map(ttft_s, records))
                 say(f"{strategy}: what idle time compiles")
-                until = time.monotonic() + options.idle_s
-                while scrape(url).get("ccjax_sizes_to_compile") and time.monotonic() < until:
-                    time.sleep(1.0)
+                _wait_for_compilations(url, options.idle_s)
                 for number, window in enumerate(windows):
                     rate = options.rates[number - 1] if number else None
                     say(f"{strategy}: {rate:.3g} a second" if rate else f"{strategy}: {options.concurrency} at a time")
@@ -123,11 +134,36 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                         load = {"load": "open", "concurrency": None, "rate": rate}
                     cases.append({"strategy": strategy, **load, **figures(records, options.slo_s, before, scrape(url))})
                     throughput = cases[-1]["request_throughput"]
-                    options.rates = options.rates or [float(f"{m * throughput:.2g}") for m in RATE_MULTIPLES]
+                    if not options.sustained:
+                        options.rates = options.rates or [float(f"{m * throughput:.2g}") for m in RATE_MULTIPLES]
     _print(cases, options.slo_s)
-    names = ("model", "passages", "requests", "max_tokens", "serve_args", "slo_s", "rates")
+    names = ("model", "passages", "requests", "max_tokens", "serve_args", "sustained", "slo_s", "rates")
     about = {"trace": "musique" if is_real else "drawn", **{name: getattr(options, name) for name in names}}
     return {"benchmark": "serve", **environment(), **about, "cases": cases}
+
+
+def _mixed(options: argparse.Namespace) -> dict[str, Any]:
+    strategy = options.strategies[0]
+    with stages() as say:
+        say(f"{strategy}: start the server")
+        with serving(_flags(options, strategy)) as url:
+            say(f"{strategy}: what idle time compiles")
+            _wait_for_compilations(url, options.idle_s)
+            found = mixed.measure(url, options, say)
+    about = {name: getattr(options, name) for name in ("model", "max_tokens", "serve_args", "mixed")}
+    return {"benchmark": "serve", **environment(), **about, **found}
+
+
+def _flags(options: argparse.Namespace, strategy: str) -> list[str]:
+    flags = [] if options.model is None else ["--model", options.model]
+    flags += [] if strategy == "default" else ["--strategy", strategy]
+    return [*flags, *(["--no-warmup"] if options.quick else []), *shlex.split(options.serve_args)]
+
+
+def _wait_for_compilations(url: str, longest_s: float) -> None:
+    until = time.monotonic() + longest_s
+    while scrape(url).get("ccjax_sizes_to_compile") and time.monotonic() < until:
+        time.sleep(1.0)
 
 
 def load_questions(data: Path | None, num_passages: int) -> list[tuple[str, list[Body]]]:
@@ -145,6 +181,14 @@ def load_questions(data: Path | None, num_passages: int) -> list[tuple[str, list
         [{"id": str(t["id"]), "title": t["title"], "text": t["text"]} for t in row] for row in found
     ]
     return [(f"What do the passages say about {row[0]['title']}?", row[:num_passages]) for row in passages]
+
+
+def new_orders(questions: Sequence[tuple[str, list[Body]]], count: int) -> list[tuple[str, list[Body]]]:
+    """`count` questions, each with as many passages as the given ones have, drawn from all of theirs."""
+    known = list({passage["id"]: passage for _, passages in questions for passage in passages}.values())
+    draw = random.Random(0)
+    drawn = [draw.sample(known, len(questions[0][1])) for _ in range(count)]
+    return [(f"What do the passages say about {passages[0]['title']}?", passages) for passages in drawn]
 
 
 def history(questions: Sequence[tuple[str, list[Body]]], start: int, most: int) -> list[tuple[str, list[Body]]]:

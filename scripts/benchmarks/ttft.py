@@ -31,11 +31,11 @@ import jax
 
 from ccjax.cli.values import positive_int
 from ccjax.engine import Engine, EngineConfig, Response
-from ccjax.evaluation.pages import show, text
+from ccjax.evaluation.pages import plot_file, show, text
 from ccjax.evaluation.states import STATES, State, fill
+from ccjax.loading.devices import with_dtype
 from ccjax.loading.model import LoadedModel, load_model
 from ccjax.loading.named import default_model
-from ccjax.server.loading import with_dtype
 from ccjax.types import Document
 from scripts.benchmarks import peers
 from scripts.benchmarks.common import corpus_passages, environment, median, stages
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--states", nargs="+", choices=STATES, default=list(STATES), help="of the store (default: all)")
     add("--repetitions", type=positive_int, default=5, help="runs per case; the median counts (%(default)s)")
     add("--no-peers", action="store_true", help="without transformers and llama.cpp")
+    add("--plot", type=Path, metavar="FILE", help="draw the table as bars (.svg or .png)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -92,6 +93,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 others.append({"name": "llama.cpp", "context_tokens": count, **_seconds(runs_s)})
     skipped = [f"{name}: {reason}" for name, reason in reasons.items() if reason and with_peers]
     _print(arguments.model, cases, others, skipped)
+    if arguments.plot:
+        _plot([*others, *cases], arguments.plot)
     config = model.config
     about = {"model": arguments.model, "dtype": str(with_dtype({})["dtype"]), "layers": config.num_layers}
     about |= {"d_model": config.d_model, "passages": NUM_PASSAGES, "repetitions": repetitions}
@@ -153,3 +156,23 @@ def _print(model: str, cases: list[dict[str, Any]], others: list[dict[str, Any]]
         for row in (*cases, *others)
     ]
     show(("context", "store", "computed", "TTFT s", "faster"), cells, model, [f"SKIPPED {why}" for why in skipped])
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A group of bars for each length of the prompt."""
+    lengths = sorted({row["context_tokens"] for row in rows})
+    of_empty = "ccjax, full prefill"
+    names = [row.get("name") or (f"ccjax, {row['state']}" if row["state"] != "empty" else of_empty) for row in rows]
+    order = sorted(dict.fromkeys(names), key=lambda name: name.startswith("ccjax"))
+    with plot_file(path, 1, 1, (6.4, 0.5 + 0.25 * (len(order) + 1) * len(lengths))) as ((panel,),):
+        for number, name in enumerate(order):
+            own = [row for row, other in zip(rows, names, strict=True) if other == name]
+            at = [lengths.index(row["context_tokens"]) * (len(order) + 1) + number for row in own]
+            bars = panel.barh(at, [row["ttft_s"] for row in own], color=f"C{number}", label=name)
+            panel.bar_label(bars, fmt="%.2f", padding=2, fontsize="small")
+        middle = (len(order) - 1) / 2
+        panel.set_yticks([middle + n * (len(order) + 1) for n in range(len(lengths))], [f"{n} tokens" for n in lengths])
+        panel.set(xlabel="time to first token, s")
+        panel.invert_yaxis()
+        panel.margins(x=0.12)
+        panel.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))

@@ -249,7 +249,8 @@ def test_device_copy_is_worth_only_the_load_time_of_its_host_copy(tmp_path):
     with Placed(pages=1, host_bytes=ONE) as one:
         one.put("a")
         assert one.held("device") == one.held("host") == {"a"}
-        one.use("a", "a", "a")
+        for _ in range(8):
+            one.use("a")
         assert one.put("b") == [True]  # worth more there, alone, than the copy of what the host holds as well
         assert one.held("device") == {"b"} and one.held("host") == {"a"} and one.gone == []
 

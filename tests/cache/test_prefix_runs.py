@@ -17,6 +17,16 @@ from ccjax.runner.pool import PAGE_TOKENS
 from ccjax.types import ChunkId, Segment, VariantMeta
 
 
+class Paged:
+    """KV of tokens, each of one number: its id."""
+
+    def __init__(self, slots: np.ndarray) -> None:
+        self.slots, self.num_bytes = slots, slots.nbytes
+
+    def part(self, first: int, last: int) -> Paged:
+        return Paged(self.slots[first:last])
+
+
 class Index:
     """An index of variants with nothing but its runs. `kv[variant]` is what was stored."""
 
@@ -29,7 +39,7 @@ class Index:
     def add(self, meta, kv, prompt, *, pinned, seen, erasures) -> bool:
         assert is_run(meta)
         assert meta.variant_id not in self.metas
-        self.metas[meta.variant_id], self.kv[meta.variant_id] = meta, kv
+        self.metas[meta.variant_id], self.kv[meta.variant_id] = meta, kv.slots
         self.tokens.hold(meta)
         for chunk in prompt.chunks:
             self.tokens.learn(chunk.chunk_id, chunk.token_ids)
@@ -45,11 +55,10 @@ class Index:
         self, prompt: list[int], answer: list[int] = (), *, num_exact: int | None = None, tenant: str = ""
     ) -> None:
         segments = (Segment("question", as_chunk(tuple(prompt), None, tenant)),)
-        ids = np.asarray([*prompt, *answer], np.float32)
-        capture = RunCapture(self, lambda slots: ids[slots][None, None, :, None, None])
-        slots = np.arange(len(prompt) + max(0, len(answer) - 1))
+        ids = np.asarray([*prompt, *answer])
+        kv = Paged(ids[: len(prompt) + max(0, len(answer) - 1)])
         exact = len(prompt) if num_exact is None else num_exact
-        capture.keep(Prompt(segments, 8), list(answer), slots, KVOrigin(exact, frozenset()))
+        RunCapture(self).keep(Prompt(segments, 8), list(answer), kv, KVOrigin(exact, frozenset()))
 
     def found(self, prompt: list[int], mode="bounded", tenant: str = "") -> int:
         """How many of a prompt's first tokens are found; checks that the KV found is theirs."""
@@ -57,7 +66,7 @@ class Index:
         cut = self.runs.cut(Prompt(segments, 8), mode)
         start = 0
         for run, segment in zip(cut.runs, cut.prompt.segments, strict=False):
-            own = self.kv[run.meta.variant_id][0, 0, : run.num_tokens, 0, 0]
+            own = self.kv[run.meta.variant_id][: run.num_tokens]
             assert own.tolist() == prompt[start : start + run.num_tokens] == list(segment.chunk.token_ids)
             assert run.meta.start == start
             start += run.num_tokens

@@ -118,6 +118,7 @@ def test_restore_does_not_change_answers(place):
         got, got_counts = answers(engine)
     assert got == expected and got_counts == counts
     assert counts[0] == (sum(map(len, segments[:-1])), 0, True)
+    (place.parent / "kv").mkdir()
     with model.engine(store=(place.parent / "kv").as_uri(), read_only=True) as engine:
         with pytest.raises(ReadOnlyError, match="read_only: wanted an engine that stores chunks"):
             engine.cache.restore_snapshot(place)

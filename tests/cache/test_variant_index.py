@@ -46,7 +46,9 @@ def asked(monkeypatch) -> list[str]:
     return seen
 
 
-def test_only_records_of_requested_chunks_are_read_and_only_once(url, asked):
+def test_only_records_of_requested_chunks_are_read_and_only_once(url, asked, monkeypatch):
+    monkeypatch.setattr("ccjax.cache.variants._RECORDS_AT_START", 0)  # as for those beyond the first ones of a store
+    monkeypatch.setattr("ccjax.cache.prefill_planner._RECORDS_PER_PLAN", 0)
     with MODEL.engine(store=url, host_cache_bytes=1) as engine:
         assert engine.cache.num_variants == 8 and asked == []
         for _ in range(2):

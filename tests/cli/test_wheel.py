@@ -83,7 +83,7 @@ def run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) ->
 
 def is_ready(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> bool:
     """Whether a server started by this command comes to answer /ready."""
-    arguments = ["--model", "demo", "--port", "0", "--no-warmup", "--embedder", "lexical"]
+    arguments = ["--model", "demo", "--port", "0", "--no-warmup", "--search", "lexical"]
     process = subprocess.Popen([*command, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
     with process:
         try:

@@ -95,6 +95,7 @@ class Serving:
 
 
 QUICK = ("--no-warmup", "--no-prepare", "--port", "0")
+DOCUMENTS = ("--docs", "demo", "--search", "lexical")
 
 
 @contextlib.contextmanager
@@ -107,7 +108,16 @@ def serving(folder: Path, *arguments: str, under: Sequence[str] = ()) -> Iterato
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"log-{time.monotonic_ns()}"
-    command = [*under, sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", *QUICK, *arguments]
+    command = [
+        *under,
+        sys.executable,
+        str(ROOT / "scripts/serve.py"),
+        "--model",
+        "demo",
+        *DOCUMENTS,
+        *QUICK,
+        *arguments,
+    ]
     with log.open("w") as errors:
         process = subprocess.Popen(command, env=environment(folder), stdout=subprocess.PIPE, stderr=errors, text=True)
     server = Serving("", process, log)
@@ -137,7 +147,7 @@ def end(server: Serving, timeout_s: float = 60.0) -> int:
 
 def refusal(folder: Path, *arguments: str) -> str:
     """The last line on stderr of a start that must fail with exit code 2."""
-    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", *QUICK, *arguments]
+    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "demo", *DOCUMENTS, *QUICK, *arguments]
     done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=READY_S)
     assert done.returncode == 2 and "Ready" not in done.stdout, done.stderr
     return done.stderr.strip().splitlines()[-1]

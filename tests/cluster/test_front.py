@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ccjax.cluster.front import Front
 from ccjax.cluster.prompts import PromptReader
 from ccjax.loading.model import load_prompt_builder
-from ccjax.server import create_app
+from ccjax.server import ServerSettings, create_app
 from ccjax.server.body import parse_body
 from ccjax.server.keys import salt_of
 from ccjax.server.schemas import ChatBody
@@ -60,6 +60,9 @@ REQUESTS = {
     "permuted": ask(CHAT, chat(documents=PASSAGES[::-1], reuse="fast")),
     "drawn": ask(CHAT, chat(documents=PASSAGES, temperature=1.0, seed=3, n=3, logprobs=True, top_logprobs=2)),
     "stream": ask(CHAT, chat(stream=True, stream_options={"include_usage": True})),
+    "response": ask("/v1/responses", {"input": "Who lives in Paris?", "max_output_tokens": 5}),
+    "response stream": ask("/v1/responses", {"input": "Who lives in Paris?", "max_output_tokens": 5, "stream": True}),
+    "slash at the end": get("/v1/models/"),
     "completion": ask(COMPLETIONS, {"prompt": "Bob works", "max_tokens": 5}),
     "completion stream": ask(COMPLETIONS, {"prompt": [5, 77, 301], "max_tokens": 5, "stream": True, "logprobs": 2}),
     "no json": ask(CHAT, b"{"),
@@ -82,8 +85,8 @@ REQUESTS = {
     "unknown job": get("/v1/cache/warm/none", ADMIN_KEY),
 }
 _CHANGING = [
-    (rb'"(chatcmpl|cmpl)-[0-9a-f]{32}"', b'"ID"'),
-    (rb'"(created|last_used|\w+_s)": ?[0-9.e+-]+', b'"TIME":0'),
+    (rb'"(chatcmpl|cmpl|resp|msg)-[0-9a-f]{32}"', b'"ID"'),
+    (rb'"(created|created_at|completed_at|last_used|\w+_s)": ?[0-9.e+-]+', b'"TIME":0'),
     (rb'"per_document": ?\[.*?\]', lambda found: re.sub(rb"[0-9]\.[0-9]+", b"0.0", found[0])),
 ]
 
@@ -95,7 +98,7 @@ def told(url, request):
     body = answer.content
     for pattern, replacement in _CHANGING:
         body = re.sub(pattern, replacement, body)
-    kept = {k: v for k, v in answer.headers.items() if k not in ("date", "content-length", "server")}
+    kept = {k: v for k, v in answer.headers.items() if k not in ("date", "content-length", "server", "x-request-id")}
     return answer.status_code, kept, body
 
 
@@ -114,6 +117,20 @@ def test_every_answer_matches_that_of_a_single_server(tiny_model, start_server):
                     pass
             statuses.append(found[0])
     assert {200, 400, 401, 403, 404, 405, 413, 415} <= set(statuses)
+
+
+def test_a_front_without_keys_checks_hosts_and_keeps_request_ids(servers, tiny_model):
+    """Its replicas have other settings here: what they see is the client's."""
+    replicas = LocalReplicas(create_app(servers[1].service))
+    with running_front(tiny_model, servers[1], replicas, settings=ServerSettings(allowed_hosts=("rag.example",))) as (
+        _,
+        url,
+    ):
+        for host, status in {"evil.example": 403, "rag.example": 200, "localhost:1": 200}.items():
+            headers = {"Host": host, "X-Request-Id": "given", **bearer(API_KEY)}
+            answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=60)
+            assert answer.status_code == status and answer.headers.get_list("x-request-id") == ["given"]
+    assert len(replicas.calls) == 2 and all((b"x-request-id", b"given") in call.headers for call in replicas.calls)
 
 
 def test_oversized_body_is_truncated_before_forwarding(servers, tiny_model):

@@ -7,6 +7,7 @@ import contextlib
 import json
 
 import httpx
+import openai
 import pytest
 
 from ccjax.cluster.front import MAX_RETRIES, NoReplicaError, ReplicaLostError
@@ -61,6 +62,19 @@ def test_replica_loss_during_a_stream_ends_it_with_one_error(cluster):
     assert json.loads(error)["error"]["code"] == "replica_lost"
     assert pieces and all("error" not in json.loads(piece) for piece in pieces)
     assert outcomes(cluster)["answer begun"] == 1
+
+
+@pytest.mark.parametrize("num_pieces", [2, 5])
+def test_replica_loss_during_a_response_of_items_is_its_error_event(cluster, num_pieces):
+    cluster.replicas.plan = [(LOST, num_pieces)]
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=API_KEY, max_retries=0)
+    body = {"retrieval": False, "ignore_eos": True}
+    with client:
+        found = list(client.responses.create(input="Who?", stream=True, max_output_tokens=9, extra_body=body))
+    error = found[-1]
+    assert [event.sequence_number for event in found] == list(range(len(found))) and len(found) >= num_pieces
+    assert (error.type, error.code) == ("error", "replica_lost") and "try again" in error.message
+    assert "error" not in {event.type for event in found[:-1]}
 
 
 def test_replica_loss_during_a_plain_response_leaves_it_incomplete(cluster):

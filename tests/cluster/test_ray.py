@@ -96,7 +96,7 @@ def test_answers_match_those_of_one_server(cluster: Serving, folder: Path) -> No
 
 def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: Serving) -> None:
     passages = documents("bees")
-    cluster.chat("What is it?", documents=passages)
+    cluster.chat("What is it?", documents=passages, reuse="exact")
     time.sleep(1.5)  # until the summary with them was published
     before = requests_by_replica(cluster)
     for number in range(5):

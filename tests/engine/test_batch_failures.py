@@ -148,8 +148,8 @@ def test_pages_lost_in_a_failed_step_are_replaced_and_never_read(strict, monkeyp
     wanted = engine.run(ask(SEGMENTS, "exact"))
     assert engine.run(ask(SEGMENTS, "exact")).reuse.reused_tokens > 0
 
-    def take_along(layer, x, pages, *_, **__):
-        pages.k.delete()
+    def take_along(layers, top, x, pages, *_, **__):
+        pages[0].k.delete()
         out_of_memory()
 
     step = FailsOnce(decode_module.paged_decode_step, take_along)
@@ -397,6 +397,7 @@ def test_device_chunks_in_use_are_copied_to_host_and_survive_a_lost_pool(monkeyp
         read = engine.cache.usage()[DEVICE].bytes_read
         check(engine.run(ask(SEGMENTS, "exact")), wanted)
         settled(engine)
+        assert engine._chunks.store.flush(120)
         assert set(engine._chunks.store.ids(HOST)) == set(engine._chunks.store.ids(DEVICE))
         assert engine.cache.usage()[DEVICE].bytes_read == read  # copies do not count as uses
         lose(engine._device.pool)
@@ -414,6 +415,7 @@ def test_failed_copy_from_a_lost_pool_leaves_no_pin(caplog):
         ticket = engine._chunks.store.prepare_load(engine._chunks.store.ids(DEVICE))
         lose(engine._device.pool)
         engine._chunks.variants.complete_load(ticket)
+        assert engine._chunks.store.flush(120)
         assert "could not be copied" in caplog.text
         assert not engine._chunks.store._pins and not engine._chunks.store.ids(HOST)
         del ticket

@@ -96,6 +96,7 @@ def settled(engine):
     with engine._loop.exclusive():
         pass
     wait_until(lambda: not len(engine._loop._sequences), timeout_s=120)
+    assert engine._chunks.store.flush(120)  # what is being copied to host memory holds its pages
     with engine._loop.exclusive():
         assert engine.batch_counts.running == engine.batch_counts.waiting == 0
         assert not engine._chunks.store._pins
@@ -221,6 +222,27 @@ def test_decoding_continues_between_the_layers_of_a_long_prefill():
     layers = [number for number, event in enumerate(events) if event == "layer"][MODEL.config.num_layers :]
     assert len(layers) == MODEL.config.num_layers
     assert all("token" in events[a:b] for a, b in zip(layers, layers[1:], strict=False))
+
+
+def test_a_short_prompt_runs_before_the_next_layer_of_a_long_one():
+    random = np.random.default_rng(9)
+    long, short = draw_segments(random, [300, 200]), draw_segments(random, [10])
+    ends, others, run_layer = [], [], pack_module.Pack.run_layer
+    with MODEL.engine(max_num_batched_tokens=128) as engine, pytest.MonkeyPatch.context() as patch:
+        wanted = [engine.run(ask(segments, "off")) for segments in (long, short)]
+
+        def noted(pack):
+            run_layer(pack)
+            if not others:
+                others.append(Client(engine, ask(short, "off"), lambda: ends.append("short")))
+
+        patch.setattr(pack_module.Pack, "run_layer", noted)
+        first = Client(engine, ask(long, "off"), lambda: ends.append("long"))
+        got = [first.response(), others[0].response()]
+        for one, other in zip(got, wanted, strict=True):
+            check(one, other)
+        assert ends[0] == "short", "the long prompt has packs of 128 of its 500 tokens"
+        settled(engine)
 
 
 def test_a_thousand_cancelled_requests_leave_nothing_behind():

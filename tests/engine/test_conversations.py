@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,46 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
         assert again.reuse.reused_tokens >= first.num_prompt_tokens - 1
         assert {part.tier for part in again.reuse.per_document if part.reused_tokens} == {"disk"}
         assert again.token_ids == run(engine, messages, "off").token_ids
+
+
+@pytest.mark.parametrize("num_turns", [6, pytest.param(400, marks=pytest.mark.slow)])
+def test_mode_exact_equals_full_prefill_whatever_others_ask_at_the_same_time(tmp_path: Path, num_turns: int) -> None:
+    """Four clients over the same passages, pasted or as documents: new conversations, more turns, edits, branches, the
+    same question again, several answers, all modes; in so little space that much is evicted."""
+    draw = random.Random(num_turns)
+    passages = [words(draw, 40) for _ in range(8)]
+    space = {"host_cache_bytes": 3 << 20, "disk_cache_bytes": 6 << 20, "store": f"file://{tmp_path}"}
+
+    def client(number: int) -> int:
+        draw, conversations, reused = random.Random(f"{num_turns} {number}"), list[list[dict[str, str]]](), 0
+        for _ in range(num_turns):
+            documents: list[Document] = []
+            if not conversations or draw.random() < 0.25:
+                some = draw.sample(passages, draw.randrange(2, 5))
+                if draw.random() < 0.4:
+                    documents, content = list(map(Document, some)), words(draw, 5)
+                else:
+                    context = "\n\n".join(f"[{index}] {passage}" for index, passage in enumerate(some))
+                    content = draw.choice([f"{context}\n\n{words(draw, 5)}", f"{words(draw, 5)}\n\n{context}"])
+                messages = [user(content)]
+            else:
+                messages = list(draw.choice(conversations))
+                if draw.random() < 0.4:  # an earlier turn is edited, and what follows is dropped
+                    at = draw.randrange(0, len(messages), 2)
+                    messages = [*messages[:at], user(words(draw, draw.randrange(2, 60)))]
+            mode, count = draw.choice(["exact", "exact", "bounded", "fast"]), draw.choice([1, 1, 2])
+            answer = run(engine, messages, mode, n=count, documents=documents)
+            reused += answer.reuse.reused_tokens
+            if mode == "exact":
+                full = run(engine, messages, "off", n=count, documents=documents)
+                told = [choice.token_ids for choice in (answer, *answer.others)]
+                assert told == [choice.token_ids for choice in (full, *full.others)], messages
+            conversations.append(messages if len(messages) > 8 else [*messages, assistant(answer.text), user("And?")])
+        return reused
+
+    with Engine.from_pretrained("demo", max_model_len=2048, **space) as engine, ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(client, range(4))) > 0
+        assert sum(tier.evicted for tier in engine.cache.usage().values()) > 0
 
 
 @pytest.mark.parametrize("reuse", ["exact", "bounded"])

@@ -10,8 +10,11 @@ from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.errors import ConfigError
 from ccjax.loading.model import load_model
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool
+from ccjax.store import KVSpec
 from tests.engine.helpers import TinyModel, check_deviations, draw_segments, permuted
 from tests.oracles import llama_forward
+from tests.store.kv import make_record
 
 MODEL = TinyModel(seed=4, num_hidden_layers=3)
 
@@ -95,7 +98,13 @@ def test_bfloat16_deviations_are_computed_in_float32():
     random = np.random.default_rng(4)
     own, other = (random.normal(size=(2, 2, 5, 3, 4)).astype(ml_dtypes.bfloat16) for _ in range(2))
     wanted = oracle_deviations(own.astype(float), other.astype(float))
-    np.testing.assert_allclose(context_deviations(own, other), wanted, rtol=6e-3)
+    spec = KVSpec(num_layers=2, num_kv_heads=3, head_dim=4, dtype="bfloat16")
+    pool = DevicePool(spec, 4 * spec.num_bytes(PAGE_TOKENS))
+    for name, kv in (("own", own), ("other", other)):
+        pool.put(make_record(name, 5, spec), kv)
+    for theirs in (other, pool.get("other")):
+        np.testing.assert_allclose(context_deviations(pool.get("own"), theirs), wanted, rtol=6e-3)
+    assert not pool.bytes_to_host
 
 
 def documents(count):

@@ -164,6 +164,8 @@ def test_invalid_warming_is_rejected_before_anything_is_computed(start, url):
     with pytest.raises(RequestError, match="documents: wanted at least one"):
         engine.documents.warm([])
     assert engine.cache.num_variants == 0
+    with start(store=url):
+        pass
     with pytest.raises(ReadOnlyError, match="read_only"):
         start(store=url, read_only=True).documents.warm([ANNA])
     with pytest.raises(ReadOnlyError, match="strategy"):

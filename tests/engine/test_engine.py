@@ -109,14 +109,16 @@ def test_read_only_adds_nothing():
         assert engine.cache.num_variants == 0
 
 
-def test_chip_without_kernels_is_refused_but_works_with_xla_attention(monkeypatch):
+def test_chip_without_kernels_works_with_xla_attention_unless_they_are_named(monkeypatch, caplog):
     """In prefill, decode and warm-up: a chip without known block sizes, as this CPU is for Triton."""
     monkeypatch.setitem(dispatch.BEST, "cpu", "triton")
     with pytest.raises(ConfigError, match=r"attention: .*'triton': wanted a chip of .*, got 'cpu'"):
-        MODEL.engine()
+        MODEL.engine(attention="triton")
     segments = segments_of([40, 30])
     small = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 128}
-    with MODEL.engine(attention="xla", **small) as engine:
+    dispatch._warn.cache_clear()
+    with MODEL.engine(**small) as engine:
+        assert "XLA's form is used" in caplog.text
         engine.warmup()
         answer = engine.generate_from_tokens(segments, max_new_tokens=4)
         assert engine.batch_counts.retries == 0

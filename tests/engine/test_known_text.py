@@ -114,7 +114,7 @@ def test_only_passages_are_looked_for_and_only_while_they_are_stored(start):
     assert all(segment.source is None for segment in engine.assemble(asked).segments)
 
 
-def test_a_new_process_finds_the_text_once_idle_time_has_read_the_records(start, tmp_path):
+def test_a_new_process_finds_the_text_with_its_first_prompt(start, tmp_path):
     store = f"file://{tmp_path}/kv"
     with start(store=store) as engine:
         engine.run(request(f"{FIRST}\n\n{SECOND}"))
@@ -122,14 +122,13 @@ def test_a_new_process_finds_the_text_once_idle_time_has_read_the_records(start,
         asked = request(RESHAPED["half a passage"])
         wanted = agreeing(engine, asked)
     engine = start(store=store)
-    assert len(engine._chunks.variants.known) == 0
-    assert not engine.cache.repair_one()
     assert engine.run(asked).reuse.reused_tokens >= wanted > 30
 
 
 def test_the_question_keeps_a_token_even_if_all_is_known(start):
     engine = start()
     engine.generate(QUESTION, [Document(FIRST)], max_new_tokens=1)
-    prompt = engine.assemble(Request(prompt=FIRST, sampling=SamplingParams(max_new_tokens=1)))
+    asked = Request(prompt=f"Please read what I found.\n\n{FIRST}", sampling=SamplingParams(max_new_tokens=1))
+    prompt = engine.assemble(asked)
     assert prompt.segments[-1].role == "question" and prompt.segments[-1].chunk.token_ids
     assert [segment.role for segment in prompt.segments].count("passage") == 1

@@ -34,7 +34,7 @@ def traced(outcome: PrefillOutcome, counts: tuple[int, ...] = ()):
     passages = [Segment("passage", Chunk(key, tuple(range(8)))) for key in ids]
     prompt = Prompt((*passages, Segment("question", Chunk(ChunkId("?"), (1, 2, 3, 4)))), 1)
     ticket = types.SimpleNamespace(tiers={"va": "host", "vb": "disk"})
-    prefilled = Prefilled(prompt, prompt, plan, outcome, ticket, None, 0.0, 0.0, 0, (None, None, "question"))
+    prefilled = Prefilled(prompt, prompt, plan, outcome, ticket, 0.0, 0.0, 0, (None, None, "question"))
     tracer = Tracer(NUM_LAYERS, lambda _: {}, lambda num_tokens: num_tokens / 10)
     tracer.prefilled(prefilled)
     trace = tracer.finish(0.0, 0.0)
@@ -75,3 +75,31 @@ def test_trace_ends_with_the_first_token():
         ("layer", 1, 2.0),
     ]
     assert not trace.has_new_sizes
+
+
+def test_trace_cuts_a_stored_run_where_the_segments_of_the_prompt_begin():
+    """Two segments and half of a third are one run; a title stays with its passage."""
+    key, ids = ChunkId("run"), tuple(range(20))
+    plan = PrefillPlan(
+        (
+            PlannedSegment("text", "reuse", 0, 16, key, VariantId("v"), fidelity="exact"),
+            PlannedSegment("question", "compute", 16, 4, fidelity="exact"),
+        )
+    )
+    cut = [("instructions", 0, 4, None), ("passage", 4, 10, "Boats"), ("question", 10, 20, None)]
+    asked = Prompt(
+        tuple(Segment(role, Chunk(ChunkId(role), ids[a:b], title=title)) for role, a, b, title in cut),
+        1,
+    )
+    planned = Prompt((Segment("text", Chunk(key, ids[:16])), Segment("question", Chunk(ChunkId("?"), ids[16:]))), 1)
+    ticket = types.SimpleNamespace(tiers={"v": "disk"})
+    tracer = Tracer(NUM_LAYERS, lambda _: {}, lambda _: None)
+    tracer.prefilled(Prefilled(asked, planned, plan, PrefillOutcome(), ticket, 0.0, 0.0, 0, (None, "question")))
+    *reused, last = tracer.finish(0.0, 0.0).segments
+    assert [(part.role, part.title, part.start, part.token_ids) for part in reused] == [
+        ("instructions", None, 0, ids[:4]),
+        ("passage", "Boats", 4, ids[4:10]),
+        ("question", None, 10, ids[10:16]),
+    ]
+    assert [part.reused_tokens for part in reused] == [4, 6, 6] and {part.tier for part in reused} == {"disk"}
+    assert (last.action, last.token_ids) == ("compute", ids[16:])

@@ -138,9 +138,9 @@ def test_captured_kv_and_metadata_match_the_oracle(ranking_layers):
         start += LENGTHS[name]
     plan = PrefillPlan(tuple(segments))
     captured = dict(
-        (meta.chunk_id, (meta, kv))
+        (meta.chunk_id, (meta, kv.read_layers(0, 5)))
         for meta, kv in capture_variants(
-            plan, run_plan(MODEL.device_model(), prompt, plan, collect=True), {}, None, ranking_layers=ranking_layers
+            plan, run_plan(MODEL.device_model(), prompt, plan, collect=True), {}, ranking_layers=ranking_layers
         )
     )
     assert list(captured) == list("sabcd")
@@ -187,7 +187,7 @@ def test_masses_on_passages_are_the_same_whether_or_not_text_has_columns_of_its_
             start += len(own)
         plan = PrefillPlan(tuple(segments))
         outcome = run_plan(MODEL.device_model(), np.concatenate(tokens), plan, collect=True)
-        metas = {meta.chunk_id: meta for meta, _ in capture_variants(plan, outcome, {}, None)}
+        metas = {meta.chunk_id: meta for meta, _ in capture_variants(plan, outcome, {})}
         results.append((mass_columns(plan), metas, question_stats(plan, outcome.layers[1])))
     (shared, fewer, focus), (each, metas, all_focus) = results
     assert shared.tolist() == [0, 1, 2, 5, 3, 5, 4, 5, 5, 5] and each.tolist() == list(range(10))
@@ -209,7 +209,7 @@ def test_captured_repaired_kv_matches_the_oracle(window):
     plan = world.plan(0.4, focus_window=window)
     result = run_reusing(MODEL.device_model(), world.prompt, plan, world.read_layers, collect=True)
     parents = {name: [_parent(name, world)] for name in "sabcd"}
-    captured = {meta.chunk_id: (meta, kv) for meta, kv in capture_variants(plan, result, parents, world.read_layers)}
+    captured = {meta.chunk_id: (meta, kv.read_layers(0, 5)) for meta, kv in capture_variants(plan, result, parents)}
     whole = [str(s.chunk_id) for i, s in enumerate(plan.segments[:-1]) if i not in result.partly_recomputed]
     assert (window is None) == (not result.partly_recomputed)
     assert sorted(captured) == sorted(name for name in whole if name != "s")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -365,6 +366,7 @@ def test_read_only_engines_and_engines_without_a_disk_claim_nothing(url, tmp_pat
     monkeypatch.setattr(SharedPrefill, "claim", refuse)
     with MODEL.engine(share_computation=True) as engine:
         answer(engine)
+    Path(urllib.parse.urlsplit(url).path).mkdir(exist_ok=True)
     with MODEL.engine(store=url, share_computation=True, read_only=True) as engine:
         answer(engine)
     assert leases(tmp_path) == []

@@ -67,7 +67,8 @@ def engine(tier, tmp_path):
 def stored(engine) -> np.ndarray:
     """KV [L, 2, T, K, H] of the passage."""
     (meta,) = engine._chunks.variants.of_chunks({chunk_id(PASSAGE)})[chunk_id(PASSAGE)]
-    return engine._chunks.capture.stored_kv(meta.variant_id)
+    kv = engine._chunks.capture.stored_kv(meta.variant_id)
+    return kv if isinstance(kv, np.ndarray) else kv.read_layers(0, engine.model_config.num_layers)
 
 
 def first_logprob(wanted: Prompt, kv: np.ndarray, offset: int, token: int) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ccjax.evaluation import forced
-from ccjax.requests import Response
+from ccjax.requests import Request, Response
 from ccjax.types import ReuseReport
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments
 from tests.oracles import llama_forward
@@ -45,8 +45,8 @@ def test_forced_logits_match_the_oracle_for_any_prompt_chunking(reuse, system):
     first = len(token_ids) - 1
     for settings in ({}, {"max_num_batched_tokens": 32}):
         with MODEL.engine(max_model_len=512, **settings) as engine:
-            got = forced.forced_logits(engine, prompt, answer, reuse)
-            one = forced.forced_logits(engine, prompt, [9], reuse)
+            got = forced.forced_logits(engine, Request(segments=prompt, reuse=reuse), answer)
+            one = forced.forced_logits(engine, Request(segments=prompt, reuse=reuse), [9])
         np.testing.assert_allclose(got, wanted[first:-1], atol=TOLERANCE)
         assert np.abs(got - wanted[first + 1 :]).max() > 100 * TOLERANCE, "a row later would be another token's"
         np.testing.assert_allclose(one, wanted[first : first + 1], atol=TOLERANCE)
@@ -57,4 +57,4 @@ def test_empty_answer_is_rejected():
         MODEL.engine(max_model_len=512) as engine,
         pytest.raises(ValueError, match="answer: wanted at least one token"),
     ):
-        forced.forced_logits(engine, draw_segments(np.random.default_rng(2), [20]), [], "off")
+        forced.forced_logits(engine, Request(segments=draw_segments(np.random.default_rng(2), [20])), [])

@@ -160,3 +160,14 @@ def test_partial_recompute_restores_accuracy_lost_on_pronoun_questions(model, tm
     assert craft["pronoun"] >= full["pronoun"] - 0.1
     assert auto["pronoun"] >= full["pronoun"] - 0.1
     assert naive["single"] >= full["single"] - 0.1
+
+
+def test_passages_pasted_into_a_message_are_reused_as_documents_are(model, tmp_path):
+    how = {"states": ["prepared"], "with_forced": True}
+    shares = {}
+    for pasted in (False, True):
+        full, default = measure(model, QUESTIONS, [DEFAULT], tmp_path, pasted=pasted, **how)
+        assert all(one.computed_ratio == pytest.approx(1.0) for one in full.answers)
+        assert all(one.forced is not None and 0.0 < one.forced.kl < 0.5 for one in default.answers)
+        shares[pasted] = [one.computed_ratio for one in default.answers]
+    assert all(one < two + 0.15 < 0.6 for one, two in zip(shares[True], shares[False], strict=True)), shares

@@ -20,7 +20,7 @@ class Model:
     def __call__(self, question, documents):
         self.asked.append((question, [(one.title, one.text) for one in documents]))
         text, logprobs = self.answers[documents[0].text] if len(documents) == 1 else ("the end", (-0.5,))
-        tokens = tuple(TokenLogprob(0, "", value) for value in logprobs)
+        tokens = tuple(TokenLogprob(0, b"", value) for value in logprobs)
         return Response(text, tuple(range(len(tokens))), "stop", REPORT, 1, 0.25, 1.0, tokens)
 
 

@@ -23,8 +23,10 @@ from ccjax.retrieval.documents import DocumentError, parse_document
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.jsonl import read_lines
 from ccjax.server.body import parse_body
+from ccjax.server.completions import CompletionBody
 from ccjax.server.errors import ApiError
-from ccjax.server.schemas import ChatBody, CompletionBody, PinBody, TokenizeBody, WarmBody
+from ccjax.server.schemas import ChatBody, PinBody, WarmBody
+from ccjax.server.tokens import TokenizeBody
 from ccjax.store.catalog import CatalogError, decode_part, encode_part
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.formats import ObjectLayout
@@ -226,6 +228,18 @@ TARGETS: dict[str, FuzzTarget] = {
         _document(".html"),
         (DocumentError,),
         (b"<title>A</title><h1>B</h1><p>c<br>d<pre> e </pre><table><tr><td>f</table>", b'<meta charset="utf-8">a'),
+    ),
+    "csv": FuzzTarget(_document(".csv"), (DocumentError,), (b'a;b\n1;"2"\n', b"a,b\n1\n")),
+    "rst": FuzzTarget(_document(".rst"), (DocumentError,), (b"====\nTop\n====\n\nText.\n\nSub\n---\nMore.",)),
+    "notebook": FuzzTarget(
+        _document(".ipynb"),
+        (DocumentError,),
+        (_json_seed({"cells": [{"cell_type": "code", "source": ["x"], "outputs": [{"text": "1"}]}]}),),
+    ),
+    "mail": FuzzTarget(
+        _document(".eml"),
+        (DocumentError,),
+        (b"From: a@b\nSubject: =?utf-8?q?x?=\nContent-Type: text/html; charset=utf-8\n\n<p>text",),
     ),
     "pdf": FuzzTarget(_document(".pdf"), (DocumentError,), (_pdf(),)),
     "jsonl": FuzzTarget(_jsonl, (), (_json_seed({"_id": 1, "title": "A", "text": "b", "metadata": {"year": 2020}}),)),

@@ -103,8 +103,8 @@ def test_malformed_model_config_is_rejected_with_the_key_named(changes):
         LlamaConfig.from_hf(config | changes)
 
 
-def test_document_with_an_unknown_encoding_is_rejected():
-    with pytest.raises(DocumentError, match="unknown character encoding"):
+def test_page_with_nul_bytes_is_rejected():
+    with pytest.raises(DocumentError, match="contains NUL bytes"):
         parse_document(Path("x.html"), b'<meta charset="a\0b">text')
 
 

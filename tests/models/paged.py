@@ -276,8 +276,9 @@ def decode(
     batch: int,
     entries: int = 16,
     implementation: str | None = None,
+    in_parts: bool = False,
 ) -> np.ndarray:
-    """Logits [B, V] after one more token of every request, in a batch with padding rows."""
+    """Logits [B, V] after one more token of every request, in a batch with padding rows. `in_parts`: in two calls."""
     pool = requests[0].pool
     pos, slot = np.zeros(batch, np.int32), np.full(batch, pool.num_slots, np.int32)
     tables = np.full((3, batch, entries), 10**6, np.int32)
@@ -289,11 +290,19 @@ def decode(
     settings = StepSettings(model.config, implementation)
     rotation = paged_steps.rotation_step(page_start, settings=settings)
     inputs = DecodeInputs(page_table, page_length, rotation, q_pos=jnp.asarray(pos), q_slot=jnp.asarray(slot))
-    x = embed_step(model.params, jnp.asarray(np.pad(np.asarray(token_ids, np.int32), (0, batch - len(token_ids)))))
-    for number, layer in enumerate(model.params.layers):
-        out = paged_steps.paged_decode_step(layer, x, pool.layers[number], inputs, settings=settings)
-        x, pool.layers[number] = out.x, out.pages
-    return np.asarray(logits_step(model.params, x, config=model.config))[: len(requests)]
+    x = jnp.asarray(np.pad(np.asarray(token_ids, np.int32), (0, batch - len(token_ids))))
+    layers, pools, top = model.params.layers, pool.layers, model.params.replace(layers=())
+    if in_parts:
+        x, first = embed_step(top, x), len(layers) // 2
+        parts = [(layers[:first], pools[:first]), (layers[first:], pools[first:])]
+    else:
+        parts = [(layers, pools)]
+    pool.layers = []
+    for some, pages in parts:
+        out = paged_steps.paged_decode_step(some, None if in_parts else top, x, pages, inputs, settings=settings)
+        x = out.x
+        pool.layers += out.pages
+    return np.asarray(logits_step(top, x, config=model.config) if in_parts else x)[: len(requests)]
 
 
 def worst(got: Computed, wanted: Computed) -> float:

@@ -259,8 +259,8 @@ def oracle_logits(model, prompt, kv, head, positions):
     return selective_oracle(weights, model.raw, prompt.tolist(), placed(prompt, kv, head), computed)[0]
 
 
-@pytest.mark.parametrize("implementation", [None, "reference"])
-def test_decode_matches_prefill(implementation):
+@pytest.mark.parametrize(("implementation", "in_parts"), [(None, False), (None, True), ("reference", False)])
+def test_decode_matches_prefill(implementation, in_parts):
     """Decodes prompts token by token; compares the logits of every step."""
     model = make(*random_llama(7, num_hidden_layers=2, head_dim=32, num_attention_heads=4))
     random = np.random.default_rng(0)
@@ -271,7 +271,8 @@ def test_decode_matches_prefill(implementation):
     requests = [Request(pool) for _ in prompts]
     for step in range(20):
         tokens = [prompt[step] for prompt in prompts]
-        logits = decode(model, requests, tokens, batch=4, entries=4, implementation=implementation)
+        how = {"implementation": implementation, "in_parts": in_parts}
+        logits = decode(model, requests, tokens, batch=4, entries=4, **how)
         np.testing.assert_allclose(logits, [rows[step] for rows in wanted], atol=TOLERANCE)
 
 

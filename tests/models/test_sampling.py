@@ -19,14 +19,18 @@ LOGPROB_TOLERANCE = 3e-6
 one_drawn = jax.jit(sampling.draw)
 
 
-def run(logits, temperature=0.0, top_p=1.0, seed=0, index=0, num_top=0):
-    """`sample_step`; single values apply to every row."""
+def run(logits, temperature=0.0, top_p=1.0, seed=0, index=0, num_top=0, allowed=None):
+    """`sample_step`; single values apply to every row. `allowed` has a boolean for each token of each row."""
     batch = len(logits)
+    if allowed is not None:
+        padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
+        allowed = jnp.asarray(np.packbits(padded, axis=1, bitorder="little").view(np.uint32))
     state = SamplingState(
         jnp.asarray(np.broadcast_to(np.float32(temperature), batch)),
         jnp.asarray(np.broadcast_to(np.float32(top_p), batch)),
         jnp.asarray(np.stack([seed_words(int(value)) for value in np.broadcast_to(np.asarray(seed, object), batch)])),
         jnp.asarray(np.broadcast_to(np.int32(index), batch)),
+        allowed,
     )
     return sample_step(jnp.asarray(logits, jnp.float32), state, num_top=num_top)
 
@@ -152,7 +156,7 @@ def test_nan_row_does_not_affect_other_rows():
     for temperature in (0.0, 1.0):
         clean = run(logits, temperature, 0.9, [3, 4, 5, 6, 7], num_top=5)
         broken = logits.copy()
-        broken[1], broken[3, 17], broken[4] = np.nan, np.nan, -np.inf
+        broken[1], broken[3, 17], broken[4, 17] = np.nan, np.inf, -np.inf
         out = run(broken, temperature, 0.9, [3, 4, 5, 6, 7], num_top=5)
         for got, wanted in zip(out, clean, strict=True):
             np.testing.assert_array_equal(got[jnp.array([0, 2])], wanted[jnp.array([0, 2])])
@@ -190,3 +194,39 @@ def test_batched_draws_match_one_by_one_draws():
     rows = [jnp.asarray(x, jnp.float32) for x in (logits - logits.max(1, keepdims=True), *settings)]
     one_by_one = [int(one_drawn(*(part[n] for part in rows))) for n in range(9)]
     assert jax.jit(jax.vmap(sampling.draw))(*rows).tolist() == one_by_one and len(set(one_by_one)) > 3
+
+
+def test_batched_draws_with_top_k_and_min_p_match_one_by_one_draws():
+    random = np.random.default_rng(8)
+    logits = 2 * random.standard_normal((9, 200)).astype(np.float32)
+    settings = random.uniform(0.3, 1, (3, 9))
+    top_k, min_p = jnp.asarray([1, 2, 5, 20, 199, 200, 200, 3, 50], jnp.int32), random.uniform(0, 0.2, 9)
+    rows = [jnp.asarray(x, jnp.float32) for x in (logits - logits.max(1, keepdims=True), *settings)]
+    rows += [top_k, jnp.asarray(min_p, jnp.float32)]
+    one_by_one = [int(one_drawn(*(part[n] for part in rows))) for n in range(9)]
+    assert jax.jit(jax.vmap(sampling.draw))(*rows).tolist() == one_by_one and len(set(one_by_one)) > 3
+    ranks = np.argsort(np.argsort(-logits, axis=1), axis=1)[np.arange(9), one_by_one]
+    assert (ranks < np.asarray(top_k)).all()
+
+
+@pytest.mark.parametrize("num_tokens", [31, 32, 33, 300])
+def test_only_allowed_tokens_are_sampled(num_tokens):
+    """As from logits in which all others are impossible; log-probabilities remain those of all tokens."""
+    random = np.random.default_rng(7)
+    logits = (2 * random.standard_normal((24, num_tokens))).astype(np.float32)
+    allowed = random.random(logits.shape) < 0.3
+    allowed[:, 0], allowed[3] = True, True
+    temperature, top_p = random.uniform(0, 2, 24), random.uniform(0.5, 1, 24)
+    temperature[:6] = 0.0
+    seed, index = [2**40 + n for n in range(24)], np.arange(24)
+    out = run(logits, temperature, top_p, seed, index, 5, allowed)
+    only = run(np.where(allowed, logits, -np.inf), temperature, top_p, seed, index)
+    tokens = np.asarray(out.token_ids)
+    np.testing.assert_array_equal(tokens, only.token_ids)
+    assert allowed[np.arange(24), tokens].all()
+    free = run(logits, temperature, top_p, seed, index, 5)
+    assert tokens[3] == free.token_ids[3] and (tokens != np.asarray(free.token_ids)).any()
+    np.testing.assert_array_equal(out.top_ids, free.top_ids)
+    np.testing.assert_array_equal(out.top_logprobs, free.top_logprobs)
+    wanted = np.log(softmax(logits))[np.arange(24), tokens]
+    np.testing.assert_allclose(out.logprobs, wanted, atol=LOGPROB_TOLERANCE, rtol=0)

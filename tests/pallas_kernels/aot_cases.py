@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from ccjax.kernels.attention import attention
 from ccjax.kernels.decode import decode_attention
@@ -33,10 +33,11 @@ from ccjax.models.llama3.params import LayerParams, Params, layer_table, top_tab
 from ccjax.models.llama3.sharding import axes_sharding, make_mesh
 from ccjax.models.llama3.steps import logits_step, rotate_step
 
-COMPILERS = {"libtpu": ("v5e", "v6e"), "jax_cuda12_plugin": ("a100", "h100")}
+_CUDA = "jax_cuda13_plugin" if importlib.util.find_spec("jax_cuda13_plugin") else "jax_cuda12_plugin"
+COMPILERS = {"libtpu": ("v5e", "v6e"), _CUDA: ("a100", "h100", "l4")}
 CHIPS = [chip for package, chips in COMPILERS.items() if importlib.util.find_spec(package) for chip in chips]
 """Chips whose compiler is installed."""
-MEMORY_BYTES = {"a100": 80e9, "h100": 80e9, "v5e": 16 << 30, "v6e": 32 << 30}
+MEMORY_BYTES = {"l4": 24e9, "a100": 80e9, "h100": 80e9, "v5e": 16 << 30, "v6e": 32 << 30}
 PAGE_TOKENS = 16
 
 DUMP = Path(tempfile.mkdtemp(prefix="ccjax-aot-")) if "v5e" in CHIPS else Path()
@@ -56,6 +57,10 @@ _GPUS = {
       shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 l2_cache_size: 52428800
       memory_bandwidth: 3352320000000 device_memory_size: 84942979072
       cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }""",
+    "l4": """name: "NVIDIA L4" core_count: 58 fpus_per_core: 128 clock_rate_ghz: 2.04
+      shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376 l2_cache_size: 50331648
+      memory_bandwidth: 300096000000 device_memory_size: 23034068992
+      cuda_compute_capability { major: 8 minor: 9 }""",
 }
 _ANY_GPU = """threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -88,15 +93,24 @@ def implementation(chip: str) -> str:
 
 def compiled(chip: str, traced: Any, **options: Any) -> Any:
     """The executable of a traced call. `options`: of the compiler of GPUs; autotuning would need one."""
-    platform = {"cpu": "cpu", "v5e": "tpu", "v6e": "tpu"}.get(chip, "cuda")
+    platform = "cpu" if chip == "cpu" else "tpu" if chip in COMPILERS["libtpu"] else "cuda"
     lowered = traced.lower(lowering_platforms=(platform,))
     return lowered.compile({"xla_gpu_autotune_level": 0, **options} if platform == "cuda" else None)
 
 
+def lowered_for(chip: str) -> Any:
+    """Context to trace and lower in: from JAX 0.11 on, Pallas asks it which GPU a kernel is for."""
+    if chip not in _GPUS:
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind=f"NVIDIA {chip.upper()}", num_cores=None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
 def compile_kernel(chip: str, operation: Callable[..., Any], arrays: Any, **statics: Any) -> Any:
     """The executable of one call of an operation with abstract arrays."""
-    traced = jax.jit(lambda arrays: operation(*arrays, **statics)).trace(placed(arrays, devices_of(chip)[0]))
-    return compiled(chip, traced, xla_gpu_fail_ptx_compilation_on_register_spilling=True)
+    with lowered_for(chip):
+        traced = jax.jit(lambda arrays: operation(*arrays, **statics)).trace(placed(arrays, devices_of(chip)[0]))
+        return compiled(chip, traced, xla_gpu_fail_ptx_compilation_on_register_spilling=True)
 
 
 def placed(arrays: Any, device: Any) -> Any:
@@ -161,7 +175,8 @@ KERNELS = {
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """One call of one jitted step, for `rows` tokens or requests over contexts of `slots` tokens each."""
+    """One call of one jitted step, for `rows` tokens or requests over contexts of `slots` tokens each. Decode steps
+    have few layers here, since one is as another."""
 
     step: Any
     rows: int
@@ -182,10 +197,13 @@ class StepCase:
         def weights(table: Any) -> dict[str, Any]:
             return {name: make(spec.shape, spec.axes) for name, spec in table.items()}
 
+        def params() -> Params:
+            top = weights(top_table(c))
+            return Params(layers=(), lm_head=top.pop("lm_head", None), **top)
+
         hidden = make((n, c.d_model), (None, "embed"))
         if self.step is logits_step:
-            top = weights(top_table(c))
-            return Params(layers=(), lm_head=top.pop("lm_head", None), **top), hidden
+            return params(), hidden
         if self.step is rotate_step:
             return make((n, c.num_kv_heads, c.head_dim), (None, "kv_heads", "head_dim")), make((n,), dtype="int32")
         is_decode = self.step is paged_decode_step
@@ -198,7 +216,11 @@ class StepCase:
         else:
             inputs = StepInputs.abstract(n, s, self.num_segments, c.head_dim)
         inputs = jax.tree.map(lambda leaf: make(leaf.shape, dtype=leaf.dtype), inputs)
-        return LayerParams(**weights(layer_table(c))), hidden, KVPages(pages, pages), inputs
+        layer, pages = LayerParams(**weights(layer_table(c))), KVPages(pages, pages)
+        if is_decode:
+            layers, pools = (layer,) * c.num_layers, (pages,) * c.num_layers
+            return layers, params(), make((n,), dtype="int32"), pools, inputs
+        return layer, hidden, pages, inputs
 
     def trace(self, chip: str, attend: str | None = None) -> Any:
         """The step traced for a chip, with another attention if named."""
@@ -212,15 +234,16 @@ class StepCase:
 
 
 _LAYER = {"slots": 8192, "num_segments": 16}
+_TWO, _TWO_70B = (dataclasses.replace(config, num_layers=2) for config in (LLAMA3_8B, LLAMA3_70B))
 STEPS = {
     "layer, 8k of 8k": StepCase(paged_layer_step, 8192, 8192),
     "layer, 15 % of 8k": StepCase(paged_layer_step, 1280, **_LAYER),
-    "decode, 1 request": StepCase(paged_decode_step, 1, 8192),
-    "decode, 16 requests": StepCase(paged_decode_step, 16, 8192),
+    "decode, 1 request": StepCase(paged_decode_step, 1, 8192, config=_TWO),
+    "decode, 16 requests": StepCase(paged_decode_step, 16, 8192, config=_TWO),
     "logits, 16 rows": StepCase(logits_step, 16),
     "rotate, 8k": StepCase(rotate_step, 8192),
     "layer, 15 % of 8k, 4 devices": StepCase(paged_layer_step, 1280, **_LAYER, num_devices=4),
-    "decode, 16 requests, 4 devices": StepCase(paged_decode_step, 16, 8192, num_devices=4),
+    "decode, 16 requests, 4 devices": StepCase(paged_decode_step, 16, 8192, num_devices=4, config=_TWO),
     "70B layer, 15 % of 8k, 4 devices": StepCase(paged_layer_step, 1280, **_LAYER, num_devices=4, config=LLAMA3_70B),
-    "70B decode, 16 requests, 4 devices": StepCase(paged_decode_step, 16, 8192, num_devices=4, config=LLAMA3_70B),
+    "70B decode, 16 requests, 4 devices": StepCase(paged_decode_step, 16, 8192, num_devices=4, config=_TWO_70B),
 }

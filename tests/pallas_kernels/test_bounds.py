@@ -1,12 +1,13 @@
 """Block bounds against ranges by hand, and against the whole mask for random problems."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ccjax.kernels.attention.blocks import MOSAIC_TPU, TRITON
 from ccjax.kernels.attention.bounds import block_bounds
-from ccjax.kernels.dispatch import chip_of
+from ccjax.kernels.dispatch import chip_of, implementation
 from ccjax.kernels.inputs import AttentionInputs
 
 UNUSED = np.iinfo(np.int32).max
@@ -73,8 +74,22 @@ CHIPS = [
     ("TPU v5 lite", "v5e"),
     ("TPU v6 lite", "v6e"),
     ("TPU v5", "TPU v5"),
-    ("NVIDIA A10G", "NVIDIA A10G"),
+    ("NVIDIA A10G", "l4"),
+    ("NVIDIA L40S", "l4"),
+    ("NVIDIA GeForce RTX 4090", "l4"),
+    ("NVIDIA H20", "h100"),
+    ("NVIDIA B200", "NVIDIA B200"),
+    ("Tesla T4", "Tesla T4"),
 ]
+
+
+def test_chip_without_block_sizes_gets_xla_unless_a_kernel_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    choices = {"xla": print}, {"triton": (max, {"h100": None})}
+    assert implementation(None, *choices) is implementation(None, *choices) is print
+    assert caplog.text.count("triton has no block sizes for cpu; XLA's form is used") == 1
+    with pytest.raises(NotImplementedError, match="wanted a chip of"):
+        implementation("triton", *choices)
 
 
 def test_device_kinds_map_to_chips():

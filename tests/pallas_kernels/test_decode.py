@@ -51,6 +51,21 @@ def test_batch_agrees_with_the_oracle_and_mutants_do_not(implementation, dtype):
     assert min(errors.values()) > TOLERANCE[dtype], errors
 
 
+@pytest.mark.parametrize("last", [22, 21, 14])
+def test_pages_in_a_row_agree_with_the_oracle_also_at_the_end_of_the_pool(last):
+    """On CPUs they are read as one slice, if it ends within the pool."""
+    case = Case(head_dim=64)
+    expected, own = case.expected(), case.table[0][case.length[0] > 0]
+    places, pages = np.arange(last - len(own) + 1, last + 1), np.arange(case.k.shape[1])
+    moved = np.empty_like(pages)
+    moved[own], moved[~np.isin(pages, own)] = places, pages[~np.isin(pages, places)]
+    case.table = np.where(case.length > 0, moved[np.minimum(case.table, pages[-1])], case.table)
+    from_pages = np.argsort(moved)
+    case.k, case.v = case.k[:, from_pages], case.v[:, from_pages]
+    assert worst(case.run("xla"), expected) < TOLERANCE["float32"]
+    assert worst(case.run("xla", page_table=case.table - (case.table > 0)), expected) > TOLERANCE["float32"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("implementation", "head_dim", "dtype"),

@@ -58,7 +58,7 @@ def test_full_prefill_reuse_and_recompute_agree_with_the_oracle(implementation):
         assert (own <= mass[np.arange(len(prompt)), np.repeat([0, 1, 2], LENGTHS)] + 1e-6)[4:].all()
 
     # The first passage is read from the store; of the second, all rows of stored NaN are recomputed.
-    first = np.stack([np.stack([np.asarray(layer.k)[:41], np.asarray(layer.v)[:41]]) for layer in full.layers])
+    first = full.kv.read_layers(0, MODEL.config.num_layers)[:, :, :41]
     stored = {"v0": first, "v1": np.full_like(first[:, :, :20], np.nan)}
     reuse = plan((), range(20), None)
     merged = run_reusing(model, prompt, reuse, lambda variant, a, b: stored[variant][a:b])

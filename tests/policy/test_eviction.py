@@ -156,6 +156,19 @@ class TestVictims:
         assert policy.victims(20, new_key="n") == wanted
         assert policy.victims(20, new_key="n", pinned="n") == tuple(key for key in policy.victims(120) if key != "n")
 
+    @pytest.mark.parametrize(("saved_s", "is_stored"), [(1.0, False), (39.0, False), (41.0, True)])
+    def test_an_only_copy_is_stored_unless_it_is_worth_less_than_a_fourth(self, name, saved_s, is_stored):
+        policy = build(name)
+        policy.on_insert("a", info(10, 0.5), 0)
+        policy.on_insert("b", info(10, 8.0), 0)
+        policy.on_hit("b", info(10, 8.0), 0)  # 1.6 s per byte
+        policy.on_insert("n", info(100, saved_s), 0)
+        others = tuple(key for key in policy.victims(120) if key != "n")
+        wanted = ("n",) if name == "saved_seconds" and not is_stored else others
+        assert policy.victims(20, new_key="n", is_only_copy=True) == wanted
+        assert policy.victims(20, new_key="n", is_only_copy=True, pinned="n") == others
+        assert policy.victims(20, new_key="n") == (("n",) if name == "saved_seconds" else others)
+
     def test_invalid_calls_are_rejected_by_name_and_change_nothing(self, name):
         policy = self.filled(name)
         with pytest.raises(ValueError, match="key.*'a'"):

@@ -19,7 +19,7 @@ from tests.policy.scheduling_simulator import SimulatedEngine
 
 class TestPieces:
     def test_a_long_prompt_is_cut_and_a_short_one_shares_its_last_pack(self):
-        scheduler = build(SequenceWork("long", 24, 1, 5), SequenceWork("short", 3, 1, 5), max_num_batched_tokens=10)
+        scheduler = build(SequenceWork("long", 24, 1, 5), SequenceWork("short", 4, 1, 5), max_num_batched_tokens=10)
         assert scheduler.next_pack(0.0, 100, COSTS) == ScheduledPack(
             admitted=("long",), pieces=(ScheduledPiece("long", 0, 10, is_last=False),)
         )
@@ -30,7 +30,7 @@ class TestPieces:
         assert scheduler.pack_done(0.2) == ()
         assert scheduler.next_pack(0.2, 99, COSTS) == ScheduledPack(
             admitted=("short",),
-            pieces=(ScheduledPiece("long", 20, 4, is_last=True), ScheduledPiece("short", 0, 3, is_last=True)),
+            pieces=(ScheduledPiece("long", 20, 4, is_last=True), ScheduledPiece("short", 0, 4, is_last=True)),
         )
         assert scheduler.num_decoding == 0
         assert scheduler.pack_done(0.3) == ("long", "short")
@@ -56,7 +56,7 @@ class TestPieces:
         scheduler = build(
             SequenceWork("first", 4, 1, 5),
             SequenceWork("whole", 8, 1, 5, is_divisible=False),
-            SequenceWork("small", 2, 1, 5),
+            SequenceWork("small", 4, 1, 5),
             max_num_batched_tokens=10,
         )
         assert [admitted(scheduler) for _ in range(2)] == [("first",), ("whole", "small")]
@@ -226,7 +226,7 @@ class TestAlone:
 
     def test_lone_request_gets_its_own_packs_in_queue_order(self):
         scheduler = build(
-            *(SequenceWork(name, count, 1, 5) for name, count in (("a", 3), ("alone", 12), ("b", 4), ("c", 3))),
+            *(SequenceWork(name, count, 1, 5) for name, count in (("a", 3), ("alone", 12), ("b", 4), ("c", 4))),
             max_num_batched_tokens=10,
         )
         scheduler.set_alone("alone", True)
@@ -235,7 +235,7 @@ class TestAlone:
             [("a", 3)],
             [("alone", 10)],
             [("alone", 2)],
-            [("b", 4), ("c", 3)],
+            [("b", 4), ("c", 4)],
             [],
         ]
 

@@ -1,27 +1,32 @@
-"""Retrievers over small folders, which count words and embed by them. Contains no assertions."""
+"""Retrievers over small folders, which count words and search by them. Contains no assertions."""
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ccjax.retrieval import Embedder, LexicalEmbedder, Retriever
+from ccjax.retrieval import Embedder, Retriever
 
 
 class CountingEmbedder:
-    """A lexical embedder that remembers the texts it was given."""
+    """Hashed words, without weights to load; remembers the texts it was given."""
 
-    def __init__(self, name: str = "counting-1") -> None:
-        self._inner = LexicalEmbedder(dim=512)
-        self.name, self.dim = name, self._inner.dim
+    def __init__(self, name: str = "counting-1", dim: int = 512) -> None:
+        self.name, self.dim, self._dim = name, dim, dim
         self.texts: list[str] = []
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         self.texts.extend(texts)
-        return self._inner.embed(texts)
+        vectors = np.zeros((len(texts), self._dim), np.float32)
+        for vector, text in zip(vectors, texts, strict=True):
+            for word in re.findall(r"\w\w+", text.lower()):
+                vector[zlib.crc32(word.encode()) % self._dim] += 1.0
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
 
     def taken(self) -> list[str]:
         texts, self.texts = self.texts, []
@@ -29,5 +34,7 @@ class CountingEmbedder:
 
 
 def open_retriever(docs: Path, embedder: Embedder | None = None, **options: Any) -> Retriever:
-    settings = {"count_tokens": lambda text: len(text.split()), "chunk_tokens": 6, **options}
-    return Retriever.open(docs, embedder=embedder or LexicalEmbedder(), **settings)
+    """By words alone unless there is an `embedder`."""
+    search = "lexical" if embedder is None else "hybrid"
+    settings = {"count_tokens": lambda text: len(text.split()), "chunk_tokens": 8, "search": search, **options}
+    return Retriever.open(docs, embedder=embedder, **settings)

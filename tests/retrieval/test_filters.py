@@ -123,3 +123,19 @@ def test_deeply_nested_filter_is_rejected() -> None:
         value = {"type": "and", "filters": [value]}
     with pytest.raises(ValueError, match="wanted at most 16 levels"):
         parse_filter(value)
+
+
+def test_one_value_of_a_list_has_to_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    tagged = [{"tags": ["sea", "moon"]}, {"tags": []}, {"tags": "sea"}, {"tags": ["Sea"]}, {"tags": [1, 5]}, {}]
+    monkeypatch.setattr("tests.retrieval.test_filters.DOCUMENTS", tagged)
+    wanted = {
+        ("eq", "sea"): [0, 2],
+        ("in", ("moon", "Sea")): [0, 3],
+        ("gte", 5): [4],
+        ("lt", 1): [],
+        ("ne", "sea"): [1, 3, 4, 5],
+        ("nin", ("sea", 1)): [1, 3, 5],
+    }
+    for (kind, value), found in wanted.items():
+        value = list(value) if isinstance(value, tuple) else value
+        assert matching({"type": kind, "key": "tags", "value": value}) == found, kind

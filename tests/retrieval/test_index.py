@@ -44,7 +44,7 @@ def make(
 
 
 def names(index: PassageIndex, query: np.ndarray, top_k: int = 100, where: dict | None = None) -> list[str]:
-    hits = index.search(query, top_k, where=None if where is None else parse_filter(where))
+    hits = index.search(None, query, top_k, where=None if where is None else parse_filter(where))
     return [f"{passage.document_id}#{passage.number}" for _, passage in hits]
 
 
@@ -57,7 +57,7 @@ def test_search_is_exact(top_k: int) -> None:
         expected = np.argsort(-(vectors.astype(np.float64) @ query.astype(np.float64)))[:top_k]
         assert names(index, query, top_k) == [rows[row] for row in expected]
         np.testing.assert_allclose(
-            [score for score, _ in index.search(query, top_k)], vectors[expected] @ query, atol=1e-6
+            [score for score, _ in index.search(None, query, top_k)], vectors[expected] @ query, atol=1e-6
         )
 
 
@@ -69,13 +69,13 @@ def test_ties_are_ordered_by_insertion() -> None:
 
 def test_an_empty_index_and_a_zero_query_find_nothing() -> None:
     index = PassageIndex.open(None, SETTINGS)
-    assert index.search(unit_vectors(1)[0], 3) == [] and len(index) == 0
-    assert make().search(np.zeros(8, np.float32), 3) == []
+    assert index.search("x", unit_vectors(1)[0], 3) == [] and len(index) == 0
+    assert make().search(None, np.zeros(8, np.float32), 3) == []
 
 
 def test_passage_includes_its_document_fields() -> None:
     index = make()
-    ((score, passage),) = index.search(unit_vectors(8)[2], 1)
+    ((score, passage),) = index.search(None, unit_vectors(8)[2], 1)
     assert score == pytest.approx(1.0) and dataclasses.asdict(passage) == {
         "document_id": "d0.md",
         "source": "d0.md",
@@ -90,18 +90,14 @@ def test_passage_includes_its_document_fields() -> None:
     assert index.versions() == {f"d{i}.md": (f"v{i}", f"d{i}.md") for i in range(3)} and index.num_documents == 3
 
 
-def test_error_names_the_bad_argument(tmp_path: Path) -> None:
+def test_error_names_the_bad_argument() -> None:
     index = make()
     with pytest.raises(ValueError, match=r"vectors: wanted \[8, 8\], got \[7, 8\]"):
         index.write(documents((3, 1, 4)), unit_vectors(7))
     with pytest.raises(ValueError, match="documents: wanted every document_id once"):
         index.write(documents((1,)) * 2, unit_vectors(2))
     with pytest.raises(ValueError, match=r"vector: wanted \[8\], got \(9,\)"):
-        index.search(np.ones(9, np.float32), 1)
-    with pytest.raises(ValueError, match="index_kind: wanted one of auto, flat, ivf, hnsw, got 'annoy'"):
-        PassageIndex.open(tmp_path, SETTINGS, kind="annoy")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"index_recall: wanted a number above 0 and below 1, got 1\.0"):
-        PassageIndex.open(tmp_path, SETTINGS, recall=1.0)
+        index.search(None, np.ones(9, np.float32), 1)
 
 
 # -- changes ---------------------------------------------------------------------------------------------------
@@ -114,14 +110,15 @@ Steps = st.lists(
 
 
 @given(steps=Steps)
-@pytest.mark.parametrize("kind", ["flat", "ivf"])
+@pytest.mark.parametrize("least_clustered", [1, 1000])
 def test_search_matches_numpy_after_writes_removals_and_reopening(
-    kind: str, steps: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
+    least_clustered: int, steps: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Against plain NumPy over what is there; the trained index is told to find everything."""
+    """Against plain NumPy over what is there; so few clusters are all searched."""
     directory = tmp_path_factory.mktemp("index")
-    options = {"kind": kind, "recall": 0.999999}
-    index = PassageIndex.open(directory, SETTINGS, **options)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(index_module, "LEAST_CLUSTERED", least_clustered)
+    index = PassageIndex.open(directory, SETTINGS)
     there: dict[str, tuple[list[str], np.ndarray]] = {}
     for step, (what, which, count) in enumerate(steps):
         name = f"d{which}.md"
@@ -136,7 +133,7 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
             index.improve()
         else:
             index.close()
-            index = PassageIndex.open(directory, SETTINGS, **options)
+            index = PassageIndex.open(directory, SETTINGS)
         query = unit_vectors(1, seed=100 + step)[0]
         for where in (None, {"type": "lt", "key": "n", "value": 4}):
             expected = sorted(
@@ -145,22 +142,26 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
                 if where is None or int(name[1:-3]) < 4
                 for text, vector in zip(texts, vectors, strict=True)
             )
-            hits = index.search(query, 5, where=None if where is None else parse_filter(where))
+            hits = index.search(None, query, 5, where=None if where is None else parse_filter(where))
             assert [passage.text for _, passage in hits] == [text for _, text in expected[:5]]
+            shown = [text for _, text in sorted(expected, key=lambda pair: pair[1])]
+            by_words = index.search(f"{step} 0", None, 99, where=None if where is None else parse_filter(where))
+            words = {str(step), "0"}
+            assert sorted(passage.text for _, passage in by_words) == [t for t in shown if words & {*t.split()}]
         assert len(index) == sum(len(texts) for texts, _ in there.values()) and index.num_documents == len(there)
     index.close()
+    patch.undo()
 
 
-def test_segments_stay_few_and_dead_rows_are_bounded() -> None:
+def test_blocks_stay_few_and_vectors_of_deleted_passages_are_freed() -> None:
     index = PassageIndex.open(None, SETTINGS)
-    for n in range(200):
-        index.write([IndexedDocument(f"d{n}", "t", "v", ("text",))], unit_vectors(1, seed=n))
-        assert len(index._view.segments) <= 1 + np.log2(n + 1)
-    for n in range(200):
-        index.write([IndexedDocument(f"d{n}", "t", "w", ("text",))], unit_vectors(1, seed=n))
-    assert len(index) == 200 and sum(len(segment.rows) for segment in index._view.segments) <= 600
+    for tag in "vw":  # each replaced
+        for n in range(200):
+            index.write([IndexedDocument(f"d{n}", "t", tag, ("text",))], unit_vectors(1, seed=n))
+            vectors = index._view.vectors
+            assert len(vectors.blocks) == 1 and len(vectors.blocks[0]) <= max(2, 2 * len(index))
     index.write(removed=[f"d{n}" for n in range(200)])
-    assert len(index) == 0 and not index._view.segments
+    assert len(index) == 0 and not index._view.vectors.blocks
 
 
 def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def test_concurrent_searches_never_see_a_partial_write(tmp_path: Path) -> None:
 
     def look() -> None:
         while not done.is_set():
-            hits = index.search(unit_vectors(1)[0], 100)
+            hits = index.search(None, unit_vectors(1)[0], 100)
             if len({passage.version for _, passage in hits if passage.document_id == "d0.md"}) != 1 or len(hits) != 8:
                 failures.append(hits)
 
@@ -216,7 +217,7 @@ def test_cached_filter_is_invalidated_when_documents_change() -> None:
     index.write([IndexedDocument("d9.md", "t", "v", ("new",), "", {"n": 9})], unit_vectors(1), removed=["d2.md"])
     assert set(names(index, query, where=where)) == {"d1.md#0", "d9.md#0"}
     assert names(index, query, where={"type": "eq", "key": "n", "value": 77}) == []
-    *before, (hits, is_all) = index.stages(query, 9, 4, where=parse_filter(where))
+    *before, (hits, is_all) = index.stages(None, query, 9, 4, where=parse_filter(where))
     assert is_all and [passage.document_id for _, passage in hits] == ["d9.md", "d1.md"]
     assert all("d0.md" != passage.document_id for some, _ in before for _, passage in some)
 
@@ -225,7 +226,7 @@ def test_search_on_an_old_view_does_not_cache_a_stale_filter() -> None:
     index, where = make(counts=(3, 1, 4)), {"type": "gte", "key": "n", "value": 1}
     before = index._view
     index.write([IndexedDocument("d9.md", "t", "v", ("new",) * 9, "", {"n": 9})], unit_vectors(9), removed=["d0.md"])
-    index._chosen(before, parse_filter(where))
+    index._allowed(before, parse_filter(where))
     assert len(names(index, unit_vectors(1)[0], where=where)) == 1 + 4 + 9
 
 
@@ -251,6 +252,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-4096]),
     "overwritten": _overwritten,
     "no table": lambda path: _damage_table(path, "DROP TABLE vectors"),
+    "no words": lambda path: _damage_table(path, "DROP TABLE words"),
     "other settings": lambda path: _damage_table(path, "UPDATE about SET value = '[3'"),
     "no settings": lambda path: _damage_table(path, "DELETE FROM about"),
     "short vectors": lambda path: _damage_table(path, "UPDATE vectors SET vector = x'00'"),
@@ -286,10 +288,150 @@ def test_two_indexes_on_one_directory_see_each_others_changes(tmp_path: Path) ->
     assert names(two, query) == names(one, query) and "d8.md#0" not in names(two, query)
 
 
-def test_index_trained_by_one_process_is_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "LEAST_TRAINED", 100)
+def test_vectors_clustered_by_one_process_are_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "LEAST_CLUSTERED", 100)
     one, two = make(tmp_path, counts=(200,)), PassageIndex.open(tmp_path, SETTINGS)
-    assert one.improve() is not None and two.trained is None
+    assert one.improve() and not two.is_clustered
     two.write(removed=["nothing"])
-    assert two.trained == one.trained is not None
+    assert two.is_clustered
     assert names(two, unit_vectors(1)[0], 3) == names(one, unit_vectors(1)[0], 3)
+
+
+# -- by words, and by both -------------------------------------------------------------------------------------
+
+
+def of_texts(texts: Sequence[str], directory: Path | None = None) -> PassageIndex:
+    index = PassageIndex.open(directory, SETTINGS)
+    index.write([IndexedDocument(f"d{n}", "t", "v", (text,)) for n, text in enumerate(texts)], unit_vectors(len(texts)))
+    return index
+
+
+def ids(index: PassageIndex, text: str | None, vector: np.ndarray | None, top_k: int = 5) -> list[str]:
+    return [passage.document_id for _, passage in index.search(text, vector, top_k)]
+
+
+def test_an_index_without_vectors_is_searched_by_words_and_its_neighbours_share_words(tmp_path: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, embedder="", dim=0)
+    texts = ["a red boat", "a red car", "blue", "the boat and the car"]
+    documents = [IndexedDocument(f"d{n}", "t", "v", (text,)) for n, text in enumerate(texts)]
+    PassageIndex.open(tmp_path, settings).write(documents)
+    index = PassageIndex.open(tmp_path, settings)
+    assert len(index) == 4 and ids(index, "blue", None) == ["d2"] and not index.improve()
+    assert set(ids(index, "red boats", None)) == {"d0", "d1", "d3"}
+    keys = index.keys()
+    found = {
+        keys[int(rows[0])][0]: [keys[other][0] for other in others[0].tolist() if other >= 0]
+        for rows, others in index.neighbours(3)
+    }
+    assert {*found["d0"]} >= {"d1", "d3"} and {*found["d3"]} >= {"d0", "d1"}
+    assert all(name not in others for name, others in found.items())
+
+
+def test_results_of_both_searches_are_joined_by_reciprocal_rank() -> None:
+    """By similarity d3, d0, d1, d2, by words d1: worth 1/61 + 1/63, then 1/61, 1/62, 1/64."""
+    index = PassageIndex.open(None, SETTINGS)
+    vectors = np.zeros((4, 8), np.float32)
+    vectors[:, 0], vectors[:, 1] = (0.8, 0.6, 0.0, 1.0), (0.6, 0.8, 1.0, 0.0)
+    texts = ("one", "needle", "two", "three")
+    index.write([IndexedDocument(f"d{n}", "t", "v", (text,)) for n, text in enumerate(texts)], vectors)
+    query = np.eye(8, dtype=np.float32)[0]
+    assert ids(index, "the needle", query) == ["d1", "d3", "d0", "d2"]
+    assert ids(index, None, query) == ["d3", "d0", "d1", "d2"] and ids(index, "the needle", None) == ["d1"]
+    scores = [score for score, _ in index.search("the needle", query, 4)]
+    np.testing.assert_allclose(scores, [0.6, 1.0, 0.8, 0.0], atol=1e-6)  # similarities, as in a search by it alone
+    assert ids(index, "the needle", query, 1) == ["d1"]
+    assert ids(index, "haystack", query) == ids(index, None, query)
+
+
+def test_a_passage_that_only_words_find_has_its_similarity_as_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "_DEPTH", 1)
+    index = of_texts([f"word{n}" for n in range(30)])
+    query = unit_vectors(30)[7]
+    hits = {passage.document_id: score for score, passage in index.search("word20", query, 2)}
+    assert set(hits) == {"d7", "d20"} and hits["d20"] == pytest.approx(float(unit_vectors(30)[20] @ query), abs=1e-6)
+
+
+def test_weak_results_by_words_do_not_outvote_similarity() -> None:
+    """Every page says "error"; only one has the number."""
+    index = of_texts([f"Error E-{1040 + n}: a part does not answer." for n in range(30)])
+    for n in (0, 13, 29):
+        assert ids(index, f"What is error E-{1040 + n}?", unit_vectors(30)[n - 1], 1) == [f"d{n}"]
+
+
+def test_frequent_words_are_not_scored_where_there_are_rare_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ccjax.retrieval import catalog
+
+    monkeypatch.setattr(catalog, "_SCORED_ROWS", 12)
+    monkeypatch.setattr(catalog, "_COUNTED_ROWS", 45)
+    texts = [f"{'rare' if n % 10 == 0 else 'x'} {'middle' if n % 4 == 0 else 'y'} often" for n in range(100)]
+    index = of_texts(texts)
+    found = [int(passage.document_id[1:]) for _, passage in index.search("often middle rare", None, 50)]
+    assert set(found) == set(range(0, 100, 10)) and set(found[:5]) == {0, 20, 40, 60, 80}
+    assert len(index.search("often", None, 200)) == 100
+
+
+def test_the_last_stage_of_a_search_by_both_equals_the_search() -> None:
+    index = of_texts([f"word{n} {'even' if n % 2 == 0 else 'odd'}" for n in range(60)])
+    for query in unit_vectors(5, seed=3):
+        *before, last = index.stages("word7 odd", query, 5, 4)
+        found, is_final = last
+        wanted = index.search("word7 odd", query, 5)
+        assert len(before) == 3 and is_final and [row for _, row in found] == [row for _, row in wanted]
+        np.testing.assert_allclose([score for score, _ in found], [score for score, _ in wanted], atol=1e-6)
+        assert all(not is_final for _, is_final in before)
+
+
+def test_damaged_clusters_are_rebuilt_without_losing_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(index_module, "LEAST_CLUSTERED", 100)
+
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    index = make(tmp_path, counts=(300,))
+    before = names(index, unit_vectors(1)[0], 5)
+    assert index.improve()
+    for damage in (flip, lambda path: path.write_bytes(path.read_bytes()[:-9]), Path.unlink):
+        index.close()
+        (file,) = tmp_path.glob("vectors-*.faiss")
+        damage(file)
+        index = PassageIndex.open(tmp_path, SETTINGS)
+        assert not index.is_clustered and caplog.text.count("until the index is rebuilt") == 1
+        caplog.clear()
+        assert names(index, unit_vectors(1)[0], 5) == before
+        assert index.improve() and index.is_clustered and len(list(tmp_path.glob("*.faiss"))) == 1
+
+
+def test_clusters_outside_the_directory_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "LEAST_CLUSTERED", 100)
+    (tmp_path / "own").mkdir()
+    index = make(tmp_path / "own", counts=(300,))
+    assert index.improve()
+    (file,) = (tmp_path / "own").glob("*.faiss")
+    file.rename(tmp_path / file.name)
+    with index._catalog.transaction():
+        noted = index._catalog.get_value("clusters")
+        index._catalog.set_value("clusters", noted | {"file": f"../{file.name}"})
+    index.close()
+    assert not PassageIndex.open(tmp_path / "own", SETTINGS).is_clustered
+
+
+def test_clusters_are_made_from_a_passage_count_and_dropped_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "LEAST_CLUSTERED", 300)
+    index = make(tmp_path, counts=(299,))
+    assert not index.improve()
+    index.write([IndexedDocument("more", "t", "v", ("a",))], unit_vectors(1, 5))
+    assert index.improve() and index.is_clustered and not index.improve()
+    index.write([IndexedDocument("some", "t", "v", ("a",) * 20)], unit_vectors(20, 6))
+    assert not index.improve()  # few changes
+    index.write([IndexedDocument("many", "t", "v", ("a",) * 20)], unit_vectors(20, 7))
+    assert index.improve() and index._view.vectors.num_clustered == 340
+    index.write(removed=["d0.md"])
+    assert index.improve() and not index.is_clustered and not list(tmp_path.glob("*.faiss"))
+    assert len(names(index, unit_vectors(1)[0])) == 41
+    assert not make(counts=(400,)).improve()  # in memory

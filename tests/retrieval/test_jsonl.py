@@ -28,7 +28,7 @@ def test_each_line_is_a_document(tmp_path: Path) -> None:
     bees, moon = read_lines(path, "x/a.jsonl", max_line_bytes=1000)
     assert isinstance(bees, CollectionLine) and isinstance(moon, CollectionLine)
     assert (bees.document_id, bees.document.title, bees.document.text) == ("x/a.jsonl/bees", "Bees", BEES["text"])
-    assert bees.document.metadata == {"year": 2020} and not bees.document.markdown
+    assert bees.document.metadata == {"year": 2020, "tags": ["x"]} and not bees.document.markdown
     assert (moon.document_id, moon.document.title) == ("x/a.jsonl/7", "7") and moon.version != bees.version
 
 
@@ -69,10 +69,10 @@ def test_a_collection_is_searched_like_files(tmp_path: Path) -> None:
     assert retriever.document_ids == ("sub/a.jsonl/7", "sub/a.jsonl/bees", "tea.md")
     (hit,) = retriever.search("bees in the hive", 1)
     assert (hit.document_id, hit.passage_id) == ("sub/a.jsonl/bees", "sub/a.jsonl/bees#0")
-    assert hit.path == str(tmp_path / "sub" / "a.jsonl") and hit.metadata == {"year": 2020}
-    old = retriever.search("the ocean", 9, filters={"type": "lt", "key": "year", "value": 2000})
+    assert hit.path == str(tmp_path / "sub" / "a.jsonl") and hit.metadata == {"year": 2020, "tags": ["x"]}
+    old = retriever.search("the ocean off Canton", 9, filters={"type": "lt", "key": "year", "value": 2000})
     assert [passage.document_id for passage in old] == ["tea.md"]
-    own = retriever.search("the tea", 9, filters={"type": "eq", "key": "document_id", "value": "sub/a.jsonl/7"})
+    own = retriever.search("tea on the moon", 9, filters={"type": "eq", "key": "document_id", "value": "sub/a.jsonl/7"})
     assert {passage.document_id for passage in own} == {"sub/a.jsonl/7"}
     assert retriever.has_document("tea.md") and not retriever.has_document("tea")
     with pytest.raises(ValueError, match=r"filters\.type"):
@@ -97,6 +97,7 @@ def test_changed_collection_is_updated_line_by_line(tmp_path: Path) -> None:
     retriever.close()
     assert opened().report == RefreshReport() and embedder.taken() == []
     path.unlink()
+    (docs / "b.md").write_text("Something is left.")
     assert set(opened().report.removed) == {"a.jsonl/new", "a.jsonl/bees"}
 
 

@@ -39,7 +39,75 @@ def test_link_loops_terminate_and_no_file_is_found_twice(tmp_path: Path) -> None
     (docs / "y" / "to_x").symlink_to(docs / "x")
     (docs / "a_link").symlink_to(outside)
     (docs / "b_link").symlink_to(outside)
-    assert list(find_files(docs)[0]) == ["a_link/three.md", "x/one.md", "y/two.md"]
+    files, failed = find_files(docs, outside_links=True)
+    assert list(files) == ["a_link/three.md", "x/one.md", "y/two.md"] and failed == ()
+
+
+def test_links_out_of_the_directory_are_reported(tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    write(docs, "x/one.md")
+    write(tmp_path, "outside/three.md", "four.md")
+    (docs / "folder").symlink_to(tmp_path / "outside")
+    (docs / "x" / "up.md").symlink_to("../../four.md")
+    (docs / "chain.md").symlink_to("x/up.md")
+    (docs / "inside").symlink_to("x")
+    (docs / "again.md").symlink_to("x/one.md")
+    files, failed = find_files(docs)
+    assert list(files) == ["x/one.md"]
+    assert sorted(path for path, _ in failed) == [str(docs / name) for name in ("chain.md", "folder", "x/up.md")]
+    assert all("a link out of the directory" in reason for _, reason in failed)
+    assert list(find_files(docs, outside_links=True)[0]) == ["chain.md", "folder/three.md", "x/one.md"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "left_out"),
+    [
+        ("drafts/\n*.log", {"drafts/a.md", "sub/drafts/b.md", "x.log", "sub/y.log"}),
+        ("/drafts/\n# x.log\n\n", {"drafts/a.md"}),
+        ("*.log\n!x.log", {"sub/y.log"}),
+        ("sub/**", {"sub/drafts/b.md", "sub/y.log", "sub/z z.md"}),
+        ("sub/*\n!sub/y.log", {"sub/drafts/b.md", "sub/z z.md"}),
+        ("z\\ z.md\nx.lo?\n[de]rafts", {"sub/z z.md", "x.log", "drafts/a.md", "sub/drafts/b.md"}),
+    ],
+)
+def test_ignored_files_are_left_out(tmp_path: Path, patterns: str, left_out: set[str]) -> None:
+    names = {"a.md", "drafts/a.md", "sub/drafts/b.md", "sub/y.log", "sub/z z.md", "x.log"}
+    write(tmp_path, *names)
+    assert set(find_files(tmp_path, exclude=patterns.split("\n"))[0]) == names - left_out
+    for name in (".gitignore", ".ccjaxignore"):
+        (tmp_path / name).write_text(patterns)
+        assert set(find_files(tmp_path)[0]) == names - left_out
+        (tmp_path / name).unlink()
+
+
+def test_inner_ignore_files_come_before_outer_ones_and_the_option_before_all(tmp_path: Path) -> None:
+    write(tmp_path, "a.txt", "b.md", "sub/a.txt", "sub/b.md", "sub/deep/b.md")
+    (tmp_path / ".gitignore").write_text("*.txt\n")
+    (tmp_path / "sub" / ".gitignore").write_text("!a.txt\n/b.md\n")
+    assert list(find_files(tmp_path)[0]) == ["b.md", "sub/a.txt", "sub/deep/b.md"]
+    (tmp_path / ".ccjaxignore").write_text("!a.txt\ndeep/\n")
+    assert list(find_files(tmp_path)[0]) == ["a.txt", "b.md", "sub/a.txt"]
+    assert list(find_files(tmp_path, exclude=["b.md", "!deep/"])[0]) == ["a.txt", "sub/a.txt"]
+
+
+def test_packages_builds_and_questions_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "site/a.md", "build/b.md", "corpus.jsonl", "queries.jsonl", "other/queries.jsonl")
+    write(tmp_path, "app/package.json", "app/dist/c.md", "app/src/dist/d.md", "app/node_modules/x/README.md")
+    write(tmp_path, "lib/site-packages/e.md", "docs/_build/f.md", "docs/Makefile", "docs/build/g.md")
+    found = list(find_files(tmp_path)[0])
+    assert found == [
+        *("app/package.json", "app/src/dist/d.md", "build/b.md", "corpus.jsonl", "docs/Makefile"),
+        *("other/queries.jsonl", "site/a.md"),
+    ]
+    assert "app/dist/c.md" in find_files(tmp_path, exclude=["!dist/"])[0]
+
+
+def test_damaged_ignore_files_are_read_as_far_as_possible(tmp_path: Path) -> None:
+    write(tmp_path, "a.md", "b.md", "sub/c.md")
+    (tmp_path / ".gitignore").write_bytes(b"\xff\xfe\n[\n!\nb.md\n")
+    (tmp_path / "sub" / ".gitignore").mkdir()
+    files, failed = find_files(tmp_path)
+    assert "a.md" in files and "sub/c.md" in files and ("b.md" not in files or failed)
 
 
 def test_links_to_files_are_listed_even_if_broken(tmp_path: Path) -> None:

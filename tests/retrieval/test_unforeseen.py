@@ -180,7 +180,7 @@ def test_removed_machine_text_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "only.txt").write_text(digits)
     with caplog.at_level(logging.WARNING):
         retriever = open_retriever(tmp_path)
-    assert [passage.text for passage in retriever.passages("key.md")] == ["The key of the quarry:"]
+    assert [passage.text for passage in retriever.passages("key.md")] == ["Key\nThe key of the quarry:"]
     assert retriever.report.left_out == ((str(tmp_path / "key.md"), 2000),)
     assert retriever.report.failed == ((str(tmp_path / "only.txt"), "no text besides base64, hex or minified code"),)
     assert f"left out 2000 characters of base64, hex or minified code: {tmp_path / 'key.md'}" in caplog.text

@@ -203,7 +203,7 @@ def test_compiled_steps_take_the_planned_memory(case, size):
     taken = measured(model, num_rows, num_slots, plan.shapes.sizes.num_segments, size)
     ratio = (plan.activations + plan.workspace) / taken
     print(f"{case}: {ratio:.2f} of {taken / 1e6:.1f} MB")
-    assert 0.95 <= ratio <= (2.2 if case == "experts" else 1.7)
+    assert 0.95 <= ratio <= (2.2 if case == "experts" else 1.8)
 
 
 @pytest.mark.parametrize("case", ["short context", "as many kv heads as heads"])
@@ -241,22 +241,25 @@ def test_planning_one_context_too_few_would_be_detected(monkeypatch):
 
 def test_decode_and_logits_take_no_more_than_is_planned():
     plan = planned(CONFIG, 1024, 8192, True)
-    layer, batch, entries = abstract_params(CONFIG).layers[0], 32, 512
+    params, batch, entries = abstract_params(CONFIG), 32, 512
 
     def array(*shape: int, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     pages = array(4, 1024, 16, 64, dtype=jnp.float32)
-    inputs = KVPages(pages, pages), DecodeInputs.abstract(batch, entries, 64)
-    used = paged_decode_step.lower(layer, array(batch, 1024, dtype=jnp.float32), *inputs, settings=StepSettings(CONFIG))
+    pools = [KVPages(pages, pages)] * CONFIG.num_layers
+    hidden, inputs = array(batch, 1024, dtype=jnp.float32), DecodeInputs.abstract(batch, entries, 64)
+    used = paged_decode_step.lower(params.layers, None, hidden, pools, inputs, settings=StepSettings(CONFIG))
     assert used.compile().memory_analysis().temp_size_in_bytes < plan.workspace
-    top = dataclasses.replace(abstract_params(CONFIG), layers=())
+    top = dataclasses.replace(params, layers=())
     logits = logits_step.lower(top, array(batch, 1024, dtype=jnp.float32), config=CONFIG).compile().memory_analysis()
     numbers = array(batch, dtype=jnp.float32)
     state = SamplingState(numbers, numbers, array(batch, 2, dtype=jnp.uint32), array(batch))
-    drawn = sample_step.lower(array(batch, 1000, dtype=jnp.float32), state, num_top=20)
-    taken = logits.output_size_in_bytes + drawn.compile().memory_analysis().temp_size_in_bytes
-    assert 0.9 * taken < plan.logits < 1.5 * taken
+    for allowed in (None, array(batch, 32, dtype=jnp.uint32)):
+        state = state.replace(allowed=allowed)
+        drawn = sample_step.lower(array(batch, 1000, dtype=jnp.float32), state, num_top=20)
+        taken = logits.output_size_in_bytes + drawn.compile().memory_analysis().temp_size_in_bytes
+        assert 0.9 * taken < plan.logits < 1.5 * taken
 
 
 def test_memory_share_sets_the_pool_size_unless_bytes_are_given():
@@ -281,7 +284,7 @@ def test_cpu_memory_is_not_planned_without_gpu_memory_utilization(monkeypatch):
         raise AssertionError("planned")
 
     monkeypatch.setattr(device_memory, "memory_plan", refuse)
-    assert with_pool(MODEL.config, config) is config
+    assert with_pool(MODEL.config, config) == config.replace(device_cache_bytes=0)
     with pytest.raises(AssertionError, match="planned"):
         with_pool(MODEL.config, config.replace(gpu_memory_utilization=0.9))
 
@@ -289,7 +292,12 @@ def test_cpu_memory_is_not_planned_without_gpu_memory_utilization(monkeypatch):
 def test_memory_of_a_dedicated_device_is_always_checked(monkeypatch):
     monkeypatch.setattr(device_memory, "_own_bytes", lambda: 24 * GB)
     config = EngineConfig(dtype="bfloat16")
-    assert with_pool(LLAMA3_8B, config) is config
+    plan = memory_plan(LLAMA3_8B, config)
+    assert (
+        plan.usable == int(0.9 * 24 * GB) and 0 <= plan.usable - plan.besides_pool - plan.pool < plan.kv_per_token * 16
+    )
+    assert with_pool(LLAMA3_8B, config).device_cache_bytes == plan.pool > plan.least_pool
+    assert with_pool(LLAMA3_8B, config.replace(device_cache_bytes=0)).device_cache_bytes == 0
     assert memory_plan(LLAMA3_8B, config).source.startswith("what JAX may take of a")
     with pytest.raises(ConfigError, match=r"24\.0 GB: what JAX may take.*too few; what fits: tensor_parallel_size 8"):
         with_pool(LLAMA3_70B, config)

@@ -91,6 +91,26 @@ def received(world: World) -> np.ndarray:
     return sum(attention.mean(1).sum(0) for attention in attentions)
 
 
+def early(world: World, share: float = 0.2) -> PrefillPlan:
+    """The same, and the computed chunk n, which stands before b, a and c, asks with the question."""
+    plan = asking(world, share)
+    start = plan.segments[2].start
+    return dataclasses.replace(plan, early_question=(start, start + plan.segments[2].num_tokens))
+
+
+def received_from_both(world: World) -> np.ndarray:
+    """The mass from n and the question as if n stood between c and the question; its own place is hidden. [n, n again
+    behind the others, question]."""
+    plan = world.plan(0.0)
+    first, end = plan.segments[2].start, plan.segments[-1].start
+    moved = np.concatenate([world.prompt[:end], world.tokens["n"], world.prompt[end:]]).astype(np.int32)
+    cached = [tuple(np.insert(part, [end] * 25, np.nan, axis=0) for part in layer) for layer in world.cached()]
+    rows = [np.arange(end, len(moved))] * NUM_LAYERS
+    hidden = range(first, first + 25)
+    _, attentions = selective_oracle(MODEL.weights, MODEL.raw, moved, cached, rows, hidden_rows=hidden)
+    return sum(attention.mean(1).sum(0) for attention in attentions)
+
+
 def wanted_logits(world: World, plan: PrefillPlan) -> np.ndarray:
     rows = [computed_offsets(plan)] * NUM_LAYERS
     return selective_oracle(MODEL.weights, MODEL.raw, world.prompt, world.cached(), rows)[0]
@@ -125,6 +145,44 @@ def test_attention_to_each_token_matches_the_oracle(prefill):
     assert got.sum() == pytest.approx(NUM_LAYERS * 8, rel=1e-5), "each of the question's tokens has a mass of 1"
     # Mutant: slightly wrong keys and values.
     assert np.abs(masses(prefill([world], [asking(world)], scale=1.01)) - wanted).max() > 10 * TOLERANCE
+
+
+def test_a_question_that_is_not_finite_leaves_the_masses_of_others_as_they_are(prefill):
+    worlds = [World(seed=7), World(seed=8)]
+    case = prefill(worlds, [asking(world) for world in worlds])
+    (token, *_) = set(worlds[1].prompt[-8:].tolist()) - set(worlds[0].prompt[-8:].tolist())
+    top = case.model.top
+    case.model.top = dataclasses.replace(top, embedding=top.embedding.at[token].set(np.nan))
+    caught: list[np.ndarray] = []
+    case.jobs[0].revise, case.jobs[1].revise = caught.append, lambda received: None  # type: ignore[method-assign]
+    first = QuestionPass(case.model, case.pool, case.jobs)
+    while not first.is_done:
+        first.run_layer()
+    first.revise()
+    np.testing.assert_allclose(caught[0], received(worlds[0]), atol=TOLERANCE)
+
+
+def test_a_question_before_the_passages_attends_to_them_as_if_it_stood_behind(prefill):
+    world = World(seed=7)
+    plan, wanted = early(world), received_from_both(world)
+    (first, last), end = plan.early_question, plan.segments[-1].start
+    assert not wanted[first:last].any()
+    wanted[first:last] = wanted[end : end + 25]
+    wanted = np.delete(wanted, range(end, end + 25))
+    got = masses(prefill([world], [plan]))
+    np.testing.assert_allclose(got, wanted, atol=TOLERANCE)
+    assert got.sum() == pytest.approx(NUM_LAYERS * (8 + 25), rel=1e-5)
+    alone = masses(prefill([world], [asking(world)]))
+    assert np.abs(got - alone)[:first].max() > 100 * TOLERANCE
+
+
+def test_where_a_question_stands_does_not_change_what_is_computed(prefill):
+    world = World(seed=8)
+    case = prefill([world], [early(world)])
+    (job,) = case.jobs
+    got = run(case.first([Piece(job, 0, len(job.offsets))]))[0]
+    np.testing.assert_allclose(got, wanted_logits(world, job.plan), atol=TOLERANCE)
+    assert job.result.computed_token_layers == NUM_LAYERS * (len(job.offsets) + 25 + 8)
 
 
 def test_neither_the_answer_so_far_nor_a_scored_one_has_a_say(prefill):

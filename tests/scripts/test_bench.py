@@ -78,6 +78,31 @@ def test_serve_measures_the_default_first_and_at_equal_load():
     assert figures["rates"] == [4.0] and any("2 at a time" in line for line in lines)
 
 
+@pytest.mark.slow
+def test_serve_sustained_asks_for_known_passages_in_new_orders():
+    few = ["--sustained", "--requests", 6, "--concurrency", 2, "--strategies", "default", "full"]
+    _, figures = in_process.figures("serve", "--model", "demo", *few)
+    assert [(case["strategy"], case["load"]) for case in figures["cases"]] == [
+        ("default", "closed"),
+        ("full", "closed"),
+    ]
+    shares = [case["computed_share"] for case in figures["cases"]]
+    assert figures["sustained"] and shares[0] < 0.7 and shares[1] == 1.0, shares
+
+
+@pytest.mark.slow
+def test_serve_mixed_compares_short_and_long_prompts_with_each_alone():
+    _, figures = in_process.figures("serve", "--model", "demo", "--mixed")
+    cases = {case["prompts"]: case for case in figures["cases"]}
+    assert list(cases) == ["short alone", "long alone", "long beside short", "short beside long"]
+    assert all(0 < case["ttft_p50_ms"] <= case["ttft_p95_ms"] for case in figures["cases"])
+    assert cases["short alone"]["prompt_tokens"] <= 300 < 600 < cases["long alone"]["prompt_tokens"]
+    for kind, other in (("short", "long"), ("long", "short")):
+        ratio = cases[f"{kind} beside {other}"]["ttft_p95_ms"] / cases[f"{kind} alone"]["ttft_p95_ms"]
+        assert cases[f"{kind} beside {other}"]["of_alone"] == pytest.approx(ratio)
+    assert figures["health"]["status"] == 400 and 0 < figures["health"]["beside_max_ms"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

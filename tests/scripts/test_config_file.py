@@ -15,9 +15,12 @@ GIVEN: dict[str, object] = dict(
     pair.split("=", 1)
     for pair in """
 host=0.0.0.0 port=0 served-model-name=llama api-key-file=/keys admin-key-file=/admin-keys max-queue=3
-request-timeout-s=1e2 page=false log-format=json otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false
-warmup-all=true frame=none unprepared=compute compile-cache-dir=/compiled log-level=info docs=/documents no-docs=true
-index-dir=/index embedder=lexical chunk-tokens=100 overlap-tokens=5 top-k=2 retrieval-stages=3 refresh-interval-s=60
+request-timeout-s=1e2 page=false log-format=json tool-call-parser=mistral
+allowed-hosts=a.example,*.b.example allowed-origins=https://a.example,app://b
+otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false
+warmup-all=true frame=none unprepared=compute compile-cache-dir=/compiled log-level=info docs=/documents
+index-dir=/index search=dense embedder=/encoder chunk-tokens=100 overlap-tokens=5
+docs-exclude=drafts/,*.log docs-links=true max-file-bytes=1MB top-k=2 retrieval-stages=3 refresh-interval-s=60
 cluster=ray replicas=2:3 scale-down-after-s=60 cluster-address=10.0.0.1:6379 cluster-host=10.0.0.2
 cluster-port=6380 generators=2 generator-device=device model=random:tiny reuse=exact repair=false prepare=false
 dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer attention=xla max-model-len=4096

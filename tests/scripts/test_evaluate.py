@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 
 import pytest
@@ -20,7 +21,15 @@ MAINS = {"evaluate": evaluate.main, "calibrate": calibrate.main}
 
 
 def run(script, *options):
-    return in_process.run(MAINS[script], *options)
+    model = [] if "--model" in options else ["--model", "demo"]
+    return in_process.run(MAINS[script], *model, *options)
+
+
+@pytest.mark.parametrize("command", MAINS)
+def test_a_command_that_takes_long_wants_its_model_named(monkeypatch, command):
+    monkeypatch.setattr("ccjax.loading.model.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    done = in_process.run(MAINS[command])
+    assert done.returncode == 2 and "--model: wanted the model to ask" in done.stderr and "demo" in done.stderr
 
 
 def answered(text, answers=("red boat",), *, kind="", share=0.5, ttft=1.0, kl=0.1, same=False, forced=None):
@@ -92,6 +101,24 @@ class TestFigures:
         own = WayResults(Way("reuse"), tuple(answered(text, kind=kind) for text, kind in texts))
         kinds = figures([full, own])[1]["kinds"]
         assert {kind: scores["exact_match"]["mean"] for kind, scores in kinds.items()} == {"a": 0.5, "b": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        (("evaluate",), "rouge-score"),
+        (("evaluate", "--plot", "x.svg"), "matplotlib"),
+        (("calibrate", "--score", "rouge_l"), "rouge-score"),
+    ],
+)
+def test_missing_package_is_reported_before_any_work(monkeypatch, command, package):
+    find_spec = importlib.util.find_spec
+    missing = package.replace("-", "_")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
+    monkeypatch.setattr("ccjax.loading.model.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    done = run(*command)
+    assert done.returncode == 2
+    assert f"{package}, which is not installed: pip install 'ccjax[evaluate]'" in done.stderr
 
 
 def test_one_run_writes_a_page_and_a_plot(tmp_path):

@@ -123,7 +123,7 @@ def arguments(tmp_path: Path, cache: Path, model: Path, name: str) -> list[str]:
         "report": tmp_path / f"{name}.json",
         "compile-cache-dir": cache,
         "index-dir": tmp_path / f"index-{name}",
-        "embedder": "lexical",
+        "search": "lexical",
     }
     return [text for key, value in given.items() for text in (f"--{key}", str(value))]
 
@@ -156,7 +156,7 @@ def wait_for_records(tmp_path: Path, count: int, process: subprocess.Popen[str])
 
 
 def retriever_of(tmp_path: Path, engine: Engine, name: str, docs: Path):
-    options = DocumentOptions(docs=str(docs), index_dir=str(tmp_path / f"index-{name}"), embedder="lexical")
+    options = DocumentOptions(docs=str(docs), index_dir=str(tmp_path / f"index-{name}"), search="lexical")
     retriever = open_documents("tiny", options, engine.tokenizer)
     assert retriever is not None and retriever.report.rebuilt is None and not retriever.report.added, "embedded again"
     return retriever
@@ -199,7 +199,9 @@ def test_killed_run_is_resumed_by_two_and_the_server_computes_no_passage(start, 
 
     with Engine.from_pretrained(model, store=one["store"], read_only=True) as engine:
         retriever = retriever_of(tmp_path, engine, "one", docs)
-        passages = [found.as_document() for found in retriever.search(QUESTION, 5)]
+        assert retriever.search(QUESTION, 1)[0].document_id == retriever.document_ids[0]
+        of_documents = map(retriever.passages, retriever.document_ids[:5])
+        passages = [found.as_document() for own in of_documents for found in own]
         alone = engine.generate(QUESTION, passages[:1], max_new_tokens=8)
         assert alone.reuse.exact
         assert alone.token_ids == engine.generate(QUESTION, passages[:1], max_new_tokens=8, reuse="off").token_ids
@@ -275,13 +277,13 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
     found = report(tmp_path, "dry")
     assert found["dry_run"] and found["estimate"]["seconds"] > 0 and found["run"]["computed"] == 0
     assert 4.0 < 2 * 20_153_376 / found["estimate"]["object_bytes"] * 1.15 and not (tmp_path / "store").exists()
-    assert "--documents: wanted a directory, got" in refusal("--documents", tmp_path / "none")
+    assert "--documents: wanted a directory, or demo, got" in refusal("--documents", tmp_path / "none")
     assert "--devices: wanted one for each of 1 workers, got '0,1'" in refusal("--devices", "0,1")
     assert "--report: wanted a file in a directory" in refusal("--report", tmp_path / "none" / "report.json")
 
 
 def test_document_options_match_those_of_the_server():
-    given = ["--chunk-tokens", "50", "--overlap-tokens", "5", "--index-dir", "/i", "--embedder", "lexical"]
+    given = ["--chunk-tokens", "50", "--overlap-tokens", "5", "--index-dir", "/i", "--search", "lexical"]
     flags = ["--store", "file:///s", "--documents", "/d", "--frame", "none", *given]
     (settings,) = precompute._settings(parse(precompute.PrecomputeOptions, flags, prog="x"))
     assert settings.documents == part(serve_options(["--docs", "/d", *given]), DocumentOptions)

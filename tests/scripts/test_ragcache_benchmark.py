@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ccjax.requests import Delta, Response
-from ccjax.retrieval.staged import Found
+from ccjax.retrieval.vectors import Found
 from ccjax.types import Document, DocumentReuse, ReuseReport
 from scripts.benchmarks import ragcache
 from scripts.benchmarks.common import BenchmarkError

@@ -14,9 +14,10 @@ import pytest
 import uvicorn
 
 from ccjax.engine import Engine
-from ccjax.retrieval import LexicalEmbedder, Retriever
+from ccjax.retrieval import Retriever
 from ccjax.server import ServerSettings, Service, create_app
 from tests.engine import few_shapes as sizes
+from tests.retrieval.opened import CountingEmbedder
 from tests.server import patience
 from tests.server.tiny_model import write_tiny_model
 
@@ -97,7 +98,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
         assert tokenizer is not None
         retriever = Retriever.open(
             docs_dir,
-            embedder=LexicalEmbedder(),
+            embedder=CountingEmbedder(),
             count_tokens=lambda text: len(tokenizer.encode(text, allow_special=False)),
             chunk_tokens=60,
         )

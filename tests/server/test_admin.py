@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import time
 import urllib.parse
@@ -15,10 +16,11 @@ import httpx
 import pytest
 
 from ccjax.engine.engine_documents import EngineDocuments
-from ccjax.errors import ConfigError, EraseIncompleteError
-from ccjax.requests import MOST_PRIORITY
-from ccjax.retrieval import LexicalEmbedder, Retriever
+from ccjax.errors import ConfigError, EraseIncompleteError, RequestError
+from ccjax.requests import MOST_PRIORITY, Request
+from ccjax.retrieval import Retriever
 from ccjax.server import ServerSettings
+from ccjax.types import Document
 from tests.polling import wait_until
 from tests.server import patience
 from tests.server.conftest import DOCUMENTS, Server, StartServer
@@ -360,9 +362,7 @@ def test_a_changed_file_drops_only_its_old_passages(start_server: StartServer, t
         tokenizer = server.engine.tokenizer
         assert tokenizer is not None
         count = functools.partial(tokenizer.encode, allow_special=False)
-        retriever = Retriever.open(
-            docs, embedder=LexicalEmbedder(), count_tokens=lambda text: len(count(text)), chunk_tokens=90
-        )
+        retriever = Retriever.open(docs, search="lexical", count_tokens=lambda text: len(count(text)), chunk_tokens=90)
         backend = server.service.backend
         object.__setattr__(backend, "retriever", retriever)
         patience.warmed(server.url, ADMIN, document_ids="all", at_once=True)
@@ -378,3 +378,36 @@ def test_a_changed_file_drops_only_its_old_passages(start_server: StartServer, t
         (new,) = call(server, "GET", "/documents/book.md").json()["data"]
         assert 0 < new["chunks"] < old["chunks"] and new["variants"] == new["chunks"]
         retriever.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a\nb", "\n", "a/b", "/", "a/", "//a", ".", "..", "../a", "a b?c#d%2F", "é\u2028", "a\x00\r\tb", "i" * 1024],
+)
+def test_every_accepted_id_can_be_pinned_found_and_erased(server: Server, name: str) -> None:
+    ask(server, {"text": "Carla sings at noon, in the small garden.", "id": name})
+    path = urllib.parse.quote(name, safe="")
+    path = path.replace(".", "%2E")  # or clients take it for a step in a path
+    calls: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("GET", "documents", {}),
+        ("PUT", "pins", {"json": {}}),
+        ("DELETE", "pins", {}),
+        ("DELETE", "documents", {"params": {"erase": "true"}}),
+    )
+    for method, place, more in calls:
+        found = call(server, method, f"/{place}/{path}", **more)
+        assert found.status_code == 200, found.text
+    assert found.json()["id"] == name and found.json()["erased"] is True
+    assert call(server, "GET", f"/documents/{path}").status_code == 404
+
+
+@pytest.mark.parametrize("field", ["id", "version"])
+@pytest.mark.parametrize("value", ["", "i" * 1025])
+def test_ids_that_could_not_be_named_are_refused(server: Server, field: str, value: str) -> None:
+    body = {"messages": QUESTION, "max_tokens": 1, "documents": [{"text": "Anna sings.", field: value}]}
+    refused = patience.post(
+        f"{server.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {CLIENT}"}
+    )
+    assert refused.status_code == 400 and "1 to 1024 characters" in refused.text and f"'{field}'" in refused.text
+    with pytest.raises(RequestError, match=rf"documents\[0\].{field}: wanted 1 to 1024 characters, got {len(value)}"):
+        Request(messages=QUESTION, documents=[dataclasses.replace(Document("Anna sings."), **{field: value})])

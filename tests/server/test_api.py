@@ -11,6 +11,7 @@ import pytest
 
 import ccjax
 from ccjax.engine import Request, SamplingParams
+from ccjax.retrieval import RefreshReport
 from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.server import patience
@@ -166,7 +167,7 @@ def test_passages_are_retrieved_from_the_index_by_default(server: Server, client
     assert len(others) == 2 and all(entry["id"] != "carla.md#0" for entry in others)
     none = retrieve(retrieval={"top_k": 1, "filters": {"type": "eq", "key": "language", "value": "de"}})
     assert none.documents == [] and none.choices[0].message.content is not None
-    for without in (retrieve(retrieval=False), retrieve(documents=[])):
+    for without in (retrieve(retrieval=False), retrieve(retrieve=False), retrieve(documents=[])):
         assert without.documents == [] and without.usage.prompt_tokens < found.usage.prompt_tokens
 
 
@@ -181,13 +182,33 @@ def test_the_last_user_message_is_the_query(client: openai.OpenAI) -> None:
 
 
 def test_truncate_drops_passages_from_the_end(client: openai.OpenAI) -> None:
+    import openai
+
     many = [{"id": str(n), "text": f"Passage {n}: {PASSAGES[0]['text']} {PASSAGES[1]['text']}"} for n in range(40)]
     answer = ask(client, many, extra={"truncate": True})
     used = [entry["id"] for entry in answer.documents]
     assert 5 < len(used) < 40 and used == [str(n) for n in range(len(used))]
     assert answer.usage.total_tokens <= MAX_MODEL_LEN
-    alone = ask(client, [{"text": "word " * 3000}], extra={"truncate": True})
-    assert alone.documents == [] and alone.usage.completion_tokens == 12
+    for documents in ([{"text": "word " * 3000}], [{"text": "word " * 3000}, {"text": "Anna lives in Paris."}]):
+        with pytest.raises(openai.BadRequestError, match="documents: wanted at least one that fits into .* tokens"):
+            ask(client, documents, extra={"truncate": True})
+    with pytest.raises(openai.BadRequestError, match="messages: wanted at most 512 tokens"):  # nor would it fit without
+        client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Where? " * 3000}],
+            extra_body={"truncate": True, "documents": [{"text": "Anna lives in Paris."}]},
+        )
+
+
+def test_problems_of_documents_are_listed_and_counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert patience.get(f"{server.url}/v1/documents/problems").json() == {"object": "list", "data": []}
+    report = RefreshReport(failed=(("/d/a.bin", "unsupported suffix"), ("/d", "cannot be listed")))
+    monkeypatch.setattr(server.retriever, "report", report)
+    assert patience.get(f"{server.url}/v1/documents/problems").json()["data"] == [
+        {"path": "/d/a.bin", "reason": "unsupported suffix"},
+        {"path": "/d", "reason": "cannot be listed"},
+    ]
+    assert "ccjax_document_problems 2.0" in patience.get(f"{server.url}/metrics").text
 
 
 def test_retrieved_passages_are_dropped_to_fit_a_long_question(server: Server, client: openai.OpenAI) -> None:
@@ -260,7 +281,21 @@ def test_models_version_and_tokenize(server: Server, client: openai.OpenAI) -> N
     bare = patience.post(f"{server.url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
     assert bare["tokens"] == found["tokens"][1:]
     chat = patience.post(f"{server.url}/tokenize", json={"messages": QUESTION, "documents": PASSAGES}).json()
-    assert chat["count"] == ask(client).usage.prompt_tokens
+    assert chat["count"] == len(chat["tokens"]) == ask(client).usage.prompt_tokens
+    shown = patience.post(f"{server.url}/tokenize", json={"prompt": "Anna", "return_token_strs": True}).json()
+    assert "".join(shown["token_strs"]).endswith("Anna") and len(shown["token_strs"]) == shown["count"]
+    plain = patience.post(f"{server.url}/tokenize", json={"messages": QUESTION}).json()["tokens"]
+    whole = patience.post(f"{server.url}/detokenize", json={"model": "tiny", "tokens": plain}).json()["prompt"]
+    assert whole == "<|begin|><|turn|>user\nWho lives in Paris?<|end|><|turn|>assistant\n"
+    for path, body, named in (
+        ("detokenize", {"tokens": [1, 10**6]}, "tokens[1]"),
+        ("detokenize", {"tokens": "Anna"}, "tokens"),
+        ("tokenize", {"prompt": "a", "messages": QUESTION}, "prompt"),
+        ("tokenize", {"prompt": "a", "documents": PASSAGES}, "documents"),
+        ("tokenize", {"messages": QUESTION, "chat_template": "{{ 1 }}"}, "chat_template"),
+    ):
+        refused = patience.post(f"{server.url}/{path}", json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == named
 
 
 def test_openapi_schema_has_our_fields_and_valid_references(server: Server) -> None:
@@ -269,6 +304,8 @@ def test_openapi_schema_has_our_fields_and_valid_references(server: Server) -> N
     assert {"messages", "documents", "retrieval", "reuse", "truncate"} <= fields.keys()
     for name in re.findall(r'"\$ref": ?"#/components/schemas/(\w+)"', patience.get(f"{server.url}/openapi.json").text):
         assert name in schema["components"]["schemas"]
+    for path in ("docs", "redoc", "docs/oauth2-redirect"):  # whose scripts would come from another server
+        assert patience.get(f"{server.url}/{path}").status_code == 404
 
 
 def test_api_key_is_required_except_for_probes_and_metrics(

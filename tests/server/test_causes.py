@@ -66,6 +66,25 @@ def test_new_text_and_modes(own_server: Server) -> None:
     assert after[2] - before[2] == 5 * (first["usage"]["prompt_tokens"] - size)
 
 
+def test_edited_text(own_server: Server) -> None:
+    """A few words are changed within a passage, then its end; another passage behind it is new."""
+    words = " ".join(f"word{n}" for n in range(50))
+
+    def parts(text: str) -> list[ComputeCause | None]:
+        answer = ask(own_server, [], system=f"Context:\n\n{text}\n\n{ANNA * 2}")
+        return [part["cause"] for part in answer["reuse"]["per_document"]]
+
+    assert "edited" not in parts(words)
+    wait_until(lambda: own_server.service.backend.worker.is_idle)
+    found = parts(words.replace("word35 word36", "a word of their own"))
+    at = found.index("edited")
+    assert found[at - 1] is found[at + 1] is None and found.count("edited") == 1
+    found = parts(words[:200] + " ".join(f"end{n}" for n in range(20)))
+    assert found[found.index("edited") - 1] is None
+    assert "edited" not in parts(words + "\n\n" + " ".join(f"other{n}" for n in range(20)))
+    assert computed(own_server, "edited") > 0
+
+
 def test_text_between_passages(own_server: Server) -> None:
     def pasted(opening: str, middle: str) -> Any:
         return ask(own_server, [], system=f"{opening}\n\n{ANNA}\n\n{middle}\n\n{BOB}\n\n", reuse="exact")
@@ -115,3 +134,9 @@ def test_evicted_kv(start_server: StartServer) -> None:
         texts = [f"{BOB} His number is {n}, and it is written on the door of house {n} in Rome." for n in range(6)]
         assert [causes(ask(server, [text])) for text in texts] == [["new"]] * 6
         assert causes(ask(server, texts[:1])) == ["evicted"]
+
+
+def test_kv_that_found_no_space(start_server: StartServer) -> None:
+    with start_server(host_cache_bytes=4096, prepares=False) as server:
+        assert causes(ask(server, [ANNA, BOB])) == ["new", "new"]
+        assert causes(ask(server, [ANNA, BOB])) == ["evicted", "evicted"]

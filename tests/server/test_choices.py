@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import codecs
 import collections
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +40,7 @@ def test_a_chat_has_the_requested_number_of_choices(server: Server, client: open
         sampling = SamplingParams(max_new_tokens=12, temperature=1.5, seed=seed_of(11, choice.index), logprobs=2)
         wanted = server.engine.run(Request(messages=QUESTION, sampling=sampling, reuse="off"))
         assert (choice.message.content, choice.finish_reason) == (wanted.text, wanted.finish_reason)
-        assert [token.token for token in choice.logprobs.content] == [token.text for token in wanted.logprobs]
+        assert [bytes(token.bytes) for token in choice.logprobs.content] == [token.token for token in wanted.logprobs]
     assert len({choice.message.content for choice in answer.choices}) == 3
     alone = chat(client, 1)
     assert alone.choices[0].message.content == answer.choices[0].message.content
@@ -90,6 +92,15 @@ def test_chat_stream_pieces_join_to_all_choices(client: openai.OpenAI, include_u
     assert all(chunk.usage is None for chunk in chunks[: -1 if include_usage else None])
 
 
+def bytes_of(token: str) -> bytes:
+    """The bytes of a token, which OpenAI writes as `bytes:\\xe2` where they are a part of a character."""
+    return ast.literal_eval(f"b'{token[6:]}'") if token.startswith("bytes:") else token.encode()
+
+
+def whole_characters(data: bytes) -> str:
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+
+
 def test_each_completion_choice_has_its_own_text_offsets(server: Server, client: openai.OpenAI) -> None:
     whole = complete(client, 3)
     sampling = SamplingParams(max_new_tokens=12, temperature=1.5, seed=seed_of(11, 0))
@@ -98,8 +109,12 @@ def test_each_completion_choice_has_its_own_text_offsets(server: Server, client:
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert len({choice.text for choice in whole.choices}) == 3
     for choice in whole.choices:
-        lengths = [len(token) for token in choice.logprobs.tokens]
-        assert choice.logprobs.text_offset == [sum(lengths[:number]) for number in range(len(lengths))]
+        tokens = [bytes_of(token) for token in choice.logprobs.tokens]
+        before = [b"".join(tokens[:number]) for number in range(len(tokens))]
+        assert choice.logprobs.text_offset == [len(whole_characters(data)) for data in before]
+        assert b"".join(tokens).decode(errors="replace") == choice.text
+        for found in choice.logprobs.top_logprobs:
+            assert len(found) == 2  # none hides another
     parts = collections.defaultdict(list)
     for chunk in complete(client, 3, stream=True):
         for choice in chunk.choices:

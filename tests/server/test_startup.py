@@ -6,7 +6,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -20,9 +19,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ccjax.config import DocumentOptions
 from ccjax.config.values import num_bytes
 from ccjax.engine import Engine
 from ccjax.loading.model import DEMO_CORPUS, DEMO_MODEL
+from ccjax.server.loading import documents_directory
+from ccjax.store.namespaces import _sealed
 from scripts.serve import main
 from tests.conftest import ROOT
 from tests.polling import wait_until
@@ -73,6 +75,10 @@ def refusal_by_process(arguments: list[str], environment: dict[str, str]) -> str
     return only_line(process.returncode, output, errors)
 
 
+def _opened(*_: object) -> None:
+    raise AssertionError("the server started")  # which ends it: else the test would not end
+
+
 @pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Refusal]:
     """The line on stderr of a start in this process that must fail. Restores the state of the process."""
@@ -81,6 +87,7 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("ccjax.server.loading.use_compile_cache", lambda directory: None)
+    monkeypatch.setattr("ccjax.server.Service.open", _opened)
 
     def refused(arguments: list[str]) -> str:
         capsys.readouterr()
@@ -181,16 +188,25 @@ def test_error_names_an_incompatible_store_format(tiny_model: Path, tmp_path: Pa
     store = tmp_path / "store"
     Engine.from_pretrained(tiny_model, store=f"file://{store}").close()
     file = store / "store.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 999}))
+    file.write_bytes(_sealed({"format_version": 999}))
     line = refusal(["--model", str(tiny_model), "--port", "0", "--store", f"file://{store}"])
     assert "--store" in line and "999" in line
+
+
+def test_missing_package_of_an_index_is_reported_before_loading(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "redis" else find_spec(name))
+    line = refusal(["--port", "0", "--store", "file:///x", "--store-index", "redis://127.0.0.1/0"])
+    assert "--store-index: the package redis is not installed" in line
 
 
 def test_error_names_a_docs_folder_without_documents(tiny_model: Path, tmp_path: Path, refusal: Refusal) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "blank.txt").write_text(" ")
-    arguments = ["--model", str(tiny_model), "--port", "0", "--embedder", "lexical", "--docs", str(docs)]
+    arguments = ["--model", str(tiny_model), "--port", "0", "--search", "lexical", "--docs", str(docs)]
     line = refusal([*arguments, "--log-level", "error"])
     assert re.search(r"ccjax serve: error: --docs: .*blank.txt.*empty", line)
 
@@ -205,32 +221,41 @@ def test_server_warms_up_answers_and_exits_on_a_signal(
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
         assert patience.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
         messages = [{"role": "user", "content": "Who bakes bread?"}]
-        compiled = metric(url, "ccjax_compilations_total")
-        body = {"messages": messages, "max_tokens": 40, "stream": True, "seed": 1, "temperature": 1.0}
+        body = {"messages": messages, "max_tokens": 40, "stream": True, "seed": 1, "temperature": 1.0, "trace": True}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            assert metric(url, "ccjax_compilations_total") == compiled, "the first question waited for a compilation"
             process.send_signal(signal.SIGTERM)  # the running answer is finished first
             rest = list(lines)
         assert "data: [DONE]" in rest and '"finish_reason":"' in rest[-4]
         assert '"id":"dino.md#' in rest[-4]
+        assert '"compiled":false' in rest[-4], "the first question waited for a compilation"
         assert process.wait(READY_S) == 0
         assert process.stdout is not None and process.stdout.read() == ""
         assert process.stderr is not None
         errors = process.stderr.read()
         assert "Traceback" not in errors
         assert re.search(r"Memory of the device, MB:\n +weights +", errors)
+        assert errors.count("Requests without passages get some of ") == 1
         for stage in ("Loading weights", "Reading documents", "Embedding passages", "Compiling"):
             assert stage in errors
     cache = Path(environment["XDG_CACHE_HOME"]) / "ccjax"
     assert any((cache / "compile").iterdir()) and any((cache / "index").iterdir())
 
 
-def metric(url: str, name: str) -> str:
-    """The value of a metric, as text."""
-    lines = patience.get(f"{url}/metrics").text.splitlines()
-    return next(line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} "))
+@pytest.mark.parametrize(
+    ("model", "docs", "wanted"),
+    [
+        ("demo", None, None),
+        ("smollm2", None, None),
+        ("demo", "demo", "demo_corpus"),
+        ("smollm2", "demo", "handbook"),
+        ("demo", "/notes", "notes"),
+    ],
+)
+def test_no_documents_are_served_by_default(model: str, docs: str | None, wanted: str | None) -> None:
+    found = documents_directory(model, DocumentOptions(docs=docs))
+    assert (found and found.name) == wanted and (found is None or docs != "demo" or found.is_dir())
 
 
 def chat(**fields: object) -> dict:
@@ -365,7 +390,7 @@ def test_server_can_be_stopped_while_loading(
     not (DEMO_MODEL / "config.json").exists() or not DEMO_CORPUS.is_dir(), reason="the demo model is not built yet"
 )
 def test_demo_serves_its_own_documents_and_prints_its_memory_plan(environment: dict[str, str]) -> None:
-    arguments = ["--model", "demo", "--no-warmup", "--embedder", "lexical"]
+    arguments = ["--model", "demo", "--docs", "demo", "--no-warmup", "--search", "lexical"]
     with serving(arguments, environment, NOT_HELD) as (url, line, process):
         assert "demo over" in line
         messages = [{"role": "user", "content": "What is in the documents?"}]

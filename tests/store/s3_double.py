@@ -1,8 +1,9 @@
 """A stand-in for S3: `python -m tests.store.s3_double` prints its port and serves until killed.
 
 It supports tensorstore's calls (PUT, GET with ranges, HEAD, DELETE, listing in pages) and enforces `If-None-Match` and
-`If-Match` under one lock, on which commits depend. It ignores signatures. It is ten times as fast as moto, on which the
-tests of the calls themselves run, and with `--all` every test.
+`If-Match` under one lock, on which commits depend. It ignores signatures; `PUT /.key/KEY` makes KEY the only access key
+that it accepts, and others are refused as AWS refuses expired ones. It is ten times as fast as moto, on which the tests
+of the calls themselves run, and with `--all` every test.
 
 Buckets: "chunks"; any other is missing.
 """
@@ -17,6 +18,8 @@ from xml.sax.saxutils import escape
 from tests.store.gcs_double import PAGE, ObjectHandler, Server
 
 _objects: dict[str, bytes] = {}
+_keys: list[str] = []
+_EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 _lock = threading.Lock()
 
 
@@ -27,8 +30,10 @@ class Handler(ObjectHandler):
             return
         name = self._target()
         with _lock:
-            status = self._refusal(name)
-            if status is None:
+            if self._bucket == ".key":
+                _keys[:] = [name]
+            status = None if self._bucket == ".key" else self._refusal(name)
+            if status is None and self._bucket != ".key":
                 _objects[name] = content
         self._answer(status or 200, headers={} if status else {"ETag": _etag(content)})
 
@@ -66,6 +71,8 @@ class Handler(ObjectHandler):
         """The status of a request that is refused."""
         if self._bucket != "chunks":
             return 404
+        if _keys and f"Credential={_keys[0]}/" not in self.headers.get("Authorization", ""):
+            return 400
         there = _objects.get(name)
         match, no_match = self.headers.get("If-Match"), self.headers.get("If-None-Match")
         if there is None:
@@ -103,6 +110,7 @@ class Handler(ObjectHandler):
         self._answer(206, content[start:end], headers)
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        body = _EXPIRED if status == 400 else body
         self.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(key, value)

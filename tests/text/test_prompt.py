@@ -152,7 +152,7 @@ def test_text_parts_are_joined_and_developer_role_means_system(llama):
         ([SYSTEM], "messages: wanted at least one message with role 'user'"),
         ("hi", "messages: wanted a list of messages, got str"),
         ([USER, "hi"], r"messages\[1\]: wanted an object with role and content, got str"),
-        ([{"role": "tool", "content": "x"}], r"messages\[0\]\.role: wanted one of .*got 'tool'"),
+        ([{"role": "robot", "content": "x"}], r"messages\[0\]\.role: wanted one of .*got 'robot'"),
         ([{"content": "x"}], r"messages\[0\]\.role: .*got None"),
         ([{"role": ["user"], "content": "x"}], r"messages\[0\]\.role"),
         ([USER, {"role": "user"}], r"messages\[1\]\.content: wanted a string or a list of text parts, got NoneType"),

@@ -155,6 +155,45 @@ def test_encode_and_decode_round_trip(loaded, text):
             assert back == text
 
 
+@given(text=st.text(max_size=60), count=st.integers(1, 40))
+def test_no_token_stands_for_more_characters_than_the_longest(loaded, text, count):
+    for kind in ("byte level", "prepend", "first"):
+        tokenizer = loaded[kind]
+        ids = tokenizer.encode(text * count, allow_special=False)
+        assert tokenizer.longest_token is not None and len(text * count) <= tokenizer.longest_token * len(ids)
+    assert loaded["word level"].longest_token is None, "an unknown word is one token, however long"
+
+
+_SPLIT = {"type": "Split", "pattern": {"String": "-"}, "behavior": "Removed", "invert": False}
+CHANGES = {
+    "white space is dropped": {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+    "separators are dropped": {"pre_tokenizer": _SPLIT},
+    "ends are dropped": {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+    "accents are dropped": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "StripAccents"}]}},
+    "runs become one": {"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}},
+    "a pattern is replaced": {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_tokenizer_that_may_drop_text_has_no_longest_token(directories, tmp_path, name):
+    raw = json.loads((directories["prepend"] / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    assert load_tokenizer(tmp_path).longest_token is not None
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**raw, **CHANGES[name]}))
+    assert load_tokenizer(tmp_path).longest_token is None
+
+
+def test_composed_characters_count_as_many(directories, tmp_path):
+    raw = json.loads((directories["byte level"] / "tokenizer.json").read_text())
+    whole = load_tokenizer(directories["byte level"]).longest_token
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**raw, "normalizer": {"type": "NFC"}}))
+    tokenizer = load_tokenizer(tmp_path)
+    text = "\u03b1\u0313\u0300\u0345" * 50
+    assert tokenizer.longest_token == 4 * whole
+    assert len(text) <= tokenizer.longest_token * len(tokenizer.encode(text, allow_special=False))
+
+
 @pytest.fixture(scope="module")
 def llama3():
     return load_tokenizer(data_path("tokenizer_llama3"))
@@ -168,6 +207,12 @@ def test_llama3_special_tokens_have_metas_ids(llama3):
     # meta-llama/llama-models, test_tokenizer.py
     assert llama3.encode("This is a test sentence.", allow_special=False) == [2028, 374, 264, 1296, 11914, 13]
     assert llama3.decode([2028, 374, 264, 1296, 11914, 13, 128009]) == "This is a test sentence."
+
+
+def test_llama3s_longest_token_is_white_space(llama3):
+    for text in (" " * 4096, "=" * 4096, "Answer " * 500):
+        assert len(text) <= llama3.longest_token * len(llama3.encode(text, allow_special=False))
+    assert llama3.longest_token == 128
 
 
 @pytest.mark.parametrize("text", ATTACKS)

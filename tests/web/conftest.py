@@ -39,7 +39,7 @@ def serving(home: Path, *arguments: str, port: int = 0) -> Iterator[str]:
         "--no-warmup",
         "--no-repair",
         "--no-prepare",
-        "--embedder",
+        "--search",
         "lexical",
         "--compile-cache-dir",
         str(OUTPUT / "compiled"),
@@ -68,14 +68,14 @@ def serving(home: Path, *arguments: str, port: int = 0) -> Iterator[str]:
 def server_url(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that tests share; none is started where there is no browser."""
     store = tmp_path_factory.mktemp("store")
-    with serving(tmp_path_factory.mktemp("home"), "--store", f"file://{store}") as url:
+    with serving(tmp_path_factory.mktemp("home"), "--docs", "demo", "--store", f"file://{store}") as url:
         yield url
 
 
 @pytest.fixture
 def fresh_url(browser: Browser, tmp_path: Path) -> Iterator[str]:
     """A server that nobody asked anything."""
-    with serving(tmp_path) as url:
+    with serving(tmp_path, "--docs", "demo") as url:
         yield url
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COUNTS = ("reused", "recomputed", "computed")
 QUESTIONS = (
     "Which animal does Petra Dunn look after?",
-    "Where does Petra Dunn live?",
+    "Which animal does Petra Dunn's neighbour Viggo Ostler own?",
     "What prize did Petra Dunn win?",
 )
 Shoot = Callable[["Page", str], None]
@@ -214,7 +214,7 @@ def test_content_security_policy_blocks_injected_scripts(server_url: str, open_p
 
 def test_server_outage_is_shown_and_page_recovers(tmp_path: Path, open_page: OpenPage) -> None:
     port = free_port()
-    with serving(tmp_path, "--no-docs", port=port) as url:
+    with serving(tmp_path, port=port) as url:
         page = open_page(url, expected=("ERR_CONNECTION", "ERR_EMPTY", "Failed to load"))
         page.locator("#status[data-state=ok]").wait_for()
     page.locator("#status[data-state=down]").wait_for()
@@ -223,14 +223,19 @@ def test_server_outage_is_shown_and_page_recovers(tmp_path: Path, open_page: Ope
     page.press("#question", "Enter")
     page.locator("#answer-note", has_text="The answer is incomplete").wait_for()
     assert page.is_enabled("#send")
-    with serving(tmp_path, "--no-docs", port=port):
+    with serving(tmp_path, port=port):
         page.locator("#status[data-state=ok]").wait_for()
         assert page.is_hidden("#alert")
-        check_shows(page, ask(page, "Anybody now?"))
+        assert "no documents" in page.inner_text("#documents-note")
+        page.click(".options summary")
+        assert page.is_hidden("#top-k-field") and page.is_hidden("#examples")
+        answer = ask(page, "Anybody now?")
+        assert answer["documents"] == []
+        check_shows(page, answer)
 
 
 def test_api_key_is_requested_and_kept_only_in_the_tab(tmp_path: Path, open_page: OpenPage) -> None:
-    with serving(tmp_path, "--no-docs", "--api-key", "sesame") as url:
+    with serving(tmp_path, "--api-key", "sesame") as url:
         page = open_page(url, expected=("401",))
         page.locator("#status[data-state=key]").wait_for()
         page.fill("#question", "May I?")

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ccjax.cli.options import StartupError, flag, part
-from ccjax.cli.serving.messages import Display, naming, ready_line, stages, url_of
+from ccjax.cli.serving.messages import Display, added_line, naming, ready_line, stages, url_of
 from ccjax.cli.serving.options import ServeOptions, engine_settings
 from ccjax.config import DocumentOptions, EngineConfig
 
@@ -29,6 +29,7 @@ def serve_cluster_of(args: ServeOptions, settings: ServerSettings, listener: soc
 
     def on_ready(counts: dict[str, int]) -> None:
         display.close()
+        print(added_line(args), file=sys.stderr)
         replicas = f"{counts.get('running', 0)} replicas of {args.model}"
         print(ready_line(args, settings, replicas, url_of(args, listener)), file=stdout, flush=True)
 

@@ -28,10 +28,10 @@ def print_memory_plan(args: ServeOptions) -> int:
       StartupError: an invalid option, or the model does not fit; says what would.
     """
     from ccjax.engine import EngineConfig
+    from ccjax.loading.devices import with_dtype
     from ccjax.loading.model import model_config
     from ccjax.runner.device_memory import memory_plan
     from ccjax.runner.memory import check_fits
-    from ccjax.server.loading import with_dtype
 
     with naming(args, "--model"):
         config = EngineConfig(**with_dtype(engine_settings(args)))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ccjax.cli.options import StartupError, flag, options_of
 from ccjax.cli.serving.options import ServeOptions
+from ccjax.config import DEMO
 
 if TYPE_CHECKING:
     from ccjax.cli.progress import Stages
@@ -21,8 +22,6 @@ _STAGES = {
     "weights": "Loading weights",
     "read": "Reading documents",
     "embed": "Embedding passages",
-    "train": "Finding clusters of passages",
-    "add": "Adding passages to them",
     "compile": "Compiling sizes of prompts",
     "ray": "Starting Ray",
     "replicas": "Starting replicas",
@@ -78,6 +77,13 @@ def naming(args: ServeOptions, default: str) -> Iterator[None]:
         raise StartupError(message) from error
 
 
+def added_line(args: ServeOptions) -> str:
+    """Says whether passages are added to prompts."""
+    if args.docs is None:
+        return "  Nothing is added to prompts; --docs DIR would add passages of documents there."
+    return f'  Requests without passages get some of {args.docs}; one with "retrieval": false gets none.'
+
+
 def url_of(args: ServeOptions, listener: socket.socket) -> str:
     return f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{listener.getsockname()[1]}"
 
@@ -101,12 +107,12 @@ def ready_line(args: ServeOptions, settings: ServerSettings, what: str, url: str
 
 def _example_question(args: ServeOptions) -> str:
     from ccjax.loading.model import ASSETS
-    from ccjax.loading.named import DEFAULT, TOY
+    from ccjax.loading.named import TOY
 
     questions = ASSETS / "demo_questions.jsonl"
-    if args.docs is not None or args.no_docs or args.model not in (DEFAULT, TOY):
+    if args.docs != DEMO:
         return "YOUR QUESTION"
-    if args.model == DEFAULT:
+    if args.model != TOY:
         return "When was the harbour dug?"
     with questions.open(encoding="utf-8") as lines:
         return json.loads(next(lines))["question"]

@@ -58,5 +58,4 @@ class AvailablePages:
 
     @property
     def _num_evictable(self) -> int:
-        evictable = self._store.evictable_bytes(DEVICE) if self._caches_chunks else 0
-        return self._pool.num_free + evictable // self._pool.page_bytes
+        return self._pool.num_available(self._store.pinned_ids if self._caches_chunks else ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,19 @@ import numpy as np
 from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.planned_prefill import PlannedPrefill, Prefilled
 from ccjax.cache.run_capture import KVOrigin
-from ccjax.engine.answer import Answer
+from ccjax.engine.answer import Answer, bad_word_ids, ends_of, token_logprob
 from ccjax.engine.batch.shared_prompt import SharedPrompt
 from ccjax.engine.contracts import ReuseContracts
 from ccjax.engine.trace import Tracer
 from ccjax.policy.contract import ReuseContract
 from ccjax.prompts import Prompt
-from ccjax.requests import MOST_PRIORITY, Choice, Delta, Request, Response, SamplingParams
+from ccjax.requests import MOST_PRIORITY, Choice, Delta, Request, Response, TokenLogprob
+from ccjax.runner.adjustments import Adjustments
 from ccjax.runner.cancellation import IsCancelled
-from ccjax.text import Tokenizer
+from ccjax.runner.pool import PagedShard
+from ccjax.runner.sampling import SampledToken, mask_of
+from ccjax.sampling import SamplingParams
+from ccjax.text import Grammars, Matcher, Tokenizer
 from ccjax.types import ReuseMode, ReuseReport
 
 BACKGROUND_PRIORITY = MOST_PRIORITY + 1
@@ -55,13 +60,16 @@ class GroupParts:
     """What the requests of an engine have in common.
 
     Attributes:
+      grammars: None for a model without a tokenizer.
       is_shared: coordinate with other processes on the store which of them computes what.
     """
 
     chunks: ChunkCache
     contracts: ReuseContracts
     tokenizer: Tokenizer | None
+    grammars: Grammars | None
     eos_ids: frozenset[int]
+    vocab_size: int
     is_shared: bool
 
 
@@ -125,8 +133,17 @@ class SequenceGroup:
         self._mode: ReuseMode = request.reuse
         self._assemble_s = assemble_s
         self._prompt_logits: np.ndarray | None = None
+        self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self._ttft_s = self._total_s = 0.0
         self._choices: dict[int, Choice] = {}
+        self._begun: set[int] = set()
+        self._matcher: Matcher | None = None
+        if self.sampling.constraint is not None and parts.grammars is not None:
+            self._matcher = parts.grammars.matcher(self.sampling.constraint.grammar)
+        self._allowed: bytes | None = None
+        if self.sampling.allowed_token_ids is not None:
+            self._allowed = mask_of(self.sampling.allowed_token_ids, parts.vocab_size)
+        self._bad_words = bad_word_ids(self.sampling.bad_words, parts.tokenizer)
 
     def new_prefill(self) -> PlannedPrefill:
         """A prefill of the prompt, not planned yet."""
@@ -156,8 +173,21 @@ class SequenceGroup:
 
     def new_answer(self, index: int) -> Answer:
         """The answer with this index, empty."""
-        parts = self._parts
-        return Answer(self.sampling, parts.tokenizer, parts.eos_ids, self.prompt.question, index=index)
+        parts, sampling = self._parts, self.sampling
+        adjustments = None
+        if sampling.is_adjusted:
+            ends = ends_of(sampling, parts.eos_ids)
+            adjustments = Adjustments(sampling, self.prompt.token_ids, ends=ends, bad_words=self._bad_words)
+        return Answer(
+            sampling,
+            parts.tokenizer,
+            parts.eos_ids,
+            self.prompt.question,
+            index=index,
+            matcher=None if self._matcher is None else self._matcher.begin(),
+            allowed=self._allowed,
+            adjustments=adjustments,
+        )
 
     @property
     def is_unread(self) -> bool:
@@ -175,10 +205,10 @@ class SequenceGroup:
         """True if the KV of its prompt and answers is to be stored."""
         return self._runs is not None
 
-    def keep_run(self, answer: list[int], slots: np.ndarray) -> None:
-        """Stores what a finished sequence computed, given its tokens and the slots of the whole prompt and of them."""
+    def keep_run(self, answer: list[int], kv: PagedShard) -> None:
+        """Stores what a finished sequence computed, given its tokens and the KV of the whole prompt and of them."""
         if self._runs is not None and self._origin is not None:
-            self._runs.keep(self.prompt, answer, slots, self._origin, with_approximate=self._has_default_contract)
+            self._runs.keep(self.prompt, answer, kv, self._origin, with_approximate=self._has_default_contract)
 
     def record_prefill(self, prefilled: Prefilled) -> bool:
         """Records the first prefill of the prompt; returns False for later ones."""
@@ -188,6 +218,12 @@ class SequenceGroup:
             return False
         self.reuse = self._parts.contracts.report(prefilled, self._contract, self._mode)
         self._prompt_logits = prefilled.result.last_logits
+        if self.sampling.prompt_logprobs is not None:
+            first = SampledToken(int(self.prompt.token_ids[0]), math.nan, ())
+            scores = [first, *prefilled.result.scores]
+            tokenizer, skips = self._parts.tokenizer, self.sampling.skip_special_tokens
+            told = (token_logprob(token, tokenizer, skip_special=skips) for token in scores)
+            self._prompt_logprobs = tuple(told)
         if self.tracer is not None:
             self.tracer.prefilled(prefilled)
         return True
@@ -201,12 +237,21 @@ class SequenceGroup:
         if self.tracer is not None:
             self.tracer.token(now_s)
 
+    def emit_delta(self, delta: Delta) -> None:
+        """Emits a delta of a sequence; the first one of each has the log-probabilities of the prompt."""
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            delta = dataclasses.replace(delta, prompt_logprobs=self._prompt_logprobs)
+        self.emit(delta)
+
     def finish(self, last: Delta, choice: Choice) -> None:
         """Emits the last delta of a sequence, with the response if all sequences have finished."""
         self._choices[last.index] = choice
         if len(self._choices) == self.num_answers:
             assert self.reuse is not None and self.started_s is not None
-            first, *others = (self._choices[index] for index in range(self.num_answers))
+            told = {"prompt_logprobs": self._prompt_logprobs}
+            choices = (self._choices[index] for index in range(self.num_answers))
+            first, *others = (dataclasses.replace(choice, **told) for choice in choices)
             response = Response(
                 text=first.text,
                 token_ids=first.token_ids,
@@ -218,8 +263,10 @@ class SequenceGroup:
                 logprobs=first.logprobs,
                 others=tuple(others),
                 first_logits=first.first_logits,
+                stop_reason=first.stop_reason,
                 prompt_logits=self._prompt_logits,
+                **told,
                 trace=None if self.tracer is None else self.tracer.finish(self.arrived_s, self.started_s),
             )
             last = dataclasses.replace(last, response=response)
-        self.emit(last)
+        self.emit_delta(last)

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -47,7 +47,7 @@ _PAUSED_LOOK_S = 0.05
 @dataclasses.dataclass(frozen=True)
 class BatchCounts:
     """The state of a loop: running and waiting requests, prompt tokens still to be computed for them, preemptions and
-    retries of failed steps so far, pages of the pool."""
+    retries of failed steps so far, pages of the pool, and the bytes of KV copied to host memory by each thread."""
 
     running: int
     waiting: int
@@ -56,6 +56,7 @@ class BatchCounts:
     retries: int
     free_pages: int
     num_pages: int
+    bytes_to_host: Mapping[str, int]
 
 
 class BatchLoop:
@@ -103,6 +104,7 @@ class BatchLoop:
             sequences.num_retries,
             pool.num_free,
             pool.num_pages,
+            pool.bytes_to_host,
         )
 
     def waiting(self) -> list[TokenSequence]:
@@ -129,7 +131,7 @@ class BatchLoop:
                 raise RuntimeError("engine: closed already")
             with self._refusing(sequence.group.flow):
                 self._scheduler.settings.check_fits(sequence.most_work)
-                self._scheduler.add(sequence.work(lambda _: None))
+                self._scheduler.add(sequence.work(lambda _: False))
             self._new.append(sequence)
             self._changed.notify_all()
             if self._thread is None:
@@ -259,14 +261,19 @@ class BatchLoop:
 
     # -- prefill -------------------------------------------------------------------------------------------------------
 
-    def _next_pieces(self) -> list[tuple[TokenSequence, Piece]]:
-        """The pieces that the scheduler wants to run next, after carrying out its admissions and preemptions."""
+    def _next_pieces(self, *, interrupts: bool = False) -> list[tuple[TokenSequence, Piece]]:
+        """The pieces that the scheduler wants to run next, after carrying out its admissions and preemptions.
+
+        Args:
+          interrupts: before the next layer of the running pack.
+        """
         sequences, now_s = self._sequences, time.perf_counter()
         # A thread that wants to pause the loop waits for the prefills in progress, so none is admitted.
         free_pages = 0 if self._num_pausing else sequences.pages.num_pages
         with self._changed:
             self._accept_new()
-            pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), shared_pages=sequences.shared_pages)
+            how = {"shared_pages": sequences.shared_pages, "interrupts": interrupts}
+            pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), **how)
         sequences.preempt(pack.preempted)
         sequences.admit(pack.admitted)
         pieces = []
@@ -280,14 +287,15 @@ class BatchLoop:
 
     def _run_pack(self, pieces: list[tuple[TokenSequence, Piece]]) -> None:
         sequences = self._sequences
+        num_packs = len(sequences.packs)
         done: list[tuple[TokenSequence, SampledToken]] = []
         try:
             done = self._run_layers(pieces)
         except Exception as error:
             logger.exception("a pack failed")
-            sequences.pack = None
+            del sequences.packs[num_packs:]
             sequences.retry([sequence for sequence, _ in pieces], error)
-        sequences.pack = None
+        del sequences.packs[num_packs:]
         self._scheduler.pack_done(time.perf_counter())
         finished = []
         for sequence, token in done:
@@ -310,13 +318,14 @@ class BatchLoop:
     def _run_layers(self, pieces: list[tuple[TokenSequence, Piece]]) -> list[tuple[TokenSequence, SampledToken]]:
         """Runs a pack through all layers; returns the sequences whose prompt is complete, with their next tokens."""
         sequences, started_s, decoded_s = self._sequences, time.perf_counter(), 0.0
-        pack = sequences.pack = pack_pieces(
+        pack = pack_pieces(
             self._model,
             self._pool,
             [piece for _, piece in pieces],
             max_rows=self._scheduler.settings.max_num_batched_tokens,
             with_mass=self._with_mass,
         )
+        sequences.packs.append(pack)
         by_job = {piece.job: sequence for sequence, piece in pieces}
         tracers = [sequence.group.tracer for sequence, _ in pieces if sequence.group.tracer is not None]
         ends_s = [started_s]  # of the layers, for the traces
@@ -328,11 +337,11 @@ class BatchLoop:
             if tracers and num_layers == len(ends_s):
                 ends_s.append(time.perf_counter())
 
-        while not pack.is_done and sequences.pack is pack:
+        while not pack.is_done and pack in sequences.packs:
             if not pack.is_ready():
                 if self._scheduler.num_decoding:
                     decoded_s += self._decode()
-                    if sequences.pack is not pack or pack.is_done:  # lost pages; or the step took them from the pack
+                    if pack not in sequences.packs or pack.is_done:  # lost pages; or the step took them from the pack
                         break
                 pack.wait()  # time that a load takes while the device is busy does not count as waiting
             if len(under_way) > 1:  # the host must not run ahead of the device
@@ -346,7 +355,8 @@ class BatchLoop:
             self._refresh()
             if self._scheduler.after_layer(time.perf_counter()):
                 decoded_s += self._decode()
-        if sequences.pack is not pack:  # the pool's pages are lost
+            decoded_s += self._interrupt()
+        if pack not in sequences.packs:  # the pool's pages are lost
             return []
         if tracers:
             while under_way:
@@ -359,6 +369,19 @@ class BatchLoop:
             waited_s = sum(job.contexts.waited_s for job in by_job if job.contexts is not None)
             self._rates.compute.add(pack.num_computed, time.perf_counter() - started_s - decoded_s - waited_s)
         return [(by_job[job], token) for job, token in zip(jobs, sampled, strict=True)]
+
+    def _interrupt(self) -> float:
+        """Runs short prompts before the next layer of the running pack, if some came meanwhile; returns the seconds it
+        took."""
+        started_s = time.perf_counter()
+        if not self._scheduler.num_waiting or not self._scheduler.may_interrupt(started_s):
+            return 0.0
+        self._sequences.plan_waiting()
+        pieces = self._next_pieces(interrupts=True)
+        if pieces:
+            self._sequences.packs[-1].wait()  # what is queued on the device runs first, and is not counted
+            self._run_pack(pieces)
+        return time.perf_counter() - started_s
 
     # -- decode --------------------------------------------------------------------------------------------------------
 
@@ -376,8 +399,8 @@ class BatchLoop:
                 logits = self._decoder.step(
                     [sequence.pages for sequence in decoding], [sequence.last_token for sequence in decoding]
                 )
-                if sequences.pack is not None:
-                    sequences.pack.wait()  # the step is queued after the pack's layers, whose time is not counted
+                if sequences.packs:
+                    sequences.packs[-1].wait()  # the step is queued after the pack's layers, whose time is not counted
                     on_device_s = time.perf_counter()
                 sampled = sample_tokens(logits, [sequence.sample_spec for sequence in decoding])
         except Exception as error:

@@ -17,7 +17,6 @@ from ccjax.runner.pages import RequestPages, shared_segments
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
 from ccjax.runner.sampling import SampledToken, SampleSpec, seed_of
-from ccjax.store.usage import DEVICE
 from ccjax.types import ChunkId, PrefillPlan, VariantId
 
 
@@ -73,7 +72,8 @@ class TokenSequence:
     @property
     def sample_spec(self) -> SampleSpec:
         """How to sample its next token."""
-        return SampleSpec(self.group.sampling, self._seed, len(self._tokens))
+        answer, sampling = self._answer, self.group.sampling
+        return SampleSpec(sampling, self._seed, len(self._tokens), answer.mask, answer.adjustments)
 
     @property
     def pages(self) -> RequestPages:
@@ -110,18 +110,16 @@ class TokenSequence:
 
     # -- in the queue ------------------------------------------------------------------------------------------
 
-    def work(self, tier_of: Callable[[str], str | None]) -> SequenceWork:
-        """Its work for the scheduler, by its plan and the current tiers of the variants; without a plan, as if nothing
-        were reused."""
+    def work(self, is_in_place: Callable[[str], bool]) -> SequenceWork:
+        """Its work for the scheduler, by its plan and the variants whose pages it can read now; without a plan, as if
+        nothing were reused."""
         plan = self._plan
         if plan is None:
             self._work = self._unplanned()
             return self._work
         group, shared_prompt = self.group, self.group.shared_prompt
-        on_device = (
-            {key for key in plan.pin if tier_of(key) == DEVICE} if shared_prompt is None else shared_prompt.shards
-        )
-        shared = shared_segments(plan, on_device)
+        in_place = shared_prompt.shards if shared_prompt is not None else set(filter(is_in_place, plan.pin))
+        shared = shared_segments(plan, in_place)
         counts = [num_pages(segment.num_tokens) for segment in plan.segments]
         computed = sum(
             segment.num_tokens if segment.action == "compute" else len(segment.recompute_offsets)
@@ -208,7 +206,7 @@ class TokenSequence:
         """Number of own pages that `start_prefill` will allocate; call `pin` first."""
         plan = self._plan
         assert plan is not None
-        chunks = self.prefill.on_device if self.group.shared_prompt is None else self.group.shared_prompt.shards
+        chunks = self.prefill.in_place if self.group.shared_prompt is None else self.group.shared_prompt.shards
         shared = shared_segments(plan, chunks)
         counts = (num_pages(s.num_tokens) for index, s in enumerate(plan.segments) if index not in shared)
         tail_slots = -plan.segments[-1].num_tokens % PAGE_TOKENS
@@ -224,7 +222,7 @@ class TokenSequence:
         assert plan is not None
         chunks: Mapping[VariantId, PagedShard]
         chunks = (
-            {key: pool.get(key) for key in self.prefill.on_device} if shared_prompt is None else shared_prompt.shards
+            {key: pool.get(key) for key in self.prefill.in_place} if shared_prompt is None else shared_prompt.shards
         )
         pages = RequestPages(pool, plan, chunks)
         for _ in self._tokens:
@@ -233,7 +231,10 @@ class TokenSequence:
         contexts = None if shared_prompt is not None else self.prefill.start_loading(pages.shared)
         collect = shared_prompt is None and self.prefill.collects and self.group.reuse is None
         num_logits = min(self.group.sampling.prompt_logits, plan.segments[-1].num_tokens)
-        self.job = PrefillJob(token_ids, plan, pages, contexts=contexts, collect=collect, num_logits=num_logits)
+        num_top = self.group.sampling.prompt_logprobs if shared_prompt is None else None
+        self.job = PrefillJob(
+            token_ids, plan, pages, contexts=contexts, collect=collect, num_logits=num_logits, num_top=num_top
+        )
 
     @property
     def is_as_scheduled(self) -> bool:
@@ -255,6 +256,8 @@ class TokenSequence:
         assert self.job is not None
         self.is_decoding = True
         outcome, self.job.result = self.job.result, PrefillOutcome()  # frees its memory before the answer is complete
+        if self.job.collect:
+            outcome.kv = self.job.pages.hold()
         if self.reads_prompt:
             return None
         prefilled = self.prefill.prefilled(outcome, self.job.plan)
@@ -276,7 +279,7 @@ class TokenSequence:
         delta = self._answer.push(token)
         if self._answer.finish_reason is None:
             if delta.token_ids:
-                self.group.emit(delta)
+                self.group.emit_delta(delta)
             if self._answer.num_tokens < self._prompt.max_new_tokens:
                 return False
         self._last = self._answer.finish(delta)
@@ -289,7 +292,7 @@ class TokenSequence:
 
     def keep_run(self) -> None:
         """Stores the KV of prompt and answer."""
-        self.group.keep_run(self._tokens, self.pages.slots)
+        self.group.keep_run(self._tokens, self.pages.hold())
 
     def _unplanned(self) -> SequenceWork:
         prompt = self._prompt

@@ -36,7 +36,7 @@ class Sequences:
     """All sequences of the loop. Used only by the loop's thread, except for `all`.
 
     Attributes:
-      pack: the running pack; None between packs.
+      packs: the running pack and one that interrupts it; none between packs.
       pages: the pages available to prompts and answers.
       num_preemptions, num_retries: counts so far.
       answer_tokens: moving average of the tokens per answer; None before the first answer has ended.
@@ -54,7 +54,7 @@ class Sequences:
         Args:
           max_retries: how often a sequence whose step failed is retried.
         """
-        self.pack: Prefilling | None = None
+        self.packs: list[Prefilling] = []
         self.pages = AvailablePages(pool, chunks.store, chunks.variants)
         self.num_preemptions = 0
         self.num_retries = 0
@@ -177,7 +177,7 @@ class Sequences:
         added = []
         for preparation in sequence.preparations(self._preparing):
             try:
-                self._scheduler.add(preparation.work(self._store.tier_of), after=sequence.sequence_id)
+                self._scheduler.add(preparation.work(self._pool.is_in_place), after=sequence.sequence_id)
             except NeverFitsError:
                 preparation.group.open.remove(preparation)
             else:
@@ -198,7 +198,7 @@ class Sequences:
     def _replan(self, sequence: TokenSequence) -> None:
         """Updates the scheduler with the work of a sequence under its current plan."""
         try:
-            self._scheduler.replan(sequence.work(self._store.tier_of))
+            self._scheduler.replan(sequence.work(self._pool.is_in_place))
         except NeverFitsError as error:
             self.fail(sequence, error)
 
@@ -246,7 +246,7 @@ class Sequences:
         self._scheduler.share(sequence.share())
         self.pages.shared.append(group)
         for fork in new:
-            self._scheduler.add(fork.work(self._store.tier_of), after=sequence.sequence_id)
+            self._scheduler.add(fork.work(self._pool.is_in_place), after=sequence.sequence_id)
         self.add(new)
         for member in waiting:
             self._replan(member)
@@ -267,8 +267,9 @@ class Sequences:
         self._closing.append(sequence.prefill)
 
     def _release_pages(self, sequence: TokenSequence) -> None:
-        if self.pack is not None and sequence.job is not None:
-            self.pack.drop(sequence.job)
+        if sequence.job is not None:
+            for pack in self.packs:
+                pack.drop(sequence.job)
         sequence.release_pages()
 
     # -- tokens and ends -----------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ class Sequences:
     def settle(self) -> None:
         """Emits the last deltas of ended sequences, first unpinning what they reused, so that a caller with a complete
         answer finds it evictable. Between the layers of a pack it is unpinned later, since promotion takes time."""
-        if self.pack is None:
+        if not self.packs:
             closing, self._closing = self._closing, []
             for prefill in closing:
                 prefill.close()
@@ -371,7 +372,7 @@ class Sequences:
         """
         is_lost = self._pool.is_lost()
         if is_lost:
-            self.pack = None  # removing sequences from it would run steps over the lost pages
+            self.packs.clear()  # removing sequences from them would run steps over the lost pages
         for sequence in sequences:
             if self._by_id.get(sequence.sequence_id) is not sequence or sequence.job is None:
                 continue
@@ -395,7 +396,8 @@ class Sequences:
     def lose_pages(self) -> None:
         """Queues all running sequences again and drops shared prompts, because the contents of the pool are lost."""
         logger.warning("the pages of the pool are lost; what runs is computed, or loaded, again")
-        self.pack, self._lost_s = None, time.perf_counter()
+        self._lost_s = time.perf_counter()
+        self.packs.clear()
         for sequence in self.all():
             if sequence.job is not None:
                 self._requeue(sequence)
@@ -409,7 +411,7 @@ class Sequences:
 
     def start_over(self) -> None:
         """Resets the state after all sequences have failed."""
-        self.pack = None
+        self.packs.clear()
         self.settle()
         if self._lost_s is not None or self._pool.is_lost():
             self.lose_pages()

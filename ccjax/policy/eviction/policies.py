@@ -114,7 +114,8 @@ class SavedSeconds(RankedPolicy):
 
     Uses of evicted keys are remembered: 260 bytes per key, against megabytes of KV, increase what tiers of up to a
     tenth of all bytes save by a fifth to a half on MuSiQue's trace. A new entry that is worth less than what would
-    be evicted for it is not stored.
+    be evicted for it is not stored; an only copy that is worth less than a fourth of it, since errors of measured
+    seconds would otherwise decide, and a full tier take nothing new.
 
     Args:
       half_life: in the unit of `now`; more than 0.
@@ -125,6 +126,7 @@ class SavedSeconds(RankedPolicy):
     """
 
     weighs_new_keys = True
+    leeway = 2.0  # log2 of 4
 
     def __init__(self, *, half_life: float = HALF_LIFE, num_remembered: int = NUM_REMEMBERED) -> None:
         super().__init__(num_remembered=num_remembered)

@@ -61,6 +61,8 @@ class RankedPolicy:
     """
 
     weighs_new_keys = False
+    leeway = 0.0
+    """By how much less an only copy may be worth than what is evicted for it."""
     is_tree = False
 
     def __init__(self, *, num_remembered: int = 0) -> None:
@@ -144,7 +146,12 @@ class RankedPolicy:
         self._compact()
 
     def victims(
-        self, bytes_wanted: int, *, pinned: Collection[str] = (), new_key: str | None = None
+        self,
+        bytes_wanted: int,
+        *,
+        pinned: Collection[str] = (),
+        new_key: str | None = None,
+        is_only_copy: bool = False,
     ) -> tuple[str, ...] | None:
         """Keys to evict, lowest value first: the shortest such sequence that frees `bytes_wanted`; `()` for 0 bytes,
         None if all together do not. Changes nothing: the caller evicts and calls `on_remove`.
@@ -153,16 +160,19 @@ class RankedPolicy:
           pinned: never chosen.
           new_key: the inserted key that needs the space. `(new_key,)` means that it is worth less than what would be
             evicted for it, and should not be stored; policies that always accept new entries never return it.
+          is_only_copy: no other tier holds the new key, so that refusing it loses it.
 
         Raises:
           ValueError: `bytes_wanted` is negative.
           KeyError: `new_key` is not held.
         """
         check_count("bytes_wanted", bytes_wanted, least=0)
-        protected = {*pinned}
+        protected, most = {*pinned}, math.inf
         if new_key is not None:
-            self._held(new_key)
-            if not self.weighs_new_keys:
+            worth = self._held(new_key).rank[0]
+            if self.weighs_new_keys and is_only_copy and new_key not in protected:
+                most = worth + self.leeway
+            if not self.weighs_new_keys or is_only_copy:
                 protected.add(new_key)
         met: dict[Rank, None] = {}
         chosen: list[str] = []
@@ -181,11 +191,11 @@ class RankedPolicy:
                 self._out_of_heap.add(key)
                 continue
             info = self._entries[key].info
-            if key == new_key:  # it ranks before enough others, which then need not be evicted either
-                chosen, freed_bytes = [key], bytes_wanted
-            else:
-                chosen.append(key)
-                freed_bytes += info.num_bytes
+            if new_key is not None and (key == new_key or rank[0] > most):  # it ranks before enough others, which stay
+                chosen, freed_bytes = [new_key], bytes_wanted
+                break
+            chosen.append(key)
+            freed_bytes += info.num_bytes
             gone[info.parent] += 1
             if self._num_children[info.parent] == gone[info.parent]:
                 self._put_back(info.parent)

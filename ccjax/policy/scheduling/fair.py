@@ -15,6 +15,9 @@ time if the flow was idle.
   of each other flow.
 - RAGCache sec. 5.2 orders by cached / computed tokens, so that cached KV is used before it is evicted. Our reading of
   its window: a sequence overtakes at most the `window - 1` sequences that arrived right before it.
+- Before that, short sequences overtake longer ones of their flow and preparations for others, within the same window,
+  and only while they are less than a pack ahead: what the others compute counts twice, so that these get a third of the
+  flow's tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +29,28 @@ from ccjax.policy.scheduling.least import LeastFirst
 from ccjax.policy.scheduling.sequence import ScheduledSequence
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlowOrder:
+    """How a flow orders its sequences: those that overtake others (`window`), sequences of at most `short_tokens` first
+    while they are less than `most_lead` tokens ahead."""
+
+    window: int
+    short_tokens: int = 0
+    most_lead: int = 0
+
+    def is_short(self, sequence: ScheduledSequence) -> bool:
+        """Whether it may overtake longer ones."""
+        return sequence.work.prefill_tokens <= self.short_tokens
+
+
 @dataclasses.dataclass(slots=True)
 class _Flow:
-    """Sequences of one client: never started ones by arrival, preempted ones by number."""
+    """Sequences of one client: never started ones by arrival, preempted ones by number. `lead`: tokens by which short
+    ones are ahead of others that came before them."""
 
     name: str
     last_tag: float = 0.0
+    lead: float = 0.0
     num_arrived: int = 0
     num_unserved: int = 0
     waiting: collections.OrderedDict[int, ScheduledSequence] = dataclasses.field(
@@ -42,20 +61,30 @@ class _Flow:
     def tag_of(self, sequence: ScheduledSequence) -> float:
         return self.last_tag + sequence.work.prefill_tokens if sequence.tag is None else sequence.tag
 
-    def head(self, window: int) -> ScheduledSequence | None:
+    def head(self, order: FlowOrder) -> ScheduledSequence | None:
         """The sequence to start next; O(returned + window)."""
-        if self.returned:
-            return self.returned[min(self.returned)]
+        returned = self.returned[min(self.returned)] if self.returned else None
         best: ScheduledSequence | None = None
+        short: ScheduledSequence | None = None
         last_place = 0
-        for sequence in self.waiting.values():
-            if best is None:
-                best, last_place = sequence, sequence.place + window - 1
+        for number, sequence in enumerate(self.waiting.values()):
+            if not number:
+                last_place = sequence.place + order.window - 1
             elif sequence.place > last_place:
                 break
-            elif _cached_share(sequence) > _cached_share(best):
+            if order.is_short(sequence) and (short is None or _cached_share(sequence) > _cached_share(short)):
+                short = sequence
+            if best is None or _cached_share(sequence) > _cached_share(best):
                 best = sequence
-        return best
+        if self.lead >= order.most_lead:
+            short = None
+        if returned is None:
+            return short or best
+        # What has run already goes on first; what only prepares for another waits for what is shorter.
+        is_begun = returned.uncharged_tokens < returned.work.prefill_tokens
+        if short is None or is_begun or order.window == 1:
+            return returned
+        return short if short.work.prefill_tokens < returned.work.prefill_tokens else returned
 
 
 def _cached_share(sequence: ScheduledSequence) -> float:
@@ -68,8 +97,8 @@ class FairQueue:
     A sequence counts as unserved from `enqueue` until `serve` has been called for all its tokens, or until `discard`.
     """
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    def __init__(self, order: FlowOrder) -> None:
+        self._order = order
         self._flows: dict[str, _Flow] = {}
         self._heads: LeastFirst[str] = LeastFirst()
         self._idle: LeastFirst[str] = LeastFirst()
@@ -120,12 +149,18 @@ class FairQueue:
         flow = self._flows[sequence.work.flow]
         if sequence.tag is None:
             sequence.tag = flow.last_tag = flow.tag_of(sequence)
+            if self._order.is_short(sequence) and (flow.returned or sequence is not next(iter(flow.waiting.values()))):
+                flow.lead += sequence.work.prefill_tokens
         self._withdraw(flow, sequence)
 
     def serve(self, sequence: ScheduledSequence, num_tokens: int) -> None:
         """Records computed tokens of a started sequence and advances virtual time."""
         num_tokens = min(num_tokens, sequence.uncharged_tokens)
         sequence.uncharged_tokens -= num_tokens
+        if not self._order.is_short(sequence):
+            flow = self._flows[sequence.work.flow]
+            flow.lead = max(0.0, flow.lead - 2 * num_tokens)
+            self._update_head(flow)
         self._virtual += num_tokens / self._num_backlogged
         while (idle := self._idle.least()) is not None and idle[0] <= self._virtual:  # its tag has no effect any more
             self._idle.discard(idle[1])
@@ -146,7 +181,7 @@ class FairQueue:
         self._update_head(flow)
 
     def _update_head(self, flow: _Flow) -> None:
-        head = flow.head(self._window)
+        head = flow.head(self._order)
         if head is None:
             self._heads.discard(flow.name)
         else:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
 
 from ccjax.policy._checks import check_count
+from ccjax.policy.scheduling.fair import FlowOrder
 from ccjax.policy.scheduling.least import LeastFirst
 from ccjax.policy.scheduling.sequence import ScheduledSequence
 from ccjax.policy.scheduling.waiting import QueueLimit, WaitingQueue
@@ -31,12 +33,16 @@ class Scheduler:
         self.settings = settings
         self._sequences: dict[str, ScheduledSequence] = {}
         self._admitted: dict[str, ScheduledSequence] = {}
-        self._queue = WaitingQueue(settings.reorder_window)
+        most_lead = settings.max_num_batched_tokens
+        self._queue = WaitingQueue(FlowOrder(settings.reorder_window, settings.short_tokens, most_lead))
         self._queue_limit = QueueLimit(settings.max_queue, settings.flow_share)
         self._deadlines: LeastFirst[str] = LeastFirst()
         self._num_arrived = 0
         self._is_blocked = False
         self._pack: dict[str, ScheduledPiece] = {}
+        self._interrupted: dict[str, ScheduledPiece] = {}
+        self._interrupted_s = self._interruption_s = 0.0
+        self._resumed_s = -math.inf
         self._step: dict[str, ScheduledSequence] | None = None
         self._step_s = 0.0
         self._mark_s = 0.0
@@ -191,6 +197,7 @@ class Scheduler:
         costs: StepCosts,
         *,
         shared_pages: Callable[[str], int] | None = None,
+        interrupts: bool = False,
     ) -> ScheduledPack:
         """Chooses what to prefill next, until `pack_done`.
 
@@ -203,25 +210,31 @@ class Scheduler:
         Args:
           free_pages: free pages of the pool, including those of chunks that no sequence reads.
           shared_pages: how many of a sequence's shared pages would be taken from the free ones now; without it, all.
+          interrupts: choose only short prompts, to run through all layers before the next layer of the running pack,
+            which goes on after `pack_done`. Nothing is preempted for them.
 
         Raises:
-          RuntimeError: the previous pack or decode step is not done.
+          RuntimeError: the previous pack or decode step is not done; or `interrupts` without `may_interrupt`.
         """
         check_count("free_pages", free_pages, least=0)
-        if self._pack or self._step is not None:
+        if self._step is not None or (not self.may_interrupt(now_s) if interrupts else self._pack):
             raise RuntimeError("next_pack: wanted pack_done or decode_done first")
         self._mark_s, self._step_s = now_s, costs.decode_step_s
+        if interrupts:
+            self._interrupted, self._pack, self._interrupted_s = self._pack, {}, now_s
         self._is_blocked = is_closed = False
         budget = self.settings.max_num_batched_tokens
         preempted: list[str] = []
         admitted: list[str] = []
         begun = collections.deque(
-            sorted((r for r in self._admitted.values() if r.state == "prefill"), key=self._queue.order)
+            sorted((r for r in self._begun() if not interrupts or self._is_short(r)), key=self._queue.order)
         )
         while budget > 0:
             while begun and begun[0].state != "prefill":  # preempted just now
                 begun.popleft()
             head = None if self._is_blocked or is_closed else self._queue.head()
+            if head is not None and interrupts and not self._is_short(head):
+                head = None
             if begun and (head is None or self._queue.order(begun[0]) < self._queue.order(head)):
                 num_tokens = self._put_in_pack(begun.popleft(), budget)
                 budget -= num_tokens
@@ -234,7 +247,7 @@ class Scheduler:
                 continue
             wanted = head.own_pages + (shared_pages(head.sequence_id) if shared_pages else head.work.shared_pages)
             victims = self._victims_for(head, wanted, free_pages)
-            if victims is None or head.sequence_id in preempted:
+            if victims is None or head.sequence_id in preempted or (interrupts and victims):
                 self._is_blocked = True
                 continue
             for victim in victims:
@@ -244,7 +257,21 @@ class Scheduler:
             self._admit(head)
             admitted.append(head.sequence_id)
             budget -= self._put_in_pack(head, budget)
-        return ScheduledPack(tuple(preempted), tuple(admitted), tuple(self._pack.values()))
+        pieces = tuple(self._pack.values())
+        if not pieces:
+            self._resume(now_s)
+        return ScheduledPack(tuple(preempted), tuple(admitted), pieces)
+
+    def may_interrupt(self, now_s: float) -> bool:
+        """True if `next_pack` may choose short prompts to run before the next layer of the running pack: one of twice
+        as many tokens or more that interrupts none itself, half as long after the last interruption as that took. So
+        long prompts keep a third of the time."""
+        if not self._pack or self._interrupted or now_s - self._resumed_s < self._interruption_s / 2:
+            return False
+        if any(self._sequences[name].is_alone for name in self._pack):
+            return False
+        num_tokens = sum(piece.num_tokens for piece in self._pack.values())
+        return num_tokens >= 2 * self.settings.short_tokens
 
     def pack_done(self, now_s: float) -> tuple[str, ...]:
         """Ends the pack; returns the sequences that have their next token now, in pack order. They decode from now
@@ -260,6 +287,7 @@ class Scheduler:
                 sequence.last_token_s = now_s
                 done.append(piece.sequence_id)
         self._pack = {}
+        self._resume(now_s)
         return tuple(done)
 
     def after_layer(self, now_s: float) -> bool:
@@ -342,6 +370,19 @@ class Scheduler:
         mean_tokens = self._queue_limit.num_tokens / self._queue_limit.num_queued
         return wait_s + (num_starts - 1) * mean_tokens * costs.token_s
 
+    def _resume(self, now_s: float) -> None:
+        """Continues the interrupted pack, if there is one."""
+        if self._interrupted:
+            self._interruption_s, self._resumed_s = now_s - self._interrupted_s, now_s
+            self._pack, self._interrupted, self._mark_s = self._interrupted, {}, now_s
+
+    def _begun(self) -> list[ScheduledSequence]:
+        """Admitted sequences whose prompts are not complete, without those of the interrupted pack."""
+        return [r for r in self._admitted.values() if r.state == "prefill" and r.sequence_id not in self._interrupted]
+
+    def _is_short(self, sequence: ScheduledSequence) -> bool:
+        return sequence.tokens_left <= self.settings.short_tokens and not sequence.is_alone
+
     def _get(self, sequence_id: str) -> ScheduledSequence:
         if sequence_id not in self._sequences:
             raise KeyError(f"sequence_id: wanted one that is scheduled, got {sequence_id!r}")
@@ -359,7 +400,7 @@ class Scheduler:
         ]
 
     def _sharing(self) -> list[ScheduledSequence]:
-        if any(self._sequences[name].is_alone for name in self._pack):
+        if any(self._sequences[name].is_alone for name in (*self._pack, *self._interrupted)):
             return []
         return [sequence for sequence in self._decoding() if not sequence.is_alone]
 
@@ -415,6 +456,7 @@ class Scheduler:
         """Removes a sequence from the admitted ones and from the running pack and step."""
         self._admitted.pop(sequence.sequence_id, None)
         self._pack.pop(sequence.sequence_id, None)
+        self._interrupted.pop(sequence.sequence_id, None)
         if self._step is not None:
             self._step.pop(sequence.sequence_id, None)
 

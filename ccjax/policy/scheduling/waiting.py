@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 
-from ccjax.policy.scheduling.fair import FairQueue
+from ccjax.policy.scheduling.fair import FairQueue, FlowOrder
 from ccjax.policy.scheduling.least import LeastFirst
 from ccjax.policy.scheduling.sequence import ScheduledSequence
 from ccjax.policy.scheduling.work import AdmissionQueueFullError
@@ -13,8 +13,8 @@ from ccjax.policy.scheduling.work import AdmissionQueueFullError
 class WaitingQueue:
     """A `FairQueue` for each priority in use."""
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    def __init__(self, order: FlowOrder) -> None:
+        self._order = order
         self._queues: dict[int, FairQueue] = {}
         self._priorities: LeastFirst[int] = LeastFirst()
 
@@ -22,7 +22,7 @@ class WaitingQueue:
         """See `FairQueue.enqueue`."""
         priority = sequence.work.priority
         if priority not in self._queues:
-            self._queues[priority] = FairQueue(self._window)
+            self._queues[priority] = FairQueue(self._order)
         self._queues[priority].enqueue(sequence)
         self._update_head(priority)
 

@@ -8,6 +8,8 @@ from ccjax.policy._checks import check_count, check_mass
 
 USUAL_DECODE_GAP_S = 0.2
 """Default pause between two tokens: a steady pace for readers."""
+SHORT_SHARE = 3
+"""A prompt is short if a pack has room for this many of it."""
 DECODE_SHARE = 1 / 3
 """Largest share of device time for decoding if the default gap would leave less than the rest for queued prompts."""
 
@@ -99,8 +101,8 @@ class SchedulerSettings:
         a larger reserve means fewer preemptions and fewer concurrent sequences.
       max_queue: most requests waiting for admission.
       flow_share: a flow may queue up to this many times the number of free queue slots.
-      reorder_window: within a flow, of this many sequences the one with the most cached tokens per computed one goes
-        first (RAGCache sec. 5.2, which uses 32); 1 keeps the order of arrival.
+      reorder_window: within a flow, of this many sequences short ones go first, then the one with the most cached
+        tokens per computed one (RAGCache sec. 5.2, which uses 32); 1 keeps the order of arrival.
     """
 
     num_pages: int
@@ -132,6 +134,11 @@ class SchedulerSettings:
         check_mass("flow_share", self.flow_share)
         if self.flow_share == 0.0:
             raise ValueError("flow_share: wanted more than 0, got 0")
+
+    @property
+    def short_tokens(self) -> int:
+        """Most computed tokens of a short prompt, which overtakes longer ones of its flow and interrupts packs."""
+        return self.max_num_batched_tokens // SHORT_SHARE
 
     def decode_gap_s(self, decode_step_s: float) -> float:
         """`max_decode_gap_s`, or its default for decode steps of this length."""

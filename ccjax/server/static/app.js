@@ -20,13 +20,17 @@ let last = null; // { body, text, trace } of the answer that is shown
 
 let wasDown = false;
 
-const look = watch((state, text) => {
+const look = watch((state, text, numPassages) => {
   const status = byId("status");
   const shown = { ok: `ready: ${text}`, wait: text, down: "not reachable", key: text }[state];
   if (status.textContent !== shown) status.textContent = shown; // the same words again would be read out again
   status.dataset.state = state;
   if (state === "ok") {
-    byId("examples").hidden = text !== "demo";
+    byId("examples").hidden = !numPassages || text !== "demo";
+    byId("top-k-field").hidden = !numPassages;
+    byId("documents-note").textContent = numPassages
+      ? `The server adds passages of its documents, found among ${count(numPassages)}.`
+      : "The server has no documents (--docs): the question is asked alone, or with passages of your own.";
     if (wasDown) showAlert("");
     wasDown = false;
   } else if (state === "down") {
@@ -53,7 +57,7 @@ function bodyOf(question) {
     .map((text) => text.trim())
     .filter(Boolean);
   if (own.length) body.documents = own.map((text, at) => ({ text, id: `own-${at + 1}`, title: `Passage ${at + 1}` }));
-  else if (number("top-k") !== null) body.retrieval = { top_k: number("top-k") };
+  else if (!byId("top-k-field").hidden && number("top-k") !== null) body.retrieval = { top_k: number("top-k") };
   return body;
 }
 

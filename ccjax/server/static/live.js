@@ -6,7 +6,7 @@ import { byId, bytes, count, definitions, el, percent, place, time } from "./dom
 const EVERY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Polls until the page is closed. Calls `onState(state, text)` with "ok", "wait", "down" or "key". */
+/** Polls until the page is closed. Calls `onState(state, text, numPassages)` with "ok", "wait", "down" or "key". */
 export function watch(onState) {
   let timer = 0;
   let under_way = false;
@@ -18,7 +18,7 @@ export function watch(onState) {
     try {
       const live = await getJson("v1/live");
       show(live);
-      onState("ok", live.model);
+      onState("ok", live.model, live.num_passages);
     } catch (error) {
       byId("live-note").textContent = "Last known state; trying again.";
       byId("live-note").hidden = false;

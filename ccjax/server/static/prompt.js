@@ -5,12 +5,13 @@ import { byId, count, definitions, el, percent } from "./dom.js";
 const CAUSES = {
   question: ["always computed", "The end of a prompt is never stored."],
   new: ["new text", "No KV of this text is stored."],
+  edited: ["edited", "The text before it is stored, and goes on differently there."],
   short: ["too short", "Text between passages that is too short to be stored."],
   prefix: ["other text before it", "Its KV is stored only behind other text than here, which it may not be reused behind."],
   mode: ["not by this mode", "Its KV is stored, but the request's reuse mode, or the strategy, does not use it."],
   load: ["computing was quicker", "Its KV is stored, but loading it would have taken longer than computing it."],
   failed: ["could not be loaded", "Its stored KV could not be read, or not in time."],
-  evicted: ["evicted", "Its KV was stored and evicted for want of space."],
+  evicted: ["evicted", "Its KV was evicted, or not stored, for want of space."],
 };
 const TIERS = { device: "device memory", host: "host memory", disk: "disk" };
 

@@ -1,0 +1,232 @@
+"""Tables, notebooks, mail, books and office files as Markdown.
+
+Archives are read in memory and only as far as they say they are large; nothing in them is run, fetched or written.
+"""
+
+from __future__ import annotations
+
+import csv
+import email
+import email.policy
+import importlib
+import io
+import json
+import posixpath
+import re
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+from ccjax.retrieval.encoding import decode
+from ccjax.retrieval.html import read_html, table
+
+_MOST_UNPACKED_BYTES, _MOST_PARTS, _MOST_CELLS = 200_000_000, 20_000, 2_000_000
+_LONGEST_OUTPUT = 2000
+_ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
+_UNDERLINE = re.compile(r"(?m)^(?:([^\w\s])\1{2,}\n)?(\S.*)\n([^\w\s])\3{2,}[ \t]*$")
+
+
+def read_rst(text: str) -> str:
+    """reStructuredText with its headings as those of Markdown; levels are in order of first use, as there."""
+    levels: dict[str, int] = {}
+
+    def heading(match: re.Match[str]) -> str:
+        over, words, under = match[1] or "", match[2], match[3]
+        if len(match[0].rstrip().rpartition("\n")[2]) < len(words.rstrip()) or (over and over != under):
+            return match[0]
+        level = levels.setdefault(over + under, len(levels) + 1)
+        return f"\n{'#' * min(6, level)} {words.strip()}\n"
+
+    return _UNDERLINE.sub(heading, text.replace("\r\n", "\n"))
+
+
+def read_csv(text: str, delimiter: str | None = None) -> str:
+    """A table whose first row is the header.
+
+    Args:
+      delimiter: None to find out.
+    """
+    if delimiter is None:
+        head = text[:8192].split("\n", 1)[0]
+        delimiter = max(",;\t|", key=head.count)
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text), delimiter=delimiter) if any(map(str.strip, row))]
+    except csv.Error as error:
+        raise ValueError(f"broken table: {error}") from None
+    return _padded_table(rows)
+
+
+def _padded_table(rows: list[list[str]]) -> str:
+    width = max(map(len, rows), default=0)
+    if width < 2 or len(rows) < 2:
+        return "\n".join(" ".join(row) for row in rows)
+    if len(rows) * width > _MOST_CELLS:
+        raise ValueError(f"wanted a table of at most {_MOST_CELLS} cells, got {len(rows)} rows of {width}")
+    return table([row + [""] * (width - len(row)) for row in rows])
+
+
+def read_notebook(data: bytes) -> str:
+    """The cells of a Jupyter notebook, with what they printed."""
+    book = json.loads(data)
+    cells = book.get("cells") or [cell for sheet in book.get("worksheets", []) for cell in sheet.get("cells", [])]
+    language = (book.get("metadata", {}).get("kernelspec") or {}).get("language", "")
+    parts = []
+    for cell in cells:
+        source = _text_of(cell.get("source", cell.get("input", "")))
+        if cell.get("cell_type") != "code":
+            parts.append(source)
+            continue
+        parts.append(_fenced(source, language))
+        for output in cell.get("outputs", []):
+            shown = _text_of(output.get("text") or (output.get("data") or {}).get("text/plain") or "")
+            parts.append(_fenced(shown[:_LONGEST_OUTPUT], "") if shown.strip() else "")
+    return "\n\n".join(filter(None, parts))
+
+
+def _text_of(source: Any) -> str:
+    return "".join(map(str, source)) if isinstance(source, list) else str(source)
+
+
+def _fenced(text: str, language: str) -> str:
+    marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{marks}{language}\n{text.rstrip()}\n{marks}"
+
+
+def read_mail(data: bytes) -> tuple[str, str]:
+    """Subject and text of a message, with its sender, recipients, date and the names of what is attached."""
+    message: Any = email.message_from_bytes(data, policy=email.policy.default)
+    names = ("From", "To", "Cc", "Date")
+    lines = [f"{name}: {' '.join(str(message[name]).split())}" for name in names if message[name]]
+    body, text = message.get_body(("plain", "html")), ""
+    if body is not None:
+        try:
+            text = body.get_content()
+        except (LookupError, ValueError):  # an unknown or a wrong encoding
+            text = decode(body.get_payload(decode=True) or b"")[0]
+        text = read_html(text)[1] if body.get_content_type() == "text/html" else text
+    attached = [name for part in message.iter_attachments() if (name := part.get_filename())]
+    lines += [f"Attached: {', '.join(attached)}"] if attached else []
+    if not lines and not text.strip():
+        raise ValueError("no message")
+    return " ".join(str(message["Subject"] or "").split()), "\n".join(lines) + f"\n\n{text}"
+
+
+# -- archives ----------------------------------------------------------------------------------------------------------
+
+
+def _opened(data: bytes) -> zipfile.ZipFile:
+    """An archive that is safe to parse.
+
+    Raises:
+      ValueError: it is none, encrypted, too large when unpacked, or its XML defines entities.
+    """
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        infos = archive.infolist()
+        if len(infos) > _MOST_PARTS or sum(info.file_size for info in infos) > _MOST_UNPACKED_BYTES:
+            raise ValueError(f"wanted at most {_MOST_UNPACKED_BYTES} bytes and {_MOST_PARTS} parts when unpacked")
+        for info in infos:
+            if info.flag_bits & 1:
+                raise ValueError("protected by a password")
+            if info.filename.endswith((".xml", ".rels", ".opf", ".ncx", ".xhtml")):
+                if _ENTITY.search(archive.read(info).replace(b"\x00", b"")):
+                    raise ValueError(f"{info.filename} defines XML entities")
+    except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError) as error:
+        if data.startswith(b"\xd0\xcf\x11\xe0"):
+            raise ValueError("protected by a password, or a file of an older format") from None
+        raise ValueError(f"broken archive: {error}") from None
+    return archive
+
+
+def _library(name: str, suffix: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(f"reading {suffix} needs {name}: pip install 'ccjax[office]'") from None
+
+
+def read_docx(data: bytes) -> tuple[str, str]:
+    """Title and text of a Word document."""
+    mammoth = _library("mammoth", ".docx")
+    _opened(data).close()
+    html = mammoth.convert_to_html(io.BytesIO(data), convert_image=lambda image: [], include_default_style_map=True)
+    return read_html(html.value)
+
+
+def read_pptx(data: bytes) -> tuple[str, str]:
+    """Title and text of slides, each below its title, with notes."""
+    presentation = _library("pptx", ".pptx")
+    _opened(data).close()
+    parts = []
+    slides = presentation.Presentation(io.BytesIO(data)).slides
+    for number, slide in enumerate(slides, 1):
+        heading = slide.shapes.title
+        named = " ".join(heading.text_frame.text.split()) if heading is not None else ""
+        parts.append(f"## {named or f'Slide {number}'}")
+        parts += _texts_of(slide.shapes, None if heading is None else heading.shape_id)
+        if slide.has_notes_slide and (notes := slide.notes_slide.notes_text_frame) is not None:
+            parts.append(notes.text)
+    return "", "\n\n".join(part for part in parts if part.strip())
+
+
+def _texts_of(shapes: Any, heading_id: int | None) -> Iterator[str]:
+    for shape in shapes:
+        if hasattr(shape, "shapes"):
+            yield from _texts_of(shape.shapes, heading_id)
+        elif getattr(shape, "has_table", False):
+            yield _padded_table([[cell.text for cell in row.cells] for row in shape.table.rows])
+        elif shape.has_text_frame and shape.shape_id != heading_id:
+            yield "\n".join(
+                f"{'  ' * paragraph.level}- {paragraph.text}"
+                if len(shape.text_frame.paragraphs) > 1
+                else paragraph.text
+                for paragraph in shape.text_frame.paragraphs
+                if paragraph.text.strip()
+            )
+
+
+def read_xlsx(data: bytes) -> tuple[str, str]:
+    """The sheets of a workbook, each a table below its name, with the values that its program saved."""
+    openpyxl = _library("openpyxl", ".xlsx")
+    _opened(data).close()
+    parts, num_cells = [], 0
+    for sheet in openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True, keep_links=False).worksheets:
+        sheet.reset_dimensions()  # which may claim billions of cells
+        rows: list[list[str]] = []
+        for values in sheet.iter_rows(values_only=True):
+            num_cells += 1 + len(values)
+            if num_cells > _MOST_CELLS:
+                raise ValueError(f"wanted at most {_MOST_CELLS} cells")
+            cells = ["" if value is None else str(value).removesuffix(" 00:00:00") for value in values]
+            if any(cells):
+                rows.append(cells)
+        if rows:
+            parts.append(f"## {sheet.title}\n\n{_padded_table(rows)}")
+    return "", "\n\n".join(parts)
+
+
+def read_epub(data: bytes) -> tuple[str, str]:
+    """Title and chapters of a book, in reading order."""
+    with _opened(data) as archive:
+        try:
+            container = ElementTree.fromstring(archive.read("META-INF/container.xml"))
+            place = next(element.attrib["full-path"] for element in container.iter() if "full-path" in element.attrib)
+            package = ElementTree.fromstring(archive.read(place))
+        except (KeyError, StopIteration, ElementTree.ParseError) as error:
+            raise ValueError(f"broken book: {type(error).__name__}: {error}") from None
+        elements = {
+            kind: [e for e in package.iter() if e.tag.endswith("}" + kind)] for kind in ("title", "item", "itemref")
+        }
+        places = {item.get("id"): item.get("href", "") for item in elements["item"]}
+        parts = []
+        for reference in elements["itemref"]:
+            href = unquote(places.get(reference.get("idref"), ""))
+            try:
+                page = archive.read(posixpath.normpath(posixpath.join(posixpath.dirname(place), href)))
+            except KeyError:
+                continue
+            title, text = read_html(decode(page, is_html=True)[0])
+            parts.append(f"# {title}\n\n{text}" if title and text else text)
+    return " ".join(next((e.text or "" for e in elements["title"]), "").split()), "\n\n".join(filter(None, parts))

@@ -1,0 +1,203 @@
+"""The visible main text of an HTML page as Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from selectolax.lexbor import LexborHTMLParser
+
+_UNSEEN = (
+    "head, script, style, noscript, template, svg, iframe, object, audio, video, canvas, select, button, datalist, "
+    "nav, body > footer, body > header:not(:has(h1)), [hidden], [aria-hidden=true], dialog:not([open]), "
+    "[role=navigation], [role=search], [role=menu], [role=contentinfo]"
+)
+_INVISIBLE = re.compile(r"(?:^|[;\s])(?:display\s*:\s*none|visibility\s*:\s*hidden)\b", re.IGNORECASE)
+_MENU = re.compile(r"(?:^|[-_\s])(?:nav(?:bar|igation)?|menu|breadcrumbs?|sidebar|toc|cookies?)(?:$|[-_\s])", re.I)
+_LINKED = 0.7
+"""Share of the text of a menu that is in links."""
+_BLOCK, _LINE, _CONTROLS = "\x02", "\x03", re.compile(r"[\x00-\x08\x0b-\x1f]")
+_BLOCK_TAGS = (
+    "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
+    "h1 h2 h3 h4 h5 h6 header hr legend main menu ol p pre section summary table td th ul"
+).split()
+_SEPARATORS: dict[str, str] = {str(tag): _BLOCK for tag in _BLOCK_TAGS} | dict.fromkeys(
+    ["br", "dd", "dt", "li", "tr"], _LINE
+)
+_HELD = frozenset("a blockquote caption h1 h2 h3 h4 h5 h6 li pre table td th".split())
+_MOST_MENUS = 1000
+"""Elements that are looked at, as that takes time proportional to their text."""
+_DEEPEST = 24
+"""Elements of the page that are written as a whole; deeper ones become plain text."""
+_MOST_COLUMNS, _LONGEST_REPEATED, _LONGEST_TARGET, _LONGEST_HEADER = 50, 200, 200, 240
+_ESCAPED = re.compile(r"(?<!\\)\|")
+
+
+class _Cell(NamedTuple):
+    text: str
+    is_header: bool
+    down: int
+    across: int
+
+
+def read_html(markup: str) -> tuple[str, str]:
+    """The title and the text of a page: its <title> or first <h1>, and what a reader sees besides menus, in <main> if
+    there is one. The text is Markdown: headings, lists, links, code, and tables in which cells that span others are
+    repeated."""
+    tree = LexborHTMLParser(markup)
+    title = " ".join(node.text().split()) if (node := tree.css_first("head > title, body > title")) else ""
+    unseen = {node.mem_id for node in tree.css(_UNSEEN)}
+    if (heading := tree.css_first("h1")) is not None:
+        words = " ".join(heading.text().split())
+        if title in ("", words):
+            title = words
+            unseen.add(heading.mem_id)
+    candidates = tree.css("ul[class], ol[class], div[class], ul[id], ol[id], div[id]")[:_MOST_MENUS]
+    unseen |= {node.mem_id for node in candidates if _is_menu(node)}
+    styled = (node for node in tree.css("[style]") if _INVISIBLE.search(node.attributes.get("style") or ""))
+    unseen |= {node.mem_id for node in styled}
+    roots = [node for node in tree.css("main, [role=main]") if node.text().strip()] or [tree.body]
+    return title, "" if roots[0] is None else _Writer(unseen).text_of(roots[0])
+
+
+def _is_menu(node: Any) -> bool:
+    if not _MENU.search(f"{node.attributes.get('class')} {node.attributes.get('id')}"):
+        return False
+    linked = sum(len("".join(link.text().split())) for link in node.css("a"))
+    return linked > _LINKED * len("".join(node.text().split()))
+
+
+class _Writer:
+    """Writes elements as Markdown. Until an element ends, its text has marks where blocks and lines end."""
+
+    def __init__(self, unseen: set[Any]) -> None:
+        self._unseen = unseen
+        self._parts: list[list[str]] = [[]]  # of the elements that are written as a whole
+        self._tables: list[list[list[_Cell]]] = []
+        self._numbers: list[int] = []  # of the next items of lists, 0 without numbers
+
+    def text_of(self, root: Any) -> str:
+        """The text of an element."""
+        waiting = [(root, "begin", False)]  # a stack of nodes, as pages may be nested deeply
+        while waiting:
+            node, state, is_pre = waiting.pop()
+            tag = node.tag
+            if tag == "-text":
+                text = _CONTROLS.sub("", node.text_content or "")
+                self._parts[-1].append(text if is_pre else re.sub(r"\s+", " ", text))
+            elif state != "begin":
+                self._end(node, tag, state == "held")
+            elif not tag.startswith(("-", "_")) and node.mem_id not in self._unseen:
+                waiting.append((node, self._begin(tag), is_pre))
+                children, child = [], node.child
+                while child is not None:
+                    children.append((child, "begin", is_pre or tag == "pre"))
+                    child = child.next
+                waiting += reversed(children)
+        return _lines(_cleaned("".join(self._parts[0])))
+
+    def _begin(self, tag: str) -> str:
+        self._parts[-1].append(self._separator(tag))
+        if tag in ("ul", "ol"):
+            self._numbers.append(int(tag == "ol"))
+        if tag == "tr" and self._tables:
+            self._tables[-1].append([])
+        if tag not in _HELD or len(self._parts) > _DEEPEST:
+            return "open"
+        if tag == "table":
+            self._tables.append([[]])
+        self._parts.append([])
+        return "held"
+
+    def _end(self, node: Any, tag: str, is_held: bool) -> None:
+        if is_held:
+            raw = "".join(self._parts.pop())
+            self._parts[-1].append(self._written(node, tag, raw.rstrip() if tag == "pre" else _cleaned(raw)))
+        if tag in ("ul", "ol"):
+            self._numbers.pop()
+        self._parts[-1].append("" if tag == "br" else self._separator(tag))
+
+    def _separator(self, tag: str) -> str:
+        return _LINE if tag in ("ul", "ol") and self._numbers else _SEPARATORS.get(tag, "")
+
+    def _written(self, node: Any, tag: str, text: str) -> str:
+        if tag == "table":
+            return f"{text}{_BLOCK}{_table(self._tables.pop())}"
+        if tag in ("td", "th") and self._tables:
+            spans = _number(node.attributes.get("rowspan")), _number(node.attributes.get("colspan"))
+            self._tables[-1][-1].append(_Cell(text, tag == "th", *spans))
+            return ""
+        if not text.strip():
+            return ""
+        if tag == "pre":
+            marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            return f"{marks}\n{text.replace(_BLOCK, '').replace(_LINE, chr(10))}\n{marks}"
+        if tag == "a":
+            target = (node.attributes.get("href") or "").strip().replace(" ", "%20")
+            is_told = target and len(target) <= _LONGEST_TARGET and not re.match(r"#|javascript:|data:", target, re.I)
+            return f"[{text}]({target})" if is_told and _BLOCK not in text and "]" not in text else text
+        if tag[0] == "h" and tag[1:].isdigit():
+            return f"{'#' * int(tag[1])} {' '.join(_lines(text).split())}"
+        if tag == "li":
+            number = self._numbers[-1] if self._numbers else 0
+            if number:
+                self._numbers[-1] += 1
+            mark = f"{number}. " if number else "- "
+            return mark + re.sub(r"\n(?=[^\n])", "\n" + " " * len(mark), _lines(text))
+        if tag == "blockquote":
+            return "> " + _lines(text).replace("\n", "\n> ")
+        return text
+
+
+def _cleaned(text: str) -> str:
+    marks = re.compile(r"(?<! ) *[\x02\x03][ \x02\x03]*")
+    text = marks.sub(lambda match: _BLOCK if _BLOCK in match[0] else _LINE, text.replace("\xa0", " "))
+    return (text if "```" in text else re.sub(" +", " ", text)).strip(" \x02\x03")
+
+
+def _lines(text: str) -> str:
+    return re.sub(r"\x03+", "\n", text.replace(_BLOCK, "\n\n"))
+
+
+def _number(value: str | None) -> int:
+    """Of rows or columns that a cell spans."""
+    return max(1, int(value)) if value and value.isascii() and value.isdigit() and len(value) < 6 else 1
+
+
+def _table(rows: Sequence[Sequence[_Cell]]) -> str:
+    """A table as Markdown; one that only arranges blocks, or has one row or column, as blocks."""
+    rows = [row for row in rows if row]
+    if len(rows) < 2 or max(map(len, rows)) < 2 or any("\n" in c.text or _BLOCK in c.text for row in rows for c in row):
+        return _BLOCK.join(cell.text for row in rows for cell in row)
+    cells = sum(map(len, rows))
+    is_plain = sum(min(cell.down, len(rows)) * cell.across for row in rows for cell in row) > 1000 + 20 * cells
+    grid: list[dict[int, str]] = [{} for _ in rows]
+    for number, row in enumerate(rows):
+        column = 0
+        for text, _, down, across in row:
+            while column in grid[number]:
+                column += 1
+            text = _lines(text)
+            below = 1 if is_plain else min(down, len(rows) - number)
+            for other in range(number, number + below):
+                for beside in range(column, column + (1 if is_plain else min(across, _MOST_COLUMNS))):
+                    is_first = (other, beside) == (number, column)
+                    grid[other][beside] = text if is_first or len(text) <= _LONGEST_REPEATED else ""
+    num_header = max(1, next((at for at, row in enumerate(rows) if not all(c.is_header for c in row)), 1))
+    num_columns = max(max(row) + 1 for row in grid)
+    columns = range(num_columns)
+    header = [" ".join(dict.fromkeys(row.get(column, "") for row in grid[:num_header])) for column in columns]
+    return table([header, *([row.get(at, "") for at in range(max(row) + 1)] for row in grid[num_header:])])
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its header first; if the header is too long to be repeated often, rows as `name: value`."""
+    rows = [[" ".join(_ESCAPED.sub(r"\\|", cell).split()) for cell in row] for row in rows]
+    if sum(map(len, rows[0])) > _LONGEST_HEADER:
+        pairs = (zip(rows[0], row, strict=False) for row in rows[1:])
+        return "\n".join(
+            "- " + "; ".join(f"{name}: {cell}" if name else cell for name, cell in row if cell) for row in pairs
+        )
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -1,0 +1,116 @@
+"""The text of a PDF in reading order, without running heads, page numbers and the line ends of its pages."""
+
+from __future__ import annotations
+
+import collections
+import io
+import re
+import unicodedata
+
+from pdfminer.high_level import extract_pages
+from pdfminer.layout import LAParams, LTTextBox, LTTextLine
+from pdfminer.pdfdocument import PDFDocument, PDFPasswordIncorrect
+from pdfminer.pdfparser import PDFParser
+from pdfminer.utils import decode_text
+
+_LIGATURES = {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}
+_PAGE_NUMBER = re.compile(
+    r"(?:\W|\b(?:page|seite|pagina|página|p|s)\b\.?)*(?:#|[ivxlc]+)(?:\W|#|\b(?:of|von|de|di|sur)\b)*", re.I
+)
+_NO_TITLE = re.compile(r"\(?(?:untitled|anonymous|unspecified)\)?\s*", re.IGNORECASE)
+_MARGIN_LINES = 2
+_MOST_REPEATS = 3
+"""Pages on which a head or foot is at least, numbers aside; 2 in a file of up to 5 pages."""
+_ITEM = re.compile(r"(?:[•▪‣◦·–*-]|\(?\d{1,2}[.)]|[a-z]\))\s")
+_COMPOUND = re.compile(
+    r"(?:\b(?:well|self|non|ex|high|low|long|short|real|cross|half|all|ever|much|best|ill|fine|built|full|left|right|hard"
+    r"|soft|open|large|small|wide|old|new|first|second|third|one|two|three|four|five|single|double|multi)-$|-\S*-$)",
+    re.IGNORECASE,
+)
+_LEAST_SECOND = 4
+"""Letters behind the hyphen of a compound: `long-`/`er` is `longer`."""
+
+
+def read_pdf(data: bytes) -> tuple[str, str, str | None]:
+    """The title, the text, and a note about pages without text, None if there is none.
+
+    Paragraphs are separated by blank lines. Sentences and words that lines, columns or pages cut are joined; what
+    repeats at the top or the bottom of pages is left out, and so are page numbers there.
+
+    Raises:
+      ValueError: it is protected by a password, broken, or has no text.
+    """
+    try:
+        info = PDFDocument(PDFParser(io.BytesIO(data))).info
+        title = decode_text(raw) if info and isinstance(raw := info[0].get("Title"), bytes) else ""
+        pages = [
+            [box for box in page if isinstance(box, LTTextBox) and box.get_text().strip()]
+            for page in extract_pages(io.BytesIO(data), laparams=LAParams())
+        ]
+    except PDFPasswordIncorrect:
+        raise ValueError("protected by a password, and the empty one does not open it") from None
+    except Exception as error:  # on damaged files many types: PDFSyntaxError, KeyError, RecursionError ...
+        raise ValueError(f"broken PDF: {type(error).__name__}: {error}") from None
+    if not pages:
+        raise ValueError("broken PDF: it has no pages")
+    if not (num_empty := pages.count([])) < len(pages):
+        raise ValueError("no text on any page (scanned pages need text recognition first)")
+    margins = _repeated([_margins(boxes) for boxes in pages])
+    boxes = [[line for line in box if isinstance(line, LTTextLine)] for page in pages for box in page]
+    paragraphs: list[str] = []
+    words = set(re.findall(r"\w[\w-]+\w", " ".join(line.get_text() for box in boxes for line in box)))
+    is_open = False
+    for lines in boxes:
+        kept = [line for line in lines if id(line) not in margins]
+        if not (text := _joined([line.get_text().translate(_LIGATURES).strip() for line in kept], words)):
+            continue
+        if paragraphs and (is_open or _is_cut(paragraphs[-1])) and (text[0].islower() or is_open):
+            paragraphs[-1] = _joined([paragraphs[-1], text], words)
+        else:
+            paragraphs.append(text)
+        right = max(line.x1 for line in kept)
+        is_full = len(kept) > 2 and kept[-1].x1 > right - 0.1 * (right - min(line.x0 for line in kept))
+        is_open = is_full and _is_cut(text)
+    note = f"{num_empty} of {len(pages)} pages have no text (scanned pages need text recognition first)"
+    return "" if _NO_TITLE.fullmatch(title) else title, "\n\n".join(paragraphs), note if num_empty else None
+
+
+def _is_cut(text: str) -> bool:
+    return re.search(r"[.!?:;…。！？]['\"”’»)\]]*$", text) is None
+
+
+def _margins(boxes: list[LTTextBox]) -> dict[int, str]:
+    """The first and last lines of a page by height, as id -> text with # for numbers."""
+    lines = [line for box in boxes for line in box if isinstance(line, LTTextLine) and line.get_text().strip()]
+    heights = sorted({round(line.y0) for line in lines})
+    outer = {*heights[:_MARGIN_LINES], *heights[-_MARGIN_LINES:]}
+    return {id(line): re.sub(r"\d+", "#", line.get_text().strip()) for line in lines if round(line.y0) in outer}
+
+
+def _repeated(pages: list[dict[int, str]]) -> set[int]:
+    """Ids of the lines that are on several pages, and of page numbers."""
+    if len(pages) < 2:
+        return set()
+    counts = collections.Counter(text for page in pages for text in set(page.values()))
+    least = 2 if len(pages) <= 5 else _MOST_REPEATS
+    is_margin = {text for text, count in counts.items() if count >= least or _PAGE_NUMBER.fullmatch(text)}
+    return {line for page in pages for line, text in page.items() if text in is_margin}
+
+
+def _joined(lines: list[str], words: set[str]) -> str:
+    """Lines as one; items of lists keep theirs."""
+    text = ""
+    for line in filter(None, (" ".join(line.split()) for line in lines)):
+        if not text or not (cut := re.search(r"(\S*\w)[-\xad\u2010]$", text)):
+            text += ("\n" if text and _ITEM.match(line) else " " if text else "") + line
+            continue
+        behind = re.match(r"[\w-]*", line)
+        first, second = re.findall(r"\w+", cut[1])[-1], "" if behind is None else behind[0]
+        is_word = f"{first}{second}" in words or text[-1] == "\xad"
+        is_compound = (
+            f"{cut[1]}-{second}" in words
+            or not second[:1].islower()
+            or (_COMPOUND.search(f"{cut[1]}-") is not None and len(second) >= _LEAST_SECOND or "-" in cut[1])
+        )
+        text = (text if is_compound and not is_word else text[:-1]) + line
+    return text

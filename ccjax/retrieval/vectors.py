@@ -1,0 +1,323 @@
+"""Passage vectors in memory and, from many passages on, clustered in a memory-mapped file (faiss' IVF); searched at
+once or in stages (RAGCache sec. 5.3).
+
+Views are immutable: a search keeps the one it began with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+
+Batches = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
+"""Starts over a stream of (rows int64 [n], vectors float32 [n, dim]), rows ascending."""
+
+_BLOCK_ROWS = 8192
+_POINTS_PER_CLUSTER = 40  # faiss warns below 39
+_PROBED_SHARE, _LEAST_PROBED = 1 / 64, 8
+_FEW = 0.1
+"""If a search may find at most this share of the clustered rows, it reads all clusters: those near the query may hold
+none of them."""
+_faiss: Any = faiss  # its type stubs know neither parameters nor the calls that NumPy arrays are wrapped in
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The best rows so far, best first.
+
+    Attributes:
+      rows: int64; fewer than requested if fewer were found.
+      scores: float32, the inner products.
+      is_final: nothing is left to search.
+    """
+
+    rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    scores: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32))
+    is_final: bool = False
+
+    def merged(self, scores: np.ndarray, rows: np.ndarray, top_k: int, *, is_final: bool = False) -> Found:
+        """The best of both, equal ones by row; rows below 0 and scores of -inf are nothing."""
+        scores, rows = np.concatenate([self.scores, scores]), np.concatenate([self.rows, rows])
+        order = np.lexsort((rows, -scores))
+        order = order[(rows[order] >= 0) & (scores[order] > -np.inf)][:top_k]
+        return Found(rows[order], scores[order], is_final)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clusters:
+    """An IVF index by inner product whose own ids count from 0.
+
+    Attributes:
+      rows: int64 [n], ascending, by those ids.
+      alive: bool [n], False for deleted rows.
+    """
+
+    index: Any
+    rows: np.ndarray
+    alive: np.ndarray
+
+    @functools.cached_property
+    def num_alive(self) -> int:
+        """Number of rows that are not deleted."""
+        return int(np.count_nonzero(self.alive))
+
+    def stages(self, query: np.ndarray, top_k: int, num_stages: int, allowed: np.ndarray | None) -> Iterator[Found]:
+        """See `VectorView.stages`."""
+        mask = self.alive if allowed is None else is_in(self.rows, allowed)
+        num_chosen = self.num_alive if allowed is None else int(np.count_nonzero(mask))
+        if not num_chosen:
+            return
+        bits = None if num_chosen == len(self.rows) else np.packbits(mask, bitorder="little")
+        selector = None if bits is None else _faiss.IDSelectorBitmap(bits)
+        probes = self.index.nlist if num_chosen <= _FEW * len(self.rows) else self.index.nprobe
+        for found in staged_search(
+            self.index, query, top_k, num_stages=num_stages, selector=selector, num_probes=probes
+        ):
+            yield dataclasses.replace(found, rows=self.rows[found.rows])
+
+
+@dataclasses.dataclass(frozen=True)
+class VectorView:
+    """The vectors of all passages at one moment.
+
+    Attributes:
+      rows: int64 [n], ascending, of the vectors in memory, all after those of `clusters`.
+      blocks: their vectors, float32 [*, dim].
+      alive: bool [n], False for deleted rows.
+    """
+
+    rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    blocks: tuple[np.ndarray, ...] = ()
+    alive: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.bool_))
+    clusters: Clusters | None = None
+
+    @property
+    def num_clustered(self) -> int:
+        """Number of rows of the clusters that are not deleted."""
+        return 0 if self.clusters is None else self.clusters.num_alive
+
+    @property
+    def num_alive(self) -> int:
+        """Number of rows that are not deleted."""
+        return self.num_clustered + int(np.count_nonzero(self.alive))
+
+    def plus(self, rows: np.ndarray, vectors: np.ndarray) -> VectorView:
+        """With more rows, int64 [n], and their vectors, float32 [n, dim]. Small blocks are joined, so that a write
+        copies little and a search reads few of them."""
+        blocks = list(self.blocks)
+        if blocks and len(blocks[-1]) < _BLOCK_ROWS:
+            vectors = np.concatenate([blocks.pop(), vectors])
+        alive = np.concatenate([self.alive, np.ones(len(rows), np.bool_)])
+        new = tuple(block for block in (*blocks, np.ascontiguousarray(vectors, np.float32)) if len(block))
+        return dataclasses.replace(self, rows=np.concatenate([self.rows, rows]), blocks=new, alive=alive)
+
+    def only(self, alive: np.ndarray) -> VectorView:
+        """With those of its rows that are in `alive` (int64, ascending)."""
+        return self._kept(lambda rows: is_in(rows, alive))
+
+    def without(self, gone: np.ndarray) -> VectorView:
+        """Without some rows (int64, ascending)."""
+        return self._kept(lambda rows: ~is_in(rows, gone))
+
+    def _kept(self, mask_of: Callable[[np.ndarray], np.ndarray]) -> VectorView:
+        """The vectors of deleted rows are freed once they are more than half."""
+        clusters = self.clusters
+        if clusters is not None:
+            clusters = Clusters(clusters.index, clusters.rows, clusters.alive & mask_of(clusters.rows))
+        kept = self.alive & mask_of(self.rows)
+        if 2 * np.count_nonzero(kept) >= len(kept):
+            return dataclasses.replace(self, alive=kept, clusters=clusters)
+        ends = np.cumsum([len(block) for block in self.blocks])[:-1]
+        parts = [block[own] for block, own in zip(self.blocks, np.split(kept, ends), strict=True)]
+        blocks = (np.concatenate(parts),) if kept.any() else ()
+        return VectorView(self.rows[kept], blocks, np.ones(int(kept.sum()), np.bool_), clusters)
+
+    def stages(
+        self, query: np.ndarray, top_k: int, num_stages: int = 1, allowed: np.ndarray | None = None
+    ) -> Iterator[Found]:
+        """The best rows for `query` (float32 [dim]) after each of at most `num_stages` parts of the work, at least one;
+        the last result does not depend on their number.
+
+        Args:
+          allowed: rows that may be found, ascending, none of them deleted; None for all.
+        """
+        best = Found()
+        if self.clusters is None:
+            for start, end in _parts(len(self.rows), num_stages):
+                best = self._compared(best, query, top_k, start, end, allowed)
+                if end < len(self.rows):
+                    yield best
+        else:
+            known = self._compared(best, query, top_k, 0, len(self.rows), allowed)
+            best = known
+            for found in self.clusters.stages(query, top_k, num_stages, allowed):
+                best = known.merged(found.scores, found.rows, top_k)
+                if not found.is_final:
+                    yield best
+        yield dataclasses.replace(best, is_final=True)
+
+    def _compared(
+        self, best: Found, query: np.ndarray, top_k: int, start: int, end: int, allowed: np.ndarray | None
+    ) -> Found:
+        """With the best of a part of the rows in memory, each compared."""
+        scores, first = np.full(end - start, -np.inf, np.float32), 0
+        for block in self.blocks:
+            part = block[max(0, start - first) : max(0, end - first)]
+            if len(part):
+                into = scores[max(0, first - start) :][: len(part)]
+                pointers = [_faiss.swig_ptr(array) for array in (into, query, part)]
+                _faiss.fvec_inner_products_ny(*pointers, len(query), len(part))
+            first += len(block)
+        rows = self.rows[start:end]
+        scores[~(self.alive[start:end] if allowed is None else is_in(rows, allowed))] = -np.inf
+        if 4 * top_k < len(scores):
+            worst = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
+            near = scores >= worst
+            scores, rows = scores[near], rows[near]
+        return best.merged(scores, rows, top_k)
+
+    def neighbours(self, rows: np.ndarray, vectors: np.ndarray, count: int) -> np.ndarray:
+        """int64 [n, count]: for each of `rows` [n], whose vectors are `vectors` [n, dim], the other rows most similar
+        to it, the nearest first, ties by row; -1 where fewer resemble it at all."""
+        vectors, parts = np.ascontiguousarray(vectors, np.float32), []
+        if self.clusters is not None:
+            index, known = self.clusters.index, self.clusters.rows
+            selector = _faiss.IDSelectorBitmap(np.packbits(self.clusters.alive, bitorder="little"))
+            params = _faiss.SearchParametersIVF(nprobe=index.nprobe, sel=selector)
+            scores, ids = index.search(vectors, count + 1, params=params)
+            parts.append((scores, np.where(ids < 0, -1, known[ids])))
+        start = 0
+        for block in self.blocks:
+            own = slice(start, start + len(block))
+            block, known, start = block[self.alive[own]], self.rows[own][self.alive[own]], own.stop
+            if len(block):
+                scores, ids = _faiss.knn(vectors, block, min(count + 1, len(block)), faiss.METRIC_INNER_PRODUCT)
+                parts.append((scores, known[ids]))
+        if not parts:
+            return np.full((len(rows), count), -1, np.int64)
+        scores, found = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+        is_other = (found >= 0) & (found != rows[:, None]) & (scores > 0.0)
+        order = np.lexsort((found, np.where(is_other, -scores, np.inf)))[:, :count]
+        best = np.take_along_axis(np.where(is_other, found, -1), order, axis=1)
+        return np.pad(best, ((0, 0), (0, count - best.shape[1])), constant_values=-1)
+
+
+def staged_search(
+    index: Any,
+    query: np.ndarray,
+    top_k: int,
+    *,
+    num_stages: int = 1,
+    selector: faiss.IDSelector | None = None,
+    num_probes: int | None = None,
+) -> Iterator[Found]:
+    """The best rows of an IVF index after each of at most `num_stages` groups of clusters, the nearest clusters first.
+    The last result equals that of `index.search`, except for the choice among rows of equal score.
+
+    Args:
+      query: float32 [dim].
+      selector: rows that may be found; None for all.
+      num_probes: number of clusters to search instead of `index.nprobe`.
+
+    Raises:
+      ValueError: another kind of index or metric, a query of another length, or a number below 1.
+    """
+    for name, value in (("top_k", top_k), ("num_stages", num_stages)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: wanted an integer of at least 1, got {value!r}")
+    if query.shape != (index.d,):
+        raise ValueError(f"query: wanted [{index.d}], got {query.shape}")
+    if not isinstance(index, faiss.IndexIVF) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ValueError(f"index: wanted IVF with inner products, got {type(index).__name__}")
+    vector, probes = np.ascontiguousarray(query, np.float32)[None], min(num_probes or index.nprobe, index.nlist)
+    return _groups(index, vector, top_k, num_stages, selector, probes)
+
+
+def _groups(
+    index: Any, vector: np.ndarray, top_k: int, num_stages: int, selector: Any, num_probes: int
+) -> Iterator[Found]:
+    distances, clusters = index.quantizer.search(vector, num_probes)
+    best = Found()
+    for start, end in _parts(num_probes, num_stages):
+        own = [np.ascontiguousarray(part[:, start:end]) for part in (clusters, distances)]
+        scores, rows = np.empty((1, top_k), np.float32), np.empty((1, top_k), np.int64)
+        # The form that takes parameters: `search_preassigned` itself would need `index.nprobe` changed.
+        params = _faiss.SearchParametersIVF(nprobe=end - start, sel=selector)
+        pointers = [_faiss.swig_ptr(array) for array in (vector, *own, scores, rows)]
+        index.search_preassigned_c(1, pointers[0], top_k, *pointers[1:], False, params)
+        best = best.merged(scores[0], rows[0], top_k, is_final=end == num_probes)
+        yield best
+
+
+def build_clusters(batches: Batches, num_rows: int, dim: int, directory: Path) -> dict[str, Any]:
+    """Writes an IVF index of all rows of `batches` to a new file in `directory`; returns its `file` name, `sha256`,
+    `num_rows` and `last_row` for `load_clusters`. Takes minutes for a million rows.
+    """
+    num_clusters = max(1, min(2 ** round(math.log2(4.0 * math.sqrt(num_rows))), num_rows // 16))
+    is_sample = np.zeros(num_rows, np.bool_)
+    is_sample[np.random.default_rng(0).permutation(num_rows)[: num_clusters * _POINTS_PER_CLUSTER]] = True
+    sample, start = [], 0
+    for rows, vectors in batches():
+        sample.append(vectors[is_sample[start : start + len(rows)]])
+        start += len(rows)
+    index: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, num_clusters, faiss.METRIC_INNER_PRODUCT)
+    index.cp.max_points_per_centroid, index.cp.min_points_per_centroid = _POINTS_PER_CLUSTER, 1
+    index.train(np.concatenate(sample))
+    mapped, last_row = faiss.IndexIDMap(index), 0
+    for rows, vectors in batches():
+        mapped.add_with_ids(vectors, rows)  # pyright: ignore[reportCallIssue]
+        last_row = int(rows[-1])
+    temporary = directory / f".writing-{os.getpid()}.faiss"  # renamed when complete: no reader sees half a file
+    try:
+        faiss.write_index(mapped, str(temporary))
+        with temporary.open("rb+") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        temporary.replace(directory / f"vectors-{digest[:16]}.faiss")
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"file": f"vectors-{digest[:16]}.faiss", "sha256": digest, "num_rows": mapped.ntotal, "last_row": last_row}
+
+
+def load_clusters(directory: Path, noted: dict[str, Any]) -> Clusters:
+    """The clusters that `build_clusters` wrote, their vectors mapped into memory.
+
+    Raises:
+      ValueError: the file is missing or damaged.
+    """
+    try:
+        path = directory / Path(noted["file"]).name
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != noted["sha256"]:
+                raise ValueError(f"{path.name} does not have its recorded sha256")
+        mapped = _faiss.read_index(str(path), faiss.IO_FLAG_MMAP)
+    except (OSError, RuntimeError, KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    rows = faiss.vector_to_array(mapped.id_map).copy()
+    index: Any = faiss.downcast_index(mapped.index)
+    index.referenced_objects = [mapped]  # which owns it
+    index.nprobe = max(_LEAST_PROBED, round(_PROBED_SHARE * index.nlist))
+    return Clusters(index, rows, np.ones(len(rows), np.bool_))
+
+
+def is_in(rows: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """bool [rows]: which of `rows` are in `some`; both ascending."""
+    if not len(some):
+        return np.zeros(len(rows), np.bool_)
+    return some[np.minimum(np.searchsorted(some, rows), len(some) - 1)] == rows
+
+
+def _parts(total: int, num_parts: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of at most `num_parts` parts of equal size."""
+    num_parts = max(1, min(num_parts, total))
+    ends = [total * (part + 1) // num_parts for part in range(num_parts)]
+    yield from zip([0, *ends[:-1]], ends, strict=True)

@@ -1,0 +1,48 @@
+"""Words of passages and of questions, for SQLite's full-text index (FTS5)."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+TOKENIZER = "porter unicode61 remove_diacritics 2 categories 'L* M* N* Co'"
+"""Letters with their marks, and numbers; marks are parts of words in Hindi and Thai."""
+_WITHOUT_BLANKS = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7a3\uf900-\ufaff"
+    "\U00020000-\U0003ffff]+"
+)
+"""Scripts that put no blanks between words, and Korean, whose words have many endings."""
+_STOP_WORDS = frozenset(
+    """a about above after again against all also am an and any are as at be because been before being below between
+    both but by can could did do does doing down during each few for from further had has have having he her here hers
+    him his how if in into is it its itself just me more most my no nor not now of off on once only or other our out
+    over own same she should so some such than that the their them then there these they this those through to too
+    under until up very was we were what when where which while who whom whose why will with would you your""".split()
+)
+
+
+def indexed_text(text: str) -> str:
+    """The text as it is indexed: in Unicode's form NFKC, and pairs of characters (of which a word of these scripts has
+    at least one) in place of text without blanks."""
+    return _WITHOUT_BLANKS.sub(lambda run: f" {' '.join(_pairs(run[0]))} ", unicodedata.normalize("NFKC", text))
+
+
+def question_terms(text: str) -> list[str]:
+    """What to look for, as FTS5 strings: the words of a question, once each, and its compounds (`E-1040`,
+    `--context-tokens`) also as a whole. English stop words are left out unless there is nothing else."""
+    text = unicodedata.normalize("NFKC", text).lower()
+    terms: dict[str, bool] = {}
+    for piece in _WITHOUT_BLANKS.sub(lambda run: f" {run[0]} ", text).split():
+        if _WITHOUT_BLANKS.match(piece):
+            pairs = _pairs(piece)[:-1]
+            terms |= dict.fromkeys((f'"{pair}"' for pair in pairs) if pairs else (f'"{piece}"*',), False)
+            continue
+        words = "".join(c if unicodedata.category(c)[0] in "LMN" else " " for c in piece).split()
+        terms |= {f'"{word}"': word in _STOP_WORDS for word in words}
+        if len(words) > 1:
+            terms[f'"{" ".join(words)}"'] = False
+    return [term for term, is_stop in terms.items() if not is_stop] or list(terms)
+
+
+def _pairs(run: str) -> list[str]:
+    return [run[start : start + 2] for start in range(len(run))]

@@ -1,0 +1,208 @@
+"""Generates PDF files of the kinds that readers stumble over. Contains no assertions."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pypdf
+import reportlab
+from reportlab.lib.pagesizes import A4
+from reportlab.pdfbase import pdfmetrics
+from reportlab.pdfbase.ttfonts import TTFont
+from reportlab.pdfgen.canvas import Canvas
+
+WIDTH, HEIGHT = A4
+LEADING = 14
+pdfmetrics.registerFont(TTFont("Vera", Path(reportlab.__file__).parent / "fonts" / "Vera.ttf"))
+
+Line = tuple[float, float, str]
+"""x and y of its beginning, from the lower left, in points; and the text."""
+
+
+def pdf(pages: Sequence[Sequence[Line]], *, title: str = "", font: str = "Helvetica", rotation: int = 0) -> bytes:
+    """A PDF whose pages have these lines, in this order."""
+    out = io.BytesIO()
+    canvas = Canvas(out, pagesize=A4, invariant=1)
+    canvas.setTitle(title)
+    for page in pages:
+        canvas.setFont(font, 11)
+        if rotation:
+            canvas.setPageRotation(rotation)
+            canvas.rotate(rotation)
+            canvas.translate(0, -WIDTH)
+        for x, y, text in page:
+            canvas.drawString(x, y, text)
+        canvas.showPage()
+    canvas.save()
+    return out.getvalue()
+
+
+def block(lines: Sequence[str], x: float = 72, y: float = 720) -> list[Line]:
+    """Lines below each other; an empty one leaves a gap."""
+    return [(x, y - LEADING * number, line) for number, line in enumerate(lines) if line]
+
+
+def encrypted(data: bytes, user_password: str, algorithm: str) -> bytes:
+    """A copy that opens with a password."""
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(data))
+    writer.encrypt(user_password, owner_password="owner", algorithm=algorithm)
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+def scanned(num_pages: int = 1) -> bytes:
+    """Pages with a picture and no text."""
+    from reportlab.lib.utils import ImageReader
+
+    picture = io.BytesIO(b"P6 8 8 255 " + bytes(range(192)))
+    out = io.BytesIO()
+    canvas = Canvas(out, pagesize=A4, invariant=1)
+    for _ in range(num_pages):
+        canvas.drawImage(ImageReader(picture), 72, 72, 400, 600)
+        canvas.showPage()
+    canvas.save()
+    return out.getvalue()
+
+
+def framed(texts: Sequence[Sequence[str]], heads: Sequence[str], feet: Sequence[str]) -> list[list[Line]]:
+    """Pages with a running head and a foot each."""
+    return [
+        [(72, 800, heads[number % len(heads)]), *block(lines), (280, 40, feet[number % len(feet)])]
+        for number, lines in enumerate(texts)
+    ]
+
+
+LEFT = [
+    "The moon pulls the sea, and",
+    "the sea rises twice a day in",
+    "most harbours of the world.",
+    "It sinks as often as that.",
+]
+RIGHT = [
+    "Whales sing to each other",
+    "over hundreds of miles. The",
+    "songs change from year to",
+    "year like the fashions.",
+]
+PAGES = [
+    ["The first sentence is on the first page. The", "second one begins here and ends on the"],
+    ["next page, as they do in books. A third one", "is whole. The fourth sentence is cut in any-"],
+    ["where a word may be cut. The fifth is the", "last one of them."],
+    ["A paragraph of its own is on the last page."],
+]
+FEET = [f"Page {number} of 4" for number in range(1, 5)]
+NUMBERS = [str(number) for number in range(11, 15)]
+FLOW = (
+    "The second one begins here and ends on the next page, as they do in books.",
+    "The fourth sentence is cut in anywhere a word may be cut.",
+)
+COLUMNS = (
+    "and the sea rises twice a day in most harbours",
+    "The songs change from year to year like",
+    "It sinks as often as that.",
+)
+PLAIN = pdf(
+    [block(["Chunks are cached once", "and reused any-", "where they appear.", "", "", "A second paragraph."])],
+    title="On Reuse",
+)
+
+GOOD: dict[str, tuple[bytes, Sequence[str], Sequence[str]]] = {
+    "plain": (PLAIN, ["Chunks are cached once and reused anywhere they appear."], []),
+    "heads and feet": (pdf(framed(PAGES, ["The Book of Tides"], FEET)), FLOW, ["Book of Tides", "Page 2"]),
+    "alternating heads": (
+        pdf(framed(PAGES, ["The Book of Tides", "Second Chapter"], NUMBERS)),
+        FLOW,
+        ["Tides", "Second Ch", "12"],
+    ),
+    "numbered heads": (
+        pdf(framed(PAGES, [f"Tides and Whales | {n}" for n in NUMBERS], ["(c) 2024 A. Rey"])),
+        FLOW,
+        ["Whales", "(c)", "13"],
+    ),
+    "roman numbers": (pdf(framed(PAGES, ["Preface"], ["i", "ii", "iii", "iv"])), FLOW, ["Preface", " ii "]),
+    "hyphens": (
+        pdf(
+            [
+                block(
+                    [
+                        "A well-",
+                        "known self-",
+                        "made state-of-the-",
+                        "art COVID-",
+                        "19 pump of the Anglo-",
+                        "Saxon hyphen-",
+                        "ation era.",
+                    ]
+                )
+            ]
+        ),
+        ["A well-known self-made state-of-the-art COVID-19 pump of the Anglo-Saxon hyphenation era."],
+        [],
+    ),
+    "hyphens known from elsewhere": (
+        pdf([block(["The flow-meter and the database are new. The flow-", "meter fills the data-", "base."])]),
+        ["The flow-meter fills the database."],
+        [],
+    ),
+    "columns": (pdf([[*block(LEFT), *block(RIGHT, 320)]]), COLUMNS, ["and Whales"]),
+    "columns row by row": (
+        pdf([[line for pair in zip(block(LEFT), block(RIGHT, 320), strict=True) for line in pair]]),
+        COLUMNS,
+        ["and Whales"],
+    ),
+    "columns below a title": (
+        pdf([[(150, 760, "A Title Across Both Of The Columns Of This Page"), *block(LEFT), *block(RIGHT, 320)]]),
+        COLUMNS,
+        [],
+    ),
+    "columns over pages": (
+        pdf(
+            [
+                [*block(LEFT), *block([*RIGHT[:3], "year and from sea"], 320)],
+                [*block(["to sea like the fashions.", "So it is."])],
+            ]
+        ),
+        ["from year to year and from sea to sea like the fashions."],
+        [],
+    ),
+    "ligatures": (
+        pdf([block(["The \ufb01rst one \ufb02ows."])], font="Vera"),
+        ["The first one flows."],
+        ["\ufb01", "\ufb02"],
+    ),
+    "accents": (
+        pdf([block(["Höhe über Ålesund, é à ô.", "Ça va."])], font="Vera"),
+        ["Höhe über Ålesund, é à ô. Ça va."],
+        [],
+    ),
+    "paragraphs": (
+        pdf([block(["The first one", "is here.", "", "The second one", "is there."])]),
+        ["The first one is here.\n\nThe second one is there."],
+        [],
+    ),
+    "words apart": (
+        pdf([[(72 + 60 * n, 720, word) for n, word in enumerate("Each word is placed alone.".split())]]),
+        ["Each word is placed alone."],
+        [],
+    ),
+    "rotated page": (pdf([block(LEFT)], rotation=90), COLUMNS[:1], []),
+    "AES-128 without password": (encrypted(PLAIN, "", "AES-128"), ["reused anywhere"], []),
+    "AES-256 without password": (encrypted(PLAIN, "", "AES-256"), ["reused anywhere"], []),
+    "RC4 without password": (encrypted(PLAIN, "", "RC4-128"), ["reused anywhere"], []),
+    "one page scanned": (pdf([block(["Only this page has text."]), [], []]), ["Only this page has text."], []),
+}
+"""Files, what their text contains, and what it does not contain."""
+BAD: dict[str, tuple[bytes, str]] = {
+    "password AES-256": (encrypted(PLAIN, "secret", "AES-256"), "protected by a password"),
+    "password AES-128": (encrypted(PLAIN, "secret", "AES-128"), "protected by a password"),
+    "password RC4": (encrypted(PLAIN, "secret", "RC4-128"), "protected by a password"),
+    "scanned": (scanned(), "no text on any page (scanned pages need text recognition first)"),
+    "scanned pages": (scanned(3), "no text on any page"),
+    "empty page": (pdf([[]]), "no text on any page"),
+    "cut off": (PLAIN[:200], "broken PDF"),
+    "not a PDF": (b"not a pdf at all", "broken PDF"),
+    "only a head": (b"%PDF-1.7\n", "broken PDF"),
+}

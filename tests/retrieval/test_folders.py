@@ -1,0 +1,175 @@
+"""Folders as they are: missing, emptied, unreadable, exchanged, moved; and what is said about them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ccjax.retrieval import RefreshReport
+from ccjax.retrieval.index import PassageIndex
+from tests.retrieval.opened import CountingEmbedder, open_retriever
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    docs = tmp_path / "docs"
+    (docs / "sub").mkdir(parents=True)
+    (docs / "moon.md").write_text("The moon pulls the ocean.")
+    (docs / "sub" / "tea.md").write_text("Tea was shipped from Canton.")
+    (docs / "sub" / "bees.jsonl").write_text('{"_id": "1", "title": "Bees", "text": "Bees dance in the hive."}\n')
+    return docs
+
+
+def moved_away(docs: Path) -> None:
+    docs.rename(docs.with_name("elsewhere"))
+
+
+def emptied(docs: Path) -> None:
+    moved_away(docs)
+    docs.mkdir()
+
+
+def replaced_by_a_file(docs: Path) -> None:
+    moved_away(docs)
+    docs.write_text("x")
+
+
+def dangling(docs: Path) -> None:
+    moved_away(docs)
+    docs.symlink_to(docs.with_name("nowhere"))
+
+
+def looping(docs: Path) -> None:
+    moved_away(docs)
+    docs.symlink_to(docs)
+
+
+@pytest.mark.parametrize("happens", [moved_away, emptied, replaced_by_a_file, dangling, looping])
+def test_a_root_that_cannot_be_read_now_keeps_its_index(
+    docs: Path, tmp_path: Path, happens: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    embedder = CountingEmbedder()
+    retriever = open_retriever(docs, embedder, index_dir=tmp_path / "index")
+    embedder.taken()
+    happens(docs)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            report = retriever.refresh()
+            assert not report.removed and not report.added and len(report.failed) == 1
+            assert retriever.search("tea", 1)[0].document_id == "sub/tea.md"
+    assert len(caplog.records) == 1 and "skipped" in caplog.text
+    if docs.is_symlink() or docs.is_file():
+        docs.unlink()
+    elif docs.exists():
+        docs.rmdir()
+    docs.with_name("elsewhere").rename(docs)
+    assert retriever.refresh() == RefreshReport() and {*embedder.taken()} == {"tea"}
+    shutil.rmtree(docs / "sub")  # a real deletion
+    assert retriever.refresh().removed == ("sub/bees.jsonl/1", "sub/tea.md")
+
+
+@pytest.mark.parametrize("name", ["sub", "sub/tea.md", "sub/bees.jsonl"])
+def test_what_may_not_be_read_any_more_keeps_its_text_until_it_is_gone(
+    docs: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retriever = open_retriever(docs)
+    ids = retriever.document_ids
+    denied = docs / name
+    scandir, opened = os.scandir, Path.open
+
+    def refuse(call: Callable) -> Callable:
+        def checked(path: Path, *args: object, **options: object) -> object:
+            if Path(path) == denied:
+                raise PermissionError(13, "Permission denied", str(path))
+            return call(path, *args, **options)
+
+        return checked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse(scandir))
+        patch.setattr(Path, "open", refuse(opened))
+        report = retriever.refresh()
+        assert [path for path, _ in report.failed] == [str(denied)] and "Permission denied" in report.failed[0][1]
+        assert report.removed == () and retriever.document_ids == ids
+    assert retriever.refresh() == RefreshReport()
+    shutil.rmtree(denied) if denied.is_dir() else denied.unlink()
+    assert retriever.refresh().removed
+
+
+def test_a_dangling_link_and_a_broken_file_are_gone(docs: Path) -> None:
+    retriever = open_retriever(docs)
+    (docs / "moon.md").unlink()
+    (docs / "moon.md").symlink_to(docs / "nothing.md")
+    (docs / "sub" / "tea.md").write_bytes(b"caf\xe9\x00")
+    assert retriever.refresh().removed == ("moon.md", "sub/tea.md")
+
+
+def test_a_link_is_followed_at_each_refresh_and_all_changes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        for n in range(5):
+            (tmp_path / version / f"{n}.md").write_text(f"Release {version} has page {n}.")
+    (tmp_path / "one" / "old.md").write_text("Release one alone.")
+    (tmp_path / "current").symlink_to("one")
+    retriever = open_retriever(tmp_path / "current", CountingEmbedder())
+    seen, write = [], PassageIndex.write
+
+    def write_and_look(index: PassageIndex, *args: object, **options: object) -> None:
+        write(index, *args, **options)  # pyright: ignore[reportArgumentType]
+        seen.append({passage.text.split("Release ")[1].split()[0] for passage in retriever.search("release", 99)})
+
+    monkeypatch.setattr(PassageIndex, "write", write_and_look)
+    (tmp_path / "new").symlink_to("two")
+    (tmp_path / "new").replace(tmp_path / "current")
+    report = retriever.refresh()
+    assert report.removed == ("old.md",) and len(report.changed) == 5 and seen == [{"two"}]
+    assert retriever.search("release", 1)[0].path.startswith(str(tmp_path / "current"))
+    assert retriever.refresh() == RefreshReport()
+
+
+@pytest.mark.parametrize("how", ["directory", "file", "copy and delete", "into a link"])
+def test_moved_documents_are_not_embedded_again(docs: Path, how: str, tmp_path: Path) -> None:
+    embedder = CountingEmbedder()
+    retriever = open_retriever(docs, embedder, outside_links=True)
+
+    def found() -> list[tuple[str, float]]:
+        best = (retriever.search(word, 1)[0] for word in ("tea", "ocean", "bees"))
+        return [(passage.text, passage.score) for passage in best]
+
+    before = found()
+    embedder.taken()
+    if how == "directory":
+        (docs / "sub").rename(docs / "other")
+    elif how == "file":
+        (docs / "moon.md").rename(docs / "sub" / "moon.md")
+    elif how == "copy and delete":
+        shutil.copytree(docs / "sub", docs / "other")
+        shutil.rmtree(docs / "sub")
+    else:
+        (docs / "sub").rename(tmp_path / "outside")
+        (docs / "linked").symlink_to(tmp_path / "outside")
+    report = retriever.refresh()
+    assert report.removed and len(report.added) == len(report.removed) and embedder.taken() == []
+    assert found() == before and all(score > 0 for _, score in before)
+
+
+def test_each_problem_is_told_once_and_many_as_a_number(docs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = "".join(f"bad {n}\n" for n in range(3000))
+    (docs / "bad.jsonl").write_text(lines)
+    (docs / "photo.png").write_bytes(b"\x89PNG")
+    with caplog.at_level(logging.WARNING):
+        retriever = open_retriever(docs)
+        for _ in range(3):
+            retriever.refresh()
+        assert len(caplog.records) == 21 and "2981 more" in caplog.text and len(retriever.report.failed) == 3001
+        caplog.clear()
+        (docs / "empty.md").write_text("")
+        retriever.refresh()
+        assert [record.getMessage() for record in caplog.records] == [f"skipped {docs / 'empty.md'}: the file is empty"]

@@ -1,0 +1,285 @@
+"""Tables, notebooks, mail, books and office files, also those made to do harm."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ccjax.retrieval import DocumentError, LoadedDocument
+from ccjax.retrieval.chunking import split
+from ccjax.retrieval.documents import parse_document
+
+TYPES = '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types">'
+RELATIONS = '<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships">'
+OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument"
+WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+
+
+def load(name: str, data: bytes | str) -> LoadedDocument:
+    return parse_document(Path(name), data if isinstance(data, bytes) else data.encode())
+
+
+def refused(name: str, data: bytes | str) -> str:
+    with pytest.raises(DocumentError) as caught:
+        load(name, data)
+    return caught.value.reason
+
+
+def archive(parts: Mapping[str, str | bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in parts.items():
+            file.writestr(name, data)
+    return out.getvalue()
+
+
+def docx(body: str, **parts: str) -> bytes:
+    paragraph = '<w:p><w:pPr><w:pStyle w:val="{}"/></w:pPr><w:r><w:t>{}</w:t></w:r></w:p>'
+    styles = "".join(
+        f'<w:style w:type="paragraph" w:styleId="Heading{n}"><w:name w:val="heading {n}"/></w:style>' for n in (1, 2)
+    )
+    return archive(
+        {
+            "[Content_Types].xml": f'{TYPES}<Default Extension="xml" ContentType="application/xml"/></Types>',
+            "_rels/.rels": f'{RELATIONS}<Relationship Id="r" Type="{OFFICE}" Target="word/document.xml"/>'
+            "</Relationships>",
+            "word/styles.xml": f"<w:styles {WORD}>{styles}</w:styles>",
+            "word/document.xml": f"<w:document {WORD}><w:body>{paragraph.format('Heading1', 'Pumps')}"
+            f"{paragraph.format('Heading2', 'Care')}{body}</w:body></w:document>",
+            **parts,
+        }
+    )
+
+
+CELLS = "".join(
+    f"<w:tr>{''.join(f'<w:tc><w:p><w:r><w:t>{cell}</w:t></w:r></w:p></w:tc>' for cell in row)}</w:tr>"
+    for row in (("Zone", "Price"), ("A", "3"))
+)
+DOCX = docx(f"<w:p><w:r><w:t>Clean it.</w:t></w:r></w:p><w:tbl>{CELLS}</w:tbl>")
+CHAPTER = "<html><head><title>{0}</title></head><body><h1>{0}</h1><p>{1}</p></body></html>"
+
+
+def epub(**parts: str) -> bytes:
+    hrefs = {"b": "text/two.xhtml", "a": "text/one%20a.xhtml", "c": "../../../etc/passwd"}
+    manifest = "".join(f'<item id="{name}" href="{href}"/>' for name, href in hrefs.items())
+    package = (
+        '<package xmlns="http://www.idpf.org/2007/opf"><metadata xmlns:dc="http://purl.org/dc/elements/1.1/">'
+        f"<dc:title>The Book</dc:title></metadata><manifest>{manifest}</manifest><spine>"
+        '<itemref idref="a"/><itemref idref="b"/><itemref idref="c"/><itemref idref="none"/></spine></package>'
+    )
+    container = '<container><rootfiles><rootfile full-path="OPS/book.opf"/></rootfiles></container>'
+    return archive(
+        {
+            "META-INF/container.xml": container,
+            "OPS/book.opf": package,
+            "OPS/text/one a.xhtml": CHAPTER.format("One", "The moon."),
+            "OPS/text/two.xhtml": CHAPTER.format("Two", "The sea."),
+            **parts,
+        }
+    )
+
+
+def pptx() -> bytes:
+    import pptx as library
+
+    presentation = library.Presentation()
+    slide = presentation.slides.add_slide(presentation.slide_layouts[1])
+    slide.shapes.title.text = "Tides"
+    slide.placeholders[1].text_frame.text = "The moon pulls."
+    inner = slide.placeholders[1].text_frame.add_paragraph()
+    inner.text, inner.level = "Twice a day.", 1
+    slide.notes_slide.notes_text_frame.text = "Say it slowly."
+    table = presentation.slides.add_slide(presentation.slide_layouts[6]).shapes.add_table(2, 2, 0, 0, 99, 99).table
+    for row, cells in enumerate((("Zone", "Price"), ("A", "3"))):
+        for column, cell in enumerate(cells):
+            table.cell(row, column).text = cell
+    out = io.BytesIO()
+    presentation.save(out)
+    return out.getvalue()
+
+
+def xlsx(num_rows: int = 1) -> bytes:
+    import openpyxl
+
+    book = openpyxl.Workbook()
+    sheet = book.active
+    assert sheet is not None
+    sheet.title = "Fares"
+    for row in (("Zone", "Price"), *(("A|B", n * 3) for n in range(num_rows))):
+        sheet.append(row)
+    book.create_sheet("Empty")
+    other = book.create_sheet("Notes")
+    other["C3"] = "=1+1"
+    other["A1"] = "Only one column."
+    out = io.BytesIO()
+    book.save(out)
+    return out.getvalue()
+
+
+NOTEBOOK = {
+    "metadata": {"kernelspec": {"language": "python"}},
+    "cells": [
+        {"cell_type": "markdown", "source": ["# Tides\n", "\n", "The moon."]},
+        {"cell_type": "code", "source": "x = 1\nx", "outputs": [{"data": {"text/plain": ["1"], "image/png": "AAAA"}}]},
+        {"cell_type": "code", "source": "print(2)", "outputs": [{"name": "stdout", "text": ["2\n"]}]},
+    ],
+}
+MAIL = """From: Ada <ada@example.org>
+To: Bob <bob@example.org>
+Subject: =?utf-8?q?The_pump_of_H=C3=B6he?=
+Date: Mon, 6 May 2024 09:00:00 +0000
+MIME-Version: 1.0
+Content-Type: multipart/mixed; boundary="b"
+
+--b
+Content-Type: text/html; charset=iso-8859-1
+
+<p>It leaks.</p><p hidden>no</p>
+--b
+Content-Type: application/pdf
+Content-Disposition: attachment; filename="bill.pdf"
+
+x
+--b--
+"""
+FARES = "| Zone | Price |\n|---|---|\n| A | 3 |"
+SLIDES = f"## Tides\n\n- The moon pulls.\n  - Twice a day.\n\nSay it slowly.\n\n## Slide 2\n\n{FARES}"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "title", "text"),
+    [
+        ("a.csv", "Zone;Price\nA;3\n\n", "A", FARES),
+        ("a.csv", 'Zone,Price\n"A",3\n', "A", FARES),
+        ("a.csv", 'Name,Said\nAda,"one\ntwo | three, ""four"""\nBob\n', "A", None),
+        ("a.tsv", "Zone\tPrice\nA\t3", "A", FARES),
+        ("a.csv", "one\ntwo", "A", "one\ntwo"),
+        (
+            "a.csv",
+            "Straße;Höhe\nGäste;für drei".encode("cp1252"),
+            "A",
+            "| Straße | Höhe |\n|---|---|\n| Gäste | für drei |",
+        ),
+        ("a.rst", "=====\nTides\n=====\n\nThe moon.\n\nWhy\n---\n\nIt pulls.\n\n---\n", "Tides", None),
+        ("a.log", "2024 INFO start\n2024 INFO stop", "A", "2024 INFO start\n2024 INFO stop"),
+        ("README", "# Not Markdown", "README", "# Not Markdown"),
+        ("a.markdown", "# Tides\nThe moon.", "Tides", "The moon."),
+        ("a.ipynb", json.dumps(NOTEBOOK), "Tides", None),
+        ("a.eml", MAIL, "The pump of Höhe", None),
+        ("a.docx", DOCX, "Pumps", f"## Care\n\nClean it.\n\n{FARES}"),
+        (
+            "a.pptx",
+            pptx(),
+            "A",
+            f"## Tides\n\n- The moon pulls.\n  - Twice a day.\n\nSay it slowly.\n\n## Slide 2\n\n{FARES}",
+        ),
+        ("a.xlsx", xlsx(), "A", None),
+        ("a.epub", epub(), "The Book", "# One\n\nThe moon.\n\n# Two\n\nThe sea."),
+    ],
+)
+def test_other_formats_become_markdown(name: str, data: bytes | str, title: str, text: str | None) -> None:
+    loaded = load(name, data)
+    assert loaded.title == title and (text is None or loaded.text == text)
+    wanted = {
+        "a.ipynb": "The moon.\n\n```python\nx = 1\nx\n```\n\n```\n1\n```\n\n```python\nprint(2)\n```\n\n```\n2\n```",
+        "a.eml": "From: Ada <ada@example.org>\nTo: Bob <bob@example.org>\nDate: Mon, 06 May 2024 09:00:00 +0000\n"
+        "Attached: bill.pdf\n\nIt leaks.",
+        "a.rst": "The moon.\n\n\n## Why\n\n\nIt pulls.\n\n---",
+        "a.xlsx": "## Fares\n\n| Zone | Price |\n|---|---|\n| A\\|B | 0 |\n\n## Notes\n\n",
+    }
+    if text is None and name in wanted:
+        assert loaded.text.startswith(wanted[name].strip() if name != "a.xlsx" else wanted[name])
+    if text is None and name == "a.csv":
+        assert loaded.text == '| Name | Said |\n|---|---|\n| Ada | one two \\| three, "four" |\n| Bob |  |'
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.csv", "Zone,Price\n" + "".join(f"Zone {n},{n * 3} Euro\n" for n in range(60))),
+        ("a.tsv", "Zone\tPrice\n" + "".join(f"Zone {n}\t{n * 3} Euro\n" for n in range(60))),
+        ("a.xlsx", xlsx(60)),
+    ],
+)
+def test_each_passage_of_a_table_has_its_header(name: str, data: bytes | str) -> None:
+    loaded = load(name, data)
+    passages = split(loaded.text, count_tokens=lambda t: len(t.split()), chunk_tokens=100, markdown=True)
+    assert len(passages) > 2 and all(
+        "| Zone | Price |\n|---|---|\n| " in passage for passage in passages if "|" in passage
+    )
+
+
+def test_rows_of_a_wide_table_name_their_columns() -> None:
+    names = [f"a rather long name of column {n}" for n in range(12)]
+    text = load("a.csv", ",".join(names) + "\n" + ",".join(map(str, range(12)))).text
+    assert text.startswith("- a rather long name of column 0: 0; a rather long name of column 1: 1; ")
+
+
+BOMB = {"word/media/x.xml": "0" * 210_000_000}
+ENTITIES = '<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><a>&x;</a>'
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.docx", b"no archive", "broken archive"),
+        ("a.docx", DOCX[:300], "broken archive"),
+        ("a.docx", archive({"a": "b"}), "cannot be parsed: "),
+        ("a.pptx", archive({"a": "b"}), "cannot be parsed: "),
+        ("a.xlsx", archive({"a": "b"}), "cannot be parsed: "),
+        ("a.epub", archive({"a": "b"}), "broken book: "),
+        ("a.xlsx", b"\xd0\xcf\x11\xe0" + bytes(600), "protected by a password, or a file of an older format"),
+        ("a.docx", archive(BOMB), "wanted at most 200000000 bytes"),
+        ("a.epub", archive(BOMB), "wanted at most 200000000 bytes"),
+        ("a.docx", docx("", **{"word/x.xml": ENTITIES}), "word/x.xml defines XML entities"),
+        ("a.docx", docx("", **{"word/document.xml": ENTITIES}), "word/document.xml defines XML entities"),
+        ("a.docx", archive({"word/document.xml": ENTITIES.encode("utf-16")}), "word/document.xml defines XML entities"),
+        ("a.epub", epub(**{"OPS/book.opf": ENTITIES}), "OPS/book.opf defines XML entities"),
+        ("a.xlsx", archive({"xl/workbook.xml": ENTITIES}), "xl/workbook.xml defines XML entities"),
+        ("a.ipynb", "[1, 2]", "cannot be parsed: "),
+        ("a.ipynb", "{", "Expecting "),
+        ("a.csv", '"' + "x" * 200_000, "broken table: "),
+        ("a.rtf", "x", "unsupported suffix '.rtf'"),
+    ],
+)
+def test_harmful_and_broken_files_are_refused(name: str, data: bytes | str, reason: str, tmp_path: Path) -> None:
+    if name == "a.rtf":
+        from ccjax.retrieval import load_document
+
+        with pytest.raises(DocumentError, match="unsupported suffix '.rtf', wanted one of .csv"):
+            load_document(tmp_path / name)
+    else:
+        assert refused(name, data).startswith(reason)
+
+
+def test_names_in_archives_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    slips = {"../../slip.txt": "x", "/abs.txt": "x", "..\\slip.txt": "x"}
+    assert load("a.docx", docx("<w:p><w:r><w:t>Text.</w:t></w:r></w:p>", **slips)).title == "Pumps"
+    assert "root" not in load("a.epub", epub(**slips)).text
+    macro = {"word/vbaProject.bin": "Sub AutoOpen()"}
+    assert "AutoOpen" not in load("a.docx", docx("<w:p><w:r><w:t>Text.</w:t></w:r></w:p>", **macro)).text
+    assert list(tmp_path.iterdir()) == [] and not (tmp_path.parent / "slip.txt").exists()
+
+
+def test_sheet_that_claims_billions_of_cells_is_read() -> None:
+    with zipfile.ZipFile(io.BytesIO(xlsx())) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    name = "xl/worksheets/sheet1.xml"
+    parts[name] = parts[name].replace(b'ref="A1:B2"', b'ref="A1:XFD1048576"')
+    assert "| Zone | Price |" in load("a.xlsx", archive(parts)).text
+    far = b"".join(b'<row r="%d"><c r="XFD%d"><v>1</v></c></row>' % (n, n) for n in range(1, 400))
+    parts[name] = parts[name][: parts[name].index(b"<sheetData>") + 11] + far + b"</sheetData></worksheet>"
+    assert refused("a.xlsx", archive(parts)) == "wanted at most 2000000 cells"
+
+
+@pytest.mark.parametrize(("suffix", "module"), [(".docx", "mammoth"), (".pptx", "pptx"), (".xlsx", "openpyxl")])
+def test_missing_library_is_named_with_its_extra(suffix: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert refused(f"a{suffix}", DOCX) == f"reading {suffix} needs {module}: pip install 'ccjax[office]'"

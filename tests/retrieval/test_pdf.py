@@ -1,0 +1,45 @@
+"""Generated PDFs of every kind: what is text, what is page, and why a file cannot be read."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ccjax.retrieval.pdf import read_pdf
+from tests.retrieval.pdfs import BAD, GOOD, LEFT, block, framed, pdf
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_text_is_read_in_order_without_what_belongs_to_pages(name: str) -> None:
+    data, contained, not_contained = GOOD[name]
+    _, text, note = read_pdf(data)
+    for part in contained:
+        assert part in text
+    assert not any(part in text for part in not_contained)
+    assert (note is not None) == (name == "one page scanned")
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_reason_why_a_file_cannot_be_read_is_told(name: str) -> None:
+    data, reason = BAD[name]
+    with pytest.raises(ValueError, match=f"^{re.escape(reason)}"):
+        read_pdf(data)
+
+
+def test_title_is_that_of_the_file_unless_a_program_left_its_default() -> None:
+    assert read_pdf(pdf([block(LEFT)], title="Über Wale"))[0] == "Über Wale"
+    assert read_pdf(pdf([block(LEFT)]))[0] == "" == read_pdf(pdf([block(LEFT)], title="(anonymous)"))[0]
+
+
+def test_lines_that_only_look_like_heads_are_kept() -> None:
+    text = read_pdf(pdf([block(["The same line", "here."])]))[1]
+    assert text == "The same line here."
+    pages = [["Alpha one.", "Beta."], ["Gamma two.", "Delta."], ["Epsilon 12.", "Zeta."]]
+    text = read_pdf(pdf(framed(pages, ["Head"], ["1", "2", "3"])))[1]
+    assert text.split() == [word for page in pages for line in page for word in line.split()]
+
+
+def test_items_of_a_list_keep_their_lines() -> None:
+    text = read_pdf(pdf([block(["What to do:", "1. Clean the pump", "every week.", "2. Close it."])]))[1]
+    assert text == "What to do:\n1. Clean the pump every week.\n2. Close it."
