@@ -215,11 +215,8 @@ class Formatter:
         return {**self._base, "object": name, "choices": choices}
 
     def _extra(self, response: Response) -> dict[str, Any]:
-        passages = [
-            {"id": passage.id, "title": passage.title, "version": passage.version, "score": passage.score}
-            for passage in self._documents
-        ]
-        return {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s, "documents": passages} | self._trace
+        told = {"reuse": response.reuse.to_json(), "ttft_s": response.ttft_s}
+        return told | {"documents": [_source(document) for document in self._documents]} | self._trace
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._kind == "chat":
@@ -231,6 +228,23 @@ class Formatter:
             "top_logprobs": [_by_text(token.top) or None for token in tokens],
             "text_offset": [offsets.before(token) for token in tokens],
         }
+
+
+def _source(document: Document) -> dict[str, Any]:
+    """A passage of the prompt; `path` is its file below the documents directory, `heading` the headings that it stands
+    below in its document. Passages from a request have neither."""
+    title, heading = document.title, None
+    if title and document.source_id is not None:  # the passage's first line is `title > heading > heading`
+        first, _, _ = document.text.partition("\n")
+        heading = first.removeprefix(f"{title} > ").strip() if first.startswith(f"{title} > ") else None
+    return {
+        "id": document.id,
+        "path": document.source_id,
+        "title": title,
+        "heading": heading or None,
+        "version": document.version,
+        "score": document.score,
+    }
 
 
 def usage(response: Response) -> dict[str, Any]:

@@ -59,9 +59,9 @@ def test_chat_returns_the_answer_and_statistics_of_the_engine(server: Server, cl
     assert answer.reuse["mode"] == "off" and answer.reuse["prompt_tokens"] == wanted.num_prompt_tokens
     assert [entry["title"] for entry in answer.reuse["per_document"]][1:] == ["Anna", "Bob", None]
     assert answer.documents == [
-        {"id": "p1", "title": "Anna", "version": "3", "score": None},
-        {"id": "p2", "title": "Bob", "version": None, "score": None},
-        {"id": "p3", "title": None, "version": None, "score": None},
+        {"id": "p1", "path": None, "title": "Anna", "heading": None, "version": "3", "score": None},
+        {"id": "p2", "path": None, "title": "Bob", "heading": None, "version": None, "score": None},
+        {"id": "p3", "path": None, "title": None, "heading": None, "version": None, "score": None},
     ]
     assert answer.ttft_s > 0
 
@@ -156,8 +156,13 @@ def test_passages_are_retrieved_from_the_index_by_default(server: Server, client
     assert [entry["id"] for entry in found.documents] == [passage.passage_id for passage in wanted]
     best = found.documents[0]
     assert best == {
-        "id": "carla.md#0", "title": "Carla", "version": wanted[0].version, "score": pytest.approx(wanted[0].score)
-    }  # fmt: skip
+        "id": "carla.md#0",
+        "path": "carla.md",
+        "title": "Carla",
+        "heading": None,
+        "version": wanted[0].version,
+        "score": pytest.approx(wanted[0].score),
+    }
     assert [entry["document_id"] for entry in found.reuse["per_document"][1:]] == [
         entry["id"] for entry in found.documents
     ]

@@ -18,7 +18,7 @@ from tests.store.servers import free_port
 from tests.web.conftest import PHONE, OpenPage, serving
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 COUNTS = ("reused", "recomputed", "computed")
 QUESTIONS = (
@@ -124,6 +124,48 @@ def test_a_question_is_answered_and_a_second_one_reuses(fresh_url: str, open_pag
     assert page.locator("#layers .layer").count() == 6
     assert page.locator("#layers .run").count() == 6 and page.locator("#layers .load").count() == 6
     screenshot(page, "light")
+
+
+def test_sources_show_file_headings_and_score_and_open_their_text(
+    browser: Browser, tmp_path: Path, open_page: OpenPage, screenshot: Shoot
+) -> None:
+    docs, home = tmp_path / "docs", tmp_path / "home"
+    (docs / "pumps").mkdir(parents=True)
+    (docs / "pumps" / "care.md").write_text(
+        "# Pumps\n\n## Pump A\n\n### Limits\n\nPump A stands in the boathouse, and its highest pressure is 4 bar.\n"
+    )
+    (docs / "tea.txt").write_text("Tea is poured at four. Its pressure is of no concern to <b>anybody</b>.")
+    with serving(home, "--docs", str(docs)) as url:
+        page = open_page(url)
+        told = ask(page, "What is the highest pressure of pump A?")
+        sources = told["documents"]
+        assert [(one["path"], one["title"], one["heading"]) for one in sources] == [
+            ("pumps/care.md", "Pumps", "Pump A > Limits"),
+            ("tea.txt", "Tea", None),
+        ]
+        shown = page.locator("#sources summary")
+        wanted = (("pumps/care.md", "Pumps › Pump A › Limits"), ("tea.txt", "Tea"))
+        for at, (source, parts) in enumerate(zip(sources, wanted, strict=True)):
+            score = "< 0.01" if 0 < source["score"] < 0.005 else f"{source['score']:.2f}"
+            assert shown.nth(at).locator("span").all_inner_texts() == [*parts, f"score {score}"]
+        texts = page.locator("#sources .text")
+        assert not texts.nth(0).is_visible()
+        shown.nth(0).click()
+        assert texts.nth(0).is_visible() and not texts.nth(1).is_visible()
+        assert texts.nth(0).inner_text().endswith("its highest pressure is 4 bar.")
+        shown.nth(1).press("Enter")
+        assert "<b>anybody</b>" in texts.nth(1).inner_text()
+        screenshot(page, "sources")
+        page.set_viewport_size(PHONE)
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+
+        page.click(".options summary")
+        page.fill("#own", "Anna is a diver.\n\nBruno bakes.")
+        ask(page, "Who bakes?")
+        assert shown.all_inner_texts() == ["Passage 1", "Passage 2"], "passages from the request have no file"
+        shown.nth(1).click()
+        assert texts.nth(1).inner_text().endswith("Bruno bakes.")
+        page.close()
 
 
 def test_compare_button_measures_a_real_full_prefill(server_url: str, open_page: OpenPage) -> None:

@@ -4,6 +4,7 @@ import { chat, key, ServerError } from "./api.js";
 import { byId, count, el, percent, time } from "./dom.js";
 import { watch } from "./live.js";
 import { showPrompt } from "./prompt.js";
+import { showSources } from "./sources.js";
 import { showCost, showTimeline } from "./timeline.js";
 
 const EXAMPLES = [
@@ -74,7 +75,7 @@ async function run(body, onText) {
       if (chunk.reuse) final = chunk;
     }
     if (!final?.trace) throw new ServerError("The server sent no trace.");
-    return { text, reuse: final.reuse, trace: final.trace };
+    return { text, ...final };
   } finally {
     running = null;
     setBusy(false);
@@ -97,16 +98,18 @@ async function ask(question) {
   last = null;
   for (const id of RESULT_PANELS) byId(id).hidden = true;
   byId("answer-panel").hidden = false;
+  byId("sources-part").hidden = true;
   byId("asked").textContent = question;
   byId("answer-note").textContent = "";
   byId("compare-note").textContent = "";
   answer.textContent = "";
   answer.setAttribute("aria-busy", "true"); // read out once it is whole, not piece by piece
   try {
-    const { text, reuse, trace } = await run(body, (grown) => (answer.textContent = grown.trimStart()));
+    const told = await run(body, (grown) => (answer.textContent = grown.trimStart()));
+    const { text, trace } = told;
     if (!text.trim()) answer.replaceChildren(el("em", {}, "The model's answer is empty."));
     last = { body, text, trace };
-    show(reuse, trace);
+    show(told);
   } catch (error) {
     fail(error, "answer-note");
   } finally {
@@ -114,13 +117,14 @@ async function ask(question) {
   }
 }
 
-function show(reuse, trace) {
+function show({ reuse, trace, documents }) {
   for (const id of RESULT_PANELS) byId(id).hidden = false;
   byId("answer-note").textContent =
     `First token after ${time(trace.ttft_s)}; ` +
     `${count(reuse.reused_tokens)} of ${count(reuse.prompt_tokens)} prompt tokens ` +
     `(${percent(reuse.reused_tokens / reuse.prompt_tokens)}) reused` +
     (reuse.exact ? ", and the answer is the one of full prefill." : ", some of them approximately.");
+  showSources(documents, trace.segments);
   showCost(trace, null);
   byId("compare").hidden = reuse.mode === "off";
   showPrompt(trace, reuse);
