@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ccjax.retrieval.documents import DocumentError, LoadedDocument, load_document
     from ccjax.retrieval.embedding import Embedder, MiniLMEmbedder, default_embedder
-    from ccjax.retrieval.retriever import Passage, Progress, RefreshReport, Retriever
+    from ccjax.retrieval.retriever import Passage, Progress, Retriever
 
 _EXPORTS = {
     "DocumentError": "documents",
@@ -22,7 +22,7 @@ _EXPORTS = {
     "default_embedder": "embedding",
     "Passage": "retriever",
     "Progress": "retriever",
-    "RefreshReport": "retriever",
+    "RefreshReport": "report",
     "Retriever": "retriever",
 }
 __all__ = [

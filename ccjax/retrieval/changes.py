@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import ccjax.retrieval.jsonl as jsonl
 from ccjax.retrieval.catalog import IndexedDocument
-from ccjax.retrieval.documents import DocumentError, LoadedDocument, parse_document, read_document
+from ccjax.retrieval.documents import DocumentError, LoadedDocument, is_supported, parse_document, read_document
 from ccjax.retrieval.machine_text import without_machine_text
 from ccjax.retrieval.scan import find_files
 
@@ -31,6 +32,7 @@ class IndexChanges:
       removed: ids to delete.
       digests: digests of sources to store once all of `new` is added, None to forget one.
       problems: files and lines that could not be used.
+      unsupported: files of types that are not read, by suffix.
       left_out: characters of base64, hex and minified code that are in no passage of `new`, by file.
     """
 
@@ -39,6 +41,7 @@ class IndexChanges:
     removed: list[str] = dataclasses.field(default_factory=list)
     digests: dict[str, str | None] = dataclasses.field(default_factory=dict)
     problems: list[DocumentError] = dataclasses.field(default_factory=list)
+    unsupported: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -136,6 +139,9 @@ class _Finder:
             self.report(DocumentError(path, " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_REASON_CHARS]))
 
     def file(self, name: str, path: Path) -> None:
+        if not self._strict and not is_supported(path) and path.is_file():
+            self._changes.unsupported[path.suffix.lower()] += 1
+            return
         with self._reporting(path, name):
             data = read_document(path, max_file_bytes=self._max_file_bytes)
             version = hashlib.sha256(data).hexdigest()

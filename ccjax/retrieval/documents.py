@@ -87,13 +87,18 @@ def load_document(path: str | Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> 
     return parse_document(path, read_document(path, max_file_bytes=max_file_bytes))
 
 
+def is_supported(path: Path) -> bool:
+    """Whether files with this name are read."""
+    return _kind(path) in _READERS
+
+
 def read_document(path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of the file at `path`.
 
     Raises:
       DocumentError: unsupported suffix, not a regular file (a pipe would block), unreadable, or over the limit.
     """
-    if _kind(path) not in _READERS:
+    if not is_supported(path):
         wanted = ", ".join(sorted(_READERS))
         raise DocumentError(path, f"unsupported suffix {path.suffix!r}, wanted one of {wanted}")
     try:
@@ -101,11 +106,15 @@ def read_document(path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise DocumentError(path, "not a regular file")
         if status.st_size > max_file_bytes:
-            raise DocumentError(path, f"{status.st_size} bytes, over the limit max_file_bytes={max_file_bytes}")
+            raise DocumentError(
+                path, f"too large: {status.st_size} bytes, over the limit max_file_bytes={max_file_bytes}"
+            )
         with path.open("rb") as file:
             data = file.read(max_file_bytes + 1)
         if len(data) > max_file_bytes:
-            raise DocumentError(path, f"grows while it is read, over the limit max_file_bytes={max_file_bytes}")
+            raise DocumentError(
+                path, f"too large: it grows while it is read, over the limit max_file_bytes={max_file_bytes}"
+            )
         return data
     except OSError as error:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None

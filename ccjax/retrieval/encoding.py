@@ -49,7 +49,7 @@ def decode(data: bytes, *, is_html: bool = False) -> tuple[str, str | None]:
             try:
                 return data.decode(name), None
             except UnicodeDecodeError as error:
-                raise ValueError(f"byte {error.start} is not {name}: {error.reason}") from None
+                raise ValueError(f"not {name}: byte {error.start}, {error.reason}") from None
     names = ["utf-8"]
     if is_html and (found := _DECLARED.search(data, 0, _DECLARED_WITHIN)):
         known = webencodings.lookup((found[1] or found[2]).decode("latin-1"))

@@ -132,7 +132,7 @@ def _opened(data: bytes) -> zipfile.ZipFile:
                 raise ValueError("protected by a password")
             if info.filename.endswith((".xml", ".rels", ".opf", ".ncx", ".xhtml")):
                 if _ENTITY.search(archive.read(info).replace(b"\x00", b"")):
-                    raise ValueError(f"{info.filename} defines XML entities")
+                    raise ValueError(f"refused: {info.filename} defines XML entities")
     except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError) as error:
         if data.startswith(b"\xd0\xcf\x11\xe0"):
             raise ValueError("protected by a password, or a file of an older format") from None

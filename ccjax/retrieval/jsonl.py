@@ -57,10 +57,15 @@ def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Collec
         with path.open("rb") as file:
             for number, line in enumerate(_lines(file, max_line_bytes), 1):
                 if line is None:
-                    yield DocumentError(f"{path}:{number}", f"over the limit max_file_bytes={max_line_bytes}")
+                    yield DocumentError(
+                        f"{path}:{number}", f"too large: over the limit max_file_bytes={max_line_bytes}"
+                    )
                 elif line.strip():
                     try:
                         yield _parse(line.strip(), name)
+                    except UnicodeDecodeError as error:
+                        reason = f"not {error.encoding}: byte {error.start}, {error.reason}"
+                        yield DocumentError(f"{path}:{number}", reason)
                     except ValueError as error:
                         yield DocumentError(f"{path}:{number}", str(error))
                     except Exception as error:  # RecursionError, ...

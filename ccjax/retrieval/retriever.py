@@ -20,6 +20,7 @@ from ccjax.retrieval.documents import MAX_FILE_BYTES, LoadedDocument
 from ccjax.retrieval.embedding import HOW_TO_INSTALL, Embedder, default_embedder
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import PassageIndex
+from ccjax.retrieval.report import ProblemLog, RefreshReport
 from ccjax.types import Document
 
 _log = logging.getLogger(__name__)
@@ -29,8 +30,6 @@ Progress = Callable[[str, int, int], None]
 
 _DEFAULTS = DocumentOptions()
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
-_MOST_TOLD = 20
-"""Problems that are logged one by one at each refresh."""
 _WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -63,23 +62,6 @@ class Passage:
     def as_document(self) -> Document:
         """The passage as part of a request."""
         return Document(self.text, self.passage_id, self.title, self.version, self.score, self.document_id)
-
-
-@dataclasses.dataclass(frozen=True)
-class RefreshReport:
-    """Result of an index update: document ids in order, and (path, reason) of what could not be used.
-
-    A document that was served before and fails now is in both `removed` and `failed`. `rebuilt` is the reason why a
-    saved index was not used, or None. `left_out` holds (path, characters) of updated files with parts that are in no
-    passage: base64, hex and minified code.
-    """
-
-    added: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    failed: tuple[tuple[str, str], ...] = ()
-    rebuilt: str | None = None
-    left_out: tuple[tuple[str, int], ...] = ()
 
 
 class Retriever:
@@ -122,7 +104,7 @@ class Retriever:
         self._update_lock = threading.Lock()
         self._index: PassageIndex | None = None
         self._clustering: threading.Thread | None = None
-        self._told: dict[str, str] = {}
+        self._problems = ProblemLog()
         self._root: Path | None = None
         self.report = RefreshReport()
         """Report of the last update of the index, by `open` or `refresh`."""
@@ -197,6 +179,13 @@ class Retriever:
         except BaseException:
             retriever.close()
             raise
+        skipped = retriever.report.skipped_text()
+        _log.info(
+            "%d documents in %d passages%s",
+            retriever.report.num_documents,
+            retriever.num_passages,
+            f"; skipped {skipped}" if skipped else "",
+        )
         if not retriever.num_passages:
             _log.warning("no passages: %s holds no usable document", docs_dir)
         return retriever
@@ -349,7 +338,9 @@ class Retriever:
                 outside_links=self._outside_links,
                 progress=lambda done, total: self._progress("read", done, total),
             )
-            self._tell(changes)
+            failed = tuple((problem.path, problem.reason) for problem in changes.problems)
+            unsupported = tuple(changes.unsupported.most_common())
+            self._problems.tell(failed, [suffix for suffix, _ in unsupported])
             for path, num_chars in changes.left_out.items():
                 _log.warning("left out %d characters of base64, hex or minified code: %s", num_chars, path)
             self._apply(index, changes, at_once=self._root not in (None, docs_dir))
@@ -362,23 +353,13 @@ class Retriever:
                 added=tuple(document.document_id for document in changes.new if document.document_id not in changed),
                 changed=tuple(changes.changed),
                 removed=tuple(changes.removed),
-                failed=tuple((problem.path, problem.reason) for problem in changes.problems),
+                failed=failed,
+                unsupported=unsupported,
                 rebuilt=rebuilt,
                 left_out=tuple(changes.left_out.items()),
+                num_documents=index.num_documents,
             )
             return self.report
-
-    def _tell(self, changes: IndexChanges) -> None:
-        """Logs problems that were not there before, most of them as a number."""
-        now = {problem.path: problem.reason for problem in changes.problems}
-        new = [(path, reason) for path, reason in now.items() if self._told.get(path) != reason]
-        self._told = now
-        for path, reason in new[:_MOST_TOLD]:
-            _log.warning("skipped %s: %s", path, reason)
-        if len(new) > _MOST_TOLD:
-            _log.warning(
-                "skipped %d more; report.failed and GET /v1/documents/problems have all", len(new) - _MOST_TOLD
-            )
 
     def _split(self, loaded: LoadedDocument) -> tuple[str, ...]:
         passages = split(

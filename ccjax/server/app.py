@@ -19,6 +19,7 @@ from starlette.routing import Match
 import ccjax
 from ccjax.engine import Response as Answer
 from ccjax.errors import RequestError
+from ccjax.retrieval import RefreshReport
 from ccjax.server.admin import ADMIN_BODIES, admin_routes, bearer_token
 from ccjax.server.body import add_schemas, describe, json_body
 from ccjax.server.completions import CompletionBody, JoinedJobs
@@ -26,6 +27,7 @@ from ccjax.server.embeddings import EmbeddingsBody
 from ccjax.server.errors import ApiError, as_api_error, field_names
 from ccjax.server.keys import KeyRing
 from ccjax.server.openai_format import COMMENT, Formatter, Kind
+from ccjax.server.own_documents import index_summary
 from ccjax.server.page import live_routes, page_routes
 from ccjax.server.responses import NOT_KEPT, ResponsesBody
 from ccjax.server.responses_format import ResponsesFormatter
@@ -124,8 +126,10 @@ def _api_routes(service: Service) -> APIRouter:
     @router.get("/v1/documents/problems", summary="Files of --docs that are not served, and why")
     async def problems() -> dict[str, Any]:
         retriever = service.backend.retriever
-        failed = () if retriever is None else retriever.report.failed
-        return {"object": "list", "data": [{"path": path, "reason": reason} for path, reason in failed]}
+        report = RefreshReport() if retriever is None else retriever.report
+        data = [{"path": path, "reason": reason} for path, reason in report.failed]
+        summary = index_summary(retriever) | {"unsupported": dict(report.unsupported)}
+        return {"object": "list", "data": data} | summary
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:

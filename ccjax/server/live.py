@@ -12,6 +12,7 @@ from typing import Any
 
 from ccjax.engine import Engine, Response
 from ccjax.retrieval import Retriever
+from ccjax.server.own_documents import index_summary
 from ccjax.server.worker import Job
 
 NUM_RECENT = 120
@@ -90,18 +91,21 @@ class LiveCounts:
 def live_json(engine: Engine, retriever: Retriever | None, model: str, counts: LiveCounts) -> dict[str, Any]:
     """The current state of the server; waits for no request."""
     batch = engine.batch_counts
-    return {
-        "object": "live",
-        "model": model,
-        "strategy": engine.config.strategy,
-        "queue": {
-            "running": batch.running,
-            "waiting": batch.waiting,
-            "waiting_tokens": batch.waiting_tokens,
-            "preemptions": batch.preemptions,
-        },
-        "pages": {"used": batch.num_pages - batch.free_pages, "total": batch.num_pages},
-        "tiers": [{"tier": tier} | dataclasses.asdict(usage) for tier, usage in engine.cache.usage().items()],
-        "num_variants": engine.cache.num_variants,
-        "num_passages": 0 if retriever is None else retriever.num_passages,
-    } | counts.to_json()
+    return (
+        {
+            "object": "live",
+            "model": model,
+            "strategy": engine.config.strategy,
+            "queue": {
+                "running": batch.running,
+                "waiting": batch.waiting,
+                "waiting_tokens": batch.waiting_tokens,
+                "preemptions": batch.preemptions,
+            },
+            "pages": {"used": batch.num_pages - batch.free_pages, "total": batch.num_pages},
+            "tiers": [{"tier": tier} | dataclasses.asdict(usage) for tier, usage in engine.cache.usage().items()],
+            "num_variants": engine.cache.num_variants,
+        }
+        | index_summary(retriever)
+        | counts.to_json()
+    )

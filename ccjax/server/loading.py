@@ -75,9 +75,9 @@ def open_documents(
         progress=progress,
     )
     if not retriever.num_passages:
-        failed = retriever.report.failed
+        failed, skipped = retriever.report.failed, retriever.report.skipped_text()
         retriever.close()
-        why = f"; the first of {len(failed)} unusable files: {': '.join(failed[0])}" if failed else ""
+        why = (f"; skipped {skipped}" if skipped else "") + (f"; {': '.join(failed[0])}" if failed else "")
         raise ValueError(f"docs: wanted a directory with documents, got none in {directory}{why}")
     if warmup:
         try:

@@ -125,9 +125,8 @@ class ServerMetrics:
         }
         if retriever is not None:
             readers["num_documents"] = ("Documents in the index", lambda: retriever.num_documents)
-            text = "Files, lines and directories of --docs that cannot be used or read"
-            readers["document_problems"] = (text, lambda: len(retriever.report.failed))
             readers["num_passages"] = ("Passages in the index", lambda: retriever.num_passages)
+            self._registry.register(_Scraped(functools.partial(_skipped, retriever)))
         if preparation is not None:
             text = "Documents with passages that idle time still has to prepare"
             readers["documents_to_prepare"] = (text, lambda: preparation.num_documents_left)
@@ -227,6 +226,15 @@ class _Scraped:
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self.collect = collect
+
+
+def _skipped(retriever: Retriever) -> Iterator[Metric]:
+    """What the index leaves out."""
+    text = "Files, lines and directories of --docs that cannot be used or read"
+    problems = GaugeMetricFamily("ccjax_document_problems", text, labels=["reason"])
+    for kind, count in retriever.report.skipped.items():
+        problems.add_metric([kind], count)
+    yield problems
 
 
 def _batch(engine: Engine) -> Iterator[Metric]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from ccjax.engine import Engine
 from ccjax.engine.speculation import SpeculativeAnswer
@@ -45,6 +46,14 @@ def chosen(retriever: Retriever | None, document_ids: Sequence[str]) -> list[Doc
             raise UnknownDocumentError(f"document_ids[{number}]", f"this server has no document {document_id!r}")
         documents += [passage.as_document() for passage in retriever.passages(document_id)]
     return documents
+
+
+def index_summary(retriever: Retriever | None) -> dict[str, Any]:
+    """How much is searchable, and how many files, lines and directories are not, by kind of reason. Waits for no search
+    and no update."""
+    report = RefreshReport() if retriever is None else retriever.report
+    num_passages = 0 if retriever is None else retriever.num_passages
+    return {"num_documents": report.num_documents, "num_passages": num_passages, "skipped": report.skipped}
 
 
 def refresh(retriever: Retriever | None, engine: Engine, worker: EngineWorker) -> bool:

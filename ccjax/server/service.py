@@ -147,7 +147,10 @@ class Service:
         if self._closed or self._draining:
             return False, {"status": "closed" if self._closed else "shutting down"}
         if self._backend is not None:
-            return True, {"status": "ready", "model": self._backend.model}
+            told = {"status": "ready", "model": self._backend.model}
+            if (retriever := self._backend.retriever) is not None:
+                told["documents"] = own_documents.index_summary(retriever)
+            return True, told
         stage, done, total = self._stage
         return False, {"status": "loading", "stage": stage, "done": done, "total": total}
 

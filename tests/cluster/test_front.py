@@ -47,6 +47,7 @@ def get(path, key=API_KEY):
 REQUESTS = {
     "health": get("/health", None),
     "version": get("/version"),
+    "problems of documents": get("/v1/documents/problems"),
     "models": get("/v1/models"),
     "model": get("/v1/models/tiny"),
     "description": get("/openapi.json"),

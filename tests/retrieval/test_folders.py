@@ -163,12 +163,23 @@ def test_moved_documents_are_not_embedded_again(docs: Path, how: str, tmp_path: 
 def test_each_problem_is_told_once_and_many_as_a_number(docs: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = "".join(f"bad {n}\n" for n in range(3000))
     (docs / "bad.jsonl").write_text(lines)
-    (docs / "photo.png").write_bytes(b"\x89PNG")
-    with caplog.at_level(logging.WARNING):
+    for number in range(50):
+        (docs / f"photo{number}.PNG").write_bytes(b"\x89PNG")
+    (docs / "Makefile").write_text("all:")
+    with caplog.at_level(logging.INFO):
         retriever = open_retriever(docs)
         for _ in range(3):
             retriever.refresh()
-        assert len(caplog.records) == 21 and "2981 more" in caplog.text and len(retriever.report.failed) == 3001
+        messages = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+        assert len(messages) == 22 and "2980 more" in messages[20] and len(retriever.report.failed) == 3000
+        assert messages[21] == "skipped files of types that are not read: .png, none"
+        summary = "3 documents in 3 passages; skipped 3000 Expecting value; 51 unsupported file type (.png 50, none 1)"
+        assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [summary]
+        assert retriever.report.unsupported == ((".png", 50), ("", 1))
+        caplog.clear()
+        (docs / "song.mp3").write_bytes(b"ID3")
+        retriever.refresh()
+        assert [record.getMessage() for record in caplog.records] == ["skipped files of types that are not read: .mp3"]
         caplog.clear()
         (docs / "empty.md").write_text("")
         retriever.refresh()

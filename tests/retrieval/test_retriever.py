@@ -159,10 +159,11 @@ def test_unusable_files_are_skipped_and_reported(docs: Path, caplog: pytest.LogC
     reasons = {Path(path).name: reason for path, reason in retriever.report.failed}
     assert reasons.pop("broken.pdf").startswith("broken PDF: ")
     assert reasons.pop("latin.txt").startswith("contains NUL bytes")
-    assert reasons.pop("photo.png").startswith("unsupported suffix '.png'")
-    limit = "2000 bytes, over the limit max_file_bytes=1500"
+    limit = "too large: 2000 bytes, over the limit max_file_bytes=1500"
     assert reasons == {"empty.md": "the file is empty", "long.txt": limit}
     assert f"skipped {docs / 'empty.md'}: the file is empty" in caplog.text
+    kinds = ("broken PDF", "contains NUL bytes", "the file is empty", "too large", "unsupported file type")
+    assert retriever.report.skipped == dict.fromkeys(kinds, 1) and retriever.report.unsupported == ((".png", 1),)
 
 
 def test_strict_raises_for_the_first_unusable_file(docs: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import ccjax
 from ccjax.engine import Request, SamplingParams
-from ccjax.retrieval import RefreshReport
 from ccjax.server import ServerSettings
 from ccjax.types import Document
 from tests.server import patience
@@ -206,14 +205,35 @@ def test_truncate_drops_passages_from_the_end(client: openai.OpenAI) -> None:
 
 
 def test_problems_of_documents_are_listed_and_counted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert patience.get(f"{server.url}/v1/documents/problems").json() == {"object": "list", "data": []}
-    report = RefreshReport(failed=(("/d/a.bin", "unsupported suffix"), ("/d", "cannot be listed")))
-    monkeypatch.setattr(server.retriever, "report", report)
-    assert patience.get(f"{server.url}/v1/documents/problems").json()["data"] == [
-        {"path": "/d/a.bin", "reason": "unsupported suffix"},
-        {"path": "/d", "reason": "cannot be listed"},
-    ]
-    assert "ccjax_document_problems 2.0" in patience.get(f"{server.url}/metrics").text
+    retriever = server.retriever
+    indexed = {"num_documents": retriever.num_documents, "num_passages": retriever.num_passages}
+    assert min(indexed.values()) > 2
+
+    def told(name: str) -> dict[str, Any]:
+        return patience.get(f"{server.url}{name}").json()
+
+    nothing = {"object": "list", "data": [], "skipped": {}, "unsupported": {}} | indexed
+    assert told("/v1/documents/problems") == nothing
+    report = dataclasses.replace(
+        retriever.report,
+        failed=(
+            ("/d/a.pdf", "broken PDF: no pages"),
+            ("/d", "cannot be listed: Permission denied"),
+            ("/d/b.pdf", "broken PDF: KeyError"),
+            ("/d/c.jsonl:7", "too large: over the limit max_file_bytes=5"),
+        ),
+        unsupported=((".png", 2), ("", 1)),
+    )
+    monkeypatch.setattr(retriever, "report", report)
+    skipped = {"unsupported file type": 3, "broken PDF": 2, "cannot be listed": 1, "too large": 1}
+    listed = told("/v1/documents/problems")
+    assert listed["data"][1] == {"path": "/d", "reason": "cannot be listed: Permission denied"}
+    assert len(listed["data"]) == 4 and listed["unsupported"] == {".png": 2, "": 1}
+    for summary in (listed, told("/ready")["documents"], told("/v1/live")):
+        assert summary["skipped"] == skipped and summary.items() >= indexed.items()
+    metrics = patience.get(f"{server.url}/metrics").text
+    for reason, count in skipped.items():
+        assert f'ccjax_document_problems{{reason="{reason}"}} {count}.0' in metrics
 
 
 def test_retrieved_passages_are_dropped_to_fit_a_long_question(server: Server, client: openai.OpenAI) -> None:

@@ -219,7 +219,9 @@ def test_server_warms_up_answers_and_exits_on_a_signal(
     arguments += ["--served-model-name", "house", *FEW_STEPS]
     with serving(arguments, environment) as (url, line, process):
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
-        assert patience.get(f"{url}/ready").json() == {"status": "ready", "model": "house"}
+        documents = {"num_documents": 5, "num_passages": 5, "skipped": {}}
+        ready = {"status": "ready", "model": "house", "documents": documents}
+        assert patience.get(f"{url}/ready").json() == ready
         messages = [{"role": "user", "content": "Who bakes bread?"}]
         body = {"messages": messages, "max_tokens": 40, "stream": True, "seed": 1, "temperature": 1.0, "trace": True}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as response:

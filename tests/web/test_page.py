@@ -134,6 +134,8 @@ def test_sources_show_file_headings_and_score_and_open_their_text(
     (docs / "pumps" / "care.md").write_text(
         "# Pumps\n\n## Pump A\n\n### Limits\n\nPump A stands in the boathouse, and its highest pressure is 4 bar.\n"
     )
+    (docs / "boat.png").write_bytes(b"\x89PNG")
+    (docs / "oar.pdf").write_bytes(b"%PDF-1.4 <b>nothing</b> follows")
     (docs / "tea.txt").write_text("Tea is poured at four. Its pressure is of no concern to <b>anybody</b>.")
     with serving(home, "--docs", str(docs)) as url:
         page = open_page(url)
@@ -155,8 +157,16 @@ def test_sources_show_file_headings_and_score_and_open_their_text(
         assert texts.nth(0).inner_text().endswith("its highest pressure is 4 bar.")
         shown.nth(1).press("Enter")
         assert "<b>anybody</b>" in texts.nth(1).inner_text()
+
+        assert page.inner_text("#index-note") == "2 documents, 2 passages."
+        assert page.inner_text("#problems-note") == "Skipped: 1 broken PDF, 1 unsupported file type"
+        page.click("#problems-note")
+        problems = page.locator("#problem-list li")
+        problems.nth(1).wait_for()
+        assert problems.nth(0).inner_text().startswith(f"{docs / 'oar.pdf'}: broken PDF: ")
+        assert problems.nth(1).inner_text() == "files of types that are not read: .png: 1"
         screenshot(page, "sources")
-        page.set_viewport_size(PHONE)
+        page.set_viewport_size({"width": PHONE["width"], "height": PHONE["height"]})
         assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
 
         page.click(".options summary")

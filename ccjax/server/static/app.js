@@ -2,7 +2,7 @@
 
 import { chat, key, ServerError } from "./api.js";
 import { byId, count, el, percent, time } from "./dom.js";
-import { watch } from "./live.js";
+import { listProblems, watch } from "./live.js";
 import { showPrompt } from "./prompt.js";
 import { showSources } from "./sources.js";
 import { showCost, showTimeline } from "./timeline.js";
@@ -191,6 +191,7 @@ byId("question").addEventListener("keydown", (event) => {
 });
 byId("stop").addEventListener("click", () => running?.abort());
 byId("compare").addEventListener("click", compare);
+byId("problems").addEventListener("toggle", listProblems);
 byId("key-open").addEventListener("click", openKey);
 byId("key-clear").addEventListener("click", () => useKey(""));
 byId("key-cancel").addEventListener("click", () => dialog.close());

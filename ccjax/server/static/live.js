@@ -4,6 +4,7 @@ import { key, getJson } from "./api.js";
 import { byId, bytes, count, definitions, el, percent, place, time } from "./dom.js";
 
 const EVERY_MS = 2000;
+const MOST_PROBLEMS = 200;
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Polls until the page is closed. Calls `onState(state, text, numPassages)` with "ok", "wait", "down" or "key". */
@@ -63,6 +64,7 @@ function show(live) {
   showShare(live.tokens);
   showSpark(live.recent.map((one) => one.ttft_s));
   byId("tiers").tBodies[0].replaceChildren(...live.tiers.map(tier));
+  showIndex(live);
   showDocuments(live.documents);
 }
 
@@ -128,6 +130,37 @@ function tier(usage) {
       el("small", {}, asked ? `of ${count(asked)}` : "asked"),
     ),
   );
+}
+
+/** How much of the server's folder is searchable, and what is not, by reason. */
+function showIndex(live) {
+  const skipped = Object.entries(live.skipped);
+  const total = skipped.reduce((sum, [, number]) => sum + number, 0);
+  byId("index").hidden = !live.num_documents && !total;
+  byId("index-note").textContent = `${count(live.num_documents)} documents, ${count(live.num_passages)} passages.`;
+  byId("problems").hidden = !total;
+  const reasons = skipped.map(([reason, number]) => `${count(number)} ${reason}`).join(", ");
+  const note = `Skipped: ${reasons}`;
+  if (byId("problems-note").textContent === note) return;
+  byId("problems-note").textContent = note;
+  byId("problems").open = false; // the list of before
+}
+
+/** Lists the files that are skipped, whenever the list is opened. */
+export async function listProblems() {
+  if (!byId("problems").open) return;
+  const list = byId("problem-list");
+  try {
+    const told = await getJson("v1/documents/problems");
+    const types = Object.entries(told.unsupported).map(([suffix, number]) => `${suffix || "no suffix"}: ${count(number)}`);
+    list.replaceChildren(
+      ...told.data.slice(0, MOST_PROBLEMS).map((one) => el("li", {}, `${one.path}: ${one.reason}`)),
+      ...(told.data.length > MOST_PROBLEMS ? [el("li", {}, `${count(told.data.length - MOST_PROBLEMS)} more`)] : []),
+      ...(types.length ? [el("li", {}, `files of types that are not read: ${types.join(", ")}`)] : []),
+    );
+  } catch (error) {
+    list.replaceChildren(el("li", {}, error.message));
+  }
 }
 
 function showDocuments(documents) {

@@ -1,0 +1,75 @@
+"""What an update of the index changed, and what it could not use: told once, then counted."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping, Sequence
+
+_MOST_TOLD = 20
+"""Problems that are logged one by one at each refresh."""
+UNSUPPORTED = "unsupported file type"
+_LONGEST_KIND = 60
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RefreshReport:
+    """Result of an index update: document ids in order, and (path, reason) of what could not be used.
+
+    A document that was served before and fails now is in both `removed` and `failed`. Files of other types than those
+    that are read are only counted: `unsupported` holds (suffix, files), most first. `rebuilt` is the reason why a
+    saved index was not used, or None. `left_out` holds (path, characters) of updated files with parts that are in no
+    passage: base64, hex and minified code. `num_documents` were searchable then.
+    """
+
+    added: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    unsupported: tuple[tuple[str, int], ...] = ()
+    rebuilt: str | None = None
+    left_out: tuple[tuple[str, int], ...] = ()
+    num_documents: int = dataclasses.field(default=0, compare=False)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many files, lines and directories could not be used, by kind of reason, most first: a reason's words
+        before details."""
+        kinds = collections.Counter(re.split(r"[:;,(]", reason)[0].strip()[:_LONGEST_KIND] for _, reason in self.failed)
+        if self.unsupported:
+            kinds[UNSUPPORTED] = sum(count for _, count in self.unsupported)
+        return dict(kinds.most_common())
+
+    def skipped_text(self) -> str:
+        """`skipped` in words, with the suffixes of unsupported files."""
+        told = []
+        for kind, count in self.skipped.items():
+            suffixes = ", ".join(f"{suffix or 'none'} {number}" for suffix, number in self.unsupported[:_MOST_TOLD])
+            told.append(f"{count} {kind}" + (f" ({suffixes})" if kind == UNSUPPORTED else ""))
+        return "; ".join(told)
+
+
+class ProblemLog:
+    """Logs each problem once, until it changes."""
+
+    def __init__(self) -> None:
+        self._told: Mapping[str, str] = {}
+
+    def tell(self, problems: Sequence[tuple[str, str]], unsupported: Sequence[str]) -> None:
+        """Logs what was not there at the last call: (path, reason) one by one, most of them as a number, and the
+        suffixes of unsupported files in one line."""
+        now = dict(problems) | {suffix: UNSUPPORTED for suffix in unsupported}
+        new = [(name, reason) for name, reason in now.items() if self._told.get(name) != reason]
+        self._told = now
+        suffixes = [name or "none" for name, reason in new if reason == UNSUPPORTED]
+        failed = [(name, reason) for name, reason in new if reason != UNSUPPORTED]
+        for name, reason in failed[:_MOST_TOLD]:
+            _log.warning("skipped %s: %s", name, reason)
+        if len(failed) > _MOST_TOLD:
+            more = len(failed) - _MOST_TOLD
+            _log.warning("skipped %d more; report.failed and GET /v1/documents/problems have all", more)
+        if suffixes:
+            _log.warning("skipped files of types that are not read: %s", ", ".join(suffixes[:_MOST_TOLD]))
