@@ -131,12 +131,12 @@ bench-clients: $(VENV)-clients/.installed  ## LangChain, LlamaIndex, Haystack, l
 
 evaluate: $(VENV)/.test  ## what reuse costs in answers, SmolLM2 with the default options first, then the published rules: build/quality.md; hours, goes on where it was interrupted; needs the data folder (CCJAX_TEST_DATA)
 	mkdir -p build
-	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --ways default --cached prepared seen idle \
+	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 200 --ways default cachecraft=1 --cached prepared seen idle \
 	  --resume build/default.jsonl --markdown build/quality.md --title "What the default costs in answers" $(ARGS)
 	$(BIN)/ccjax evaluate --model smollm2 --questions squad5 --limit 20 --cached alone seen \
 	  --resume build/rules.jsonl --markdown build/quality.md --append --title "The published rules" $(ARGS)
 	$(BIN)/ccjax evaluate --model smollm2 --questions "$$CCJAX_TEST_DATA/qa/rag_top5_musique.jsonl" --limit 200 \
-	  --ways default --cached prepared idle \
+	  --ways default cachecraft=1 --cached prepared idle \
 	  --resume build/musique.jsonl --markdown build/quality.md --append --title "The default over MuSiQue" $(ARGS)
 
 clean:

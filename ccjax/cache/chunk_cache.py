@@ -18,7 +18,8 @@ from ccjax.cache.shared.index_updater import VariantIndexUpdater
 from ccjax.cache.variants import VariantIndex
 from ccjax.config import EngineConfig
 from ccjax.loading.model import LoadedModel
-from ccjax.loading.prefill_profile import profile_of
+from ccjax.loading.prefill_profile import KeptProfile, profile_of
+from ccjax.policy.eviction import make_policy
 from ccjax.runner.budgets import host_cache_bytes
 from ccjax.runner.device import Device
 from ccjax.store.spec import StoreIdentity
@@ -79,7 +80,10 @@ class ChunkCache:
         """
         rates = Rates()
         profile = profile_of(loaded.fingerprint, loaded.directory, config.prefill_profile)
-        costs = MeasuredCosts(rates, None if profile is None else profile.grid)
+        grid = None if profile is None else profile.grid
+        if grid is None and make_policy(config.eviction_policy).needs_profile:
+            grid = KeptProfile(loaded.fingerprint).read()
+        costs = MeasuredCosts(rates, grid)
         identity = StoreIdentity(loaded.fingerprint, config.tenant_salt)
         store = TieredStore.open(
             config.store,

@@ -12,24 +12,24 @@ UNMEASURED_S_PER_TOKEN = 1e-3
 class MeasuredCosts:
     """Measured seconds per computed token and per loaded byte; typical values until there are measurements.
 
-    Args:
-      grid: profiled prefill times by cached and new tokens; None without a profile.
+    Attributes:
+      grid: prefill times by cached and new tokens; None as long as there is no profile.
     """
 
     def __init__(self, rates: Rates, grid: PrefillGrid | None = None) -> None:
         self._rates = rates
-        self._grid = grid
+        self.grid = grid
 
     def compute_s(self, num_tokens: int, cached_tokens: int, new_tokens: int) -> float:
         """Seconds to compute `num_tokens` from text: their share of a prefill that computes `new_tokens` behind
         `cached_tokens` (RAGCache eq. 4); without a profile, `num_tokens` times the measured cost of a token."""
-        if self._grid is not None:
-            return num_tokens * self._grid.prefill_s(cached_tokens, new_tokens) / new_tokens
+        if self.grid is not None:
+            return num_tokens * self.grid.prefill_s(cached_tokens, new_tokens) / new_tokens
         return num_tokens * (self._rates.seconds_per_token or UNMEASURED_S_PER_TOKEN)
 
     def full_prefill_s(self, num_tokens: int) -> float | None:
         """Seconds of a prefill that computes a whole prompt; None until one of similar size was measured."""
-        return self._rates.compute.like_s(num_tokens) if self._grid is None else self._grid.prefill_s(0, num_tokens)
+        return self._rates.compute.like_s(num_tokens) if self.grid is None else self.grid.prefill_s(0, num_tokens)
 
     def load_s(self, tier: str, num_bytes: int) -> float:
         """Seconds to load `num_bytes` of KV from a tier."""

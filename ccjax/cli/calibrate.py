@@ -238,7 +238,7 @@ def trials(strategy: str, outcomes: Sequence[WayResults], score: str) -> tuple[T
                     num_answers=len(answered),
                     num_kept=int(sum(own)) if by_token else sum(own[index] >= full[index] for index in answered),
                     shares=tuple(own) if by_token else (),
-                    alpha=outcome.way.alpha,
+                    alpha=outcome.way.settings.get("alpha", 1.0),
                     max_deviation=outcome.way.max_deviation,
                     recompute_ratio=outcome.way.recompute_ratio if STRATEGIES[strategy].recomputes else 0.0,
                     focus_window=outcome.way.focus_window,

@@ -23,7 +23,7 @@ from ccjax.config.base import Described
 from ccjax.config.values import FilePath
 from ccjax.evaluation.states import STATES, State
 
-DEFAULT_WAYS = ("default", "cacheblend:0.15", "cachecraft:0.15", "legolink:0.15")
+DEFAULT_WAYS = ("default", "cacheblend:0.15", "cachecraft:0.15", "cachecraft=1", "legolink:0.15")
 
 
 class EvaluateOptions(AskOptions):
@@ -32,8 +32,9 @@ class EvaluateOptions(AskOptions):
     model_config = ConfigDict(title="comparison")
 
     ways: Annotated[tuple[str, ...], Described(metavar="WAY")] = Field(default=DEFAULT_WAYS, min_length=1)
-    """default for the default options; or strategy[@layer,layer][/old][:ratio], where @ names the layers whose
-    attention ranks tokens and /old leaves keys at their old positions."""
+    """default for the default options; or strategy[@layer,layer][/old][/rule window][:ratio or =alpha], where @
+    names the layers whose attention ranks tokens, /old leaves keys at their old positions, /entropy3 is the focus cut
+    (CacheCraft alg. 1), and =1 recomputes what CacheCraft eq. 12 says with that alpha."""
     cached: tuple[State, ...] = Field(default=STATES, min_length=1)
     """What was computed before: empty (nothing), alone (each passage), prepared (each as servers do it: alone and
     behind the frame), seen (an earlier prompt with the passages in the reverse order), idle (the same, and then the

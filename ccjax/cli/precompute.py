@@ -152,6 +152,8 @@ class _Bars:
             f"{len(collection.passages)} passages; {estimate.variants} variants to compute: "
             f"{estimate.computed_tokens} tokens, {seconds}, {size_text(estimate.num_bytes)}{on_disk}{free}"
         )
+        if report.is_dry_run and estimate.hidden_bytes_per_s is not None:
+            text += f"; {_place(estimate.hidden_bytes_per_s)}"
         self._stages.shown.console.print(text, highlight=False, soft_wrap=True)
 
     def computed(self, report: Report) -> None:
@@ -164,6 +166,15 @@ class _Bars:
     def close(self) -> None:
         """Leaves the bars as they are."""
         self._stages.close()
+
+
+def _place(rate: float) -> str:
+    """The cheapest usual place for the KV."""
+    from ccjax.policy.storage import USUAL, cheapest_hidden
+
+    place = cheapest_hidden(USUAL, rate)
+    found = "no usual place reads as fast" if place is None else f"{place.name} usually reads as fast"
+    return f"requests hide loads of at least {size_text(round(rate))}/s: {found}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

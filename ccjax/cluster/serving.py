@@ -24,6 +24,8 @@ from ccjax.server.loading import open_documents, use_compile_cache
 
 logger = logging.getLogger(__name__)
 
+_ORDER_AFTER_S = 0.5
+
 
 @dataclasses.dataclass(frozen=True)
 class ClusterOptions:
@@ -32,7 +34,8 @@ class ClusterOptions:
     Attributes:
       host, port, address: of `RayNode`.
       scale: replicas in the whole cluster; None keeps those that run, or starts one.
-      generators: engines that compute for waiting requests; needs the replicas' `store_index`.
+      generators: engines that compute for waiting requests; needs the replicas' `store_index`. None for the default
+        (`with_generators`).
       generators_on_cpu: on the hosts' CPUs instead of accelerators of their own.
       resources: Ray resources of a replica; None for the GPUs or TPUs that its model is split over, if the cluster has
         some.
@@ -43,7 +46,7 @@ class ClusterOptions:
     port: int = 0
     address: str | None = None
     scale: ReplicaScale | None = None
-    generators: int = 0
+    generators: int | None = None
     generators_on_cpu: bool = True
     resources: dict[str, float] | None = None
 
@@ -77,7 +80,7 @@ def serve_cluster(
         progress("replicas", 0, 1)
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray installed its own there
             signal.signal(number, _leave)
-        replicas = _replicas(options, node)
+        replicas = _replicas(with_generators(options, node.resources()), node)
         progress("replicas", 1, 1)
         reader = PromptReader(builder, retriever, options.replica.server, tenant_salt=engine.get("tenant_salt", ""))
         front = Front(replicas, reader, options.replica.server)
@@ -86,6 +89,24 @@ def serve_cluster(
             signal.signal(number, server.handle_exit)
         on_ready(replica_counts() or {})
         server.run(sockets=[listener])
+
+
+def with_generators(options: ClusterOptions, resources: Mapping[str, float]) -> ClusterOptions:
+    """The options with the number of generators, and what replicas need for them.
+
+    By default there is one if the replicas have an index, through which it receives orders, and accelerators. On a CPU
+    that also serves, a generator takes time from the answers: in the paper's experiment answers per second grew by less
+    with one (docs/results.md).
+
+    Args:
+      resources: Ray's, of the cluster.
+    """
+    number, replica = options.generators, options.replica
+    if number is None:
+        number = int("store_index" in replica.engine and any(resources.get(name, 0) >= 1 for name in ("GPU", "TPU")))
+    if number:
+        replica = dataclasses.replace(replica, engine={"order_after_s": _ORDER_AFTER_S, **replica.engine})
+    return dataclasses.replace(options, replica=replica, generators=number)
 
 
 def _leave(number: int, _: object) -> None:

@@ -20,6 +20,7 @@ from ccjax.config import EngineConfig
 from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.batch.group import Caller, Emit, GroupParts
 from ccjax.engine.batch.loop import BatchCounts, BatchLoop
+from ccjax.engine.coarse_profile import CoarseProfile
 from ccjax.engine.contracts import ReuseContracts
 from ccjax.engine.engine_cache import EngineCache
 from ccjax.engine.engine_documents import EngineDocuments
@@ -31,6 +32,7 @@ from ccjax.errors import ConfigError, RequestError
 from ccjax.loading.calibration import calibration_of
 from ccjax.loading.devices import with_dtype
 from ccjax.loading.model import LoadedModel, Progress, load_model, model_config, prompt_builder
+from ccjax.loading.prefill_profile import KeptProfile
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.policy.strategies import expected_share, get_strategy
 from ccjax.prompts import Prompt, assemble
@@ -107,6 +109,10 @@ class Engine:
             config, chunks, warmer, loop, max_model_len=limit, vocab_size=model.config.vocab_size
         )
         self.call_form: CallForm = "hermes" if self._builder is None else self._builder.call_form
+        kept = KeptProfile(model.fingerprint)
+        self._profile = CoarseProfile(
+            config, chunks.costs, kept, background, max_model_len=limit, vocab_size=model.config.vocab_size
+        )
         self._closed = False
         chunks.updater.start(loop.exclusive, self.cache.refresh)
 
@@ -340,6 +346,11 @@ class Engine:
           RuntimeError: a size is left, but the engine is closed.
         """
         return self._device.compile_one(is_cancelled)
+
+    def profile_one(self, *, is_cancelled: IsCancelled | None = None) -> bool:
+        """Measures, in idle time, one of the prefills by which PGDSF values chunks, if no profile was given or kept.
+        Returns False if none was left, or if `is_cancelled`, which is polled, returned True."""
+        return self._profile.measure_one(is_cancelled)
 
     @property
     def num_sizes_left(self) -> int:

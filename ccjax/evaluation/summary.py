@@ -49,7 +49,7 @@ def _way(outcome: WayResults, full: WayResults) -> dict[str, Any]:
         "strategy": way.strategy,
         "ratio": way.recompute_ratio,
         "ranking_layers": way.ranking_layers,
-        "alpha": way.alpha,
+        "alpha": way.settings.get("alpha"),
         "computed_share": _mean(answer.computed_ratio for answer in answers),
         "mean_cfo": _mean(answer.cfo for answer in answers),
         "ttft_s": float(np.median([answer.ttft_s for answer in answers])),

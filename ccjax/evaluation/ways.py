@@ -20,7 +20,7 @@ PASSAGE_BY_PASSAGE = ("map_rerank", "map_reduce")
 """Ways that never put the passages into one prompt (CacheBlend sec. 7)."""
 _WITHOUT_SHARE = ("default", *FIXED, *PASSAGE_BY_PASSAGE)
 _SPEC = re.compile(
-    r"(?P<strategy>[a-z0-9_]+)(@(?P<layers>\d+(,\d+)*))?(?P<old>/old)?(/(?P<rule>[a-z_]+)(?P<window>\d+))?((?P<sign>[:~])(?P<number>[0-9.]+))?"
+    r"(?P<strategy>[a-z0-9_]+)(@(?P<layers>\d+(,\d+)*))?(?P<old>/old)?(/(?P<rule>[a-z_]+)(?P<window>\d+))?((?P<sign>[:~=])(?P<number>[0-9.]+))?"
 )
 
 
@@ -31,10 +31,10 @@ class Way:
     Attributes:
       strategy: a name of `ccjax.policy.strategies` or of `PASSAGE_BY_PASSAGE`; "default" for the engine's default
         options.
-      recompute_ratio: recomputed share of the reused passages; None for CacheCraft eq. 12.
+      recompute_ratio: recomputed share of the reused passages; None for CacheCraft eq. 12 or `max_deviation`.
       ranking_layers: of `EngineConfig`, when the passages were computed.
       fixes_positions: of `EngineConfig`; False is CacheCraft table 3's reuse without it.
-      alpha: CacheCraft eq. 12.
+      alpha: CacheCraft eq. 12, in place of a share; None for that of `EngineConfig`.
       max_deviation: of `EngineConfig`, in place of a share.
       focus_window, focus_rule: of `EngineConfig`; None for no focus cut.
     """
@@ -43,7 +43,7 @@ class Way:
     recompute_ratio: float | None = None
     ranking_layers: tuple[int, ...] | None = None
     fixes_positions: bool = True
-    alpha: float = 1.0
+    alpha: float | None = None
     max_deviation: float | None = None
     focus_window: int | None = None
     focus_rule: str = "entropy"
@@ -68,7 +68,7 @@ class Way:
             return {}
         return {
             "strategy": "prefix" if self.strategy in PASSAGE_BY_PASSAGE else self.strategy,
-            "alpha": self.alpha,
+            "alpha": PlannerSettings().alpha if self.alpha is None else self.alpha,
             "recompute_ratio": self.recompute_ratio,
             "max_deviation": self.max_deviation,
             "fixes_positions": self.fixes_positions,
@@ -84,10 +84,10 @@ class Way:
         return self.strategy + layers + ("" if self.fixes_positions else "/old") + focus
 
     def __str__(self) -> str:
-        """The text that `parse_way` accepts, unless alpha differs."""
+        """The text that `parse_way` accepts."""
         ratio = "" if self.recompute_ratio is None else f":{self.recompute_ratio:g}"
         ratio += "" if self.max_deviation is None else f"~{self.max_deviation:g}"
-        return self.series + ratio + ("" if self.alpha == 1.0 else f" (alpha {self.alpha:g})")
+        return self.series + (ratio or ("" if self.alpha is None else f"={self.alpha:g}"))
 
 
 FULL = Way("full")
@@ -97,7 +97,8 @@ DEFAULT = Way("default")
 def parse_way(text: str) -> Way:
     """`strategy[@layer,layer][/old][/rule window][:ratio]`, as in `cachecraft@0,1/entropy3:0.15`: the layers whose
     attention ranked tokens, `/old` for keys that stay at their old positions, rule and window of the focus cut, the
-    share to recompute; or `auto~deviation` for tokens that deviate more. `default` stands for the default options.
+    share to recompute; or `cachecraft=alpha` for as many as CacheCraft eq. 12 says, or `auto~deviation` for tokens that
+    deviate more. `default` stands for the default options.
 
     Raises:
       ValueError: no such strategy or rule, a share outside 0 to 1, or one of these for a strategy that recomputes
@@ -105,7 +106,7 @@ def parse_way(text: str) -> Way:
     """
     match = _SPEC.fullmatch(text)
     if match is None:
-        wanted = "strategy[@layer,layer][/old][/rule window][:ratio or ~deviation]"
+        wanted = "strategy[@layer,layer][/old][/rule window][:ratio, =alpha or ~deviation]"
         raise ValueError(f"way: wanted {wanted}, got {text!r}")
     strategy, layers, text_of_number = match["strategy"], match["layers"], match["number"]
     known = ("default", *STRATEGIES, *PASSAGE_BY_PASSAGE)
@@ -120,7 +121,7 @@ def parse_way(text: str) -> Way:
     try:
         number = None if text_of_number is None else float(text_of_number)
     except ValueError as error:
-        raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}") from error
+        raise ValueError(f"way: wanted a number behind {match['sign']}, got {text!r}") from error
     ranked = None if layers is None else tuple(map(int, layers.split(",")))
     way = Way(strategy, None, ranked, fixes_positions=not match["old"])
     if match["window"] is not None:
@@ -131,6 +132,10 @@ def parse_way(text: str) -> Way:
         if strategy not in STRATEGIES or "max_deviation" not in STRATEGIES[strategy].options:
             raise ValueError(f"way: {strategy} supports no deviation, got {text!r}")
         return dataclasses.replace(way, max_deviation=number)
+    if match["sign"] == "=":
+        if strategy not in STRATEGIES or "alpha" not in STRATEGIES[strategy].options:
+            raise ValueError(f"way: {strategy} supports no alpha, got {text!r}")
+        return dataclasses.replace(way, alpha=number)
     if number is not None and not 0.0 <= number <= 1.0:
         raise ValueError(f"way: wanted a share from 0 to 1, got {text!r}")
     return dataclasses.replace(way, recompute_ratio=number)
@@ -140,7 +145,7 @@ def expand(texts: Iterable[str], ratios: Sequence[float]) -> tuple[Way, ...]:
     """Each way (`parse_way`), with each share if it can have one and names none."""
     ways: list[Way] = []
     for way in map(parse_way, texts):
-        is_whole = way.strategy in _WITHOUT_SHARE or way.max_deviation is not None
-        is_whole = is_whole or way.recompute_ratio is not None
+        own = (way.recompute_ratio, way.alpha, way.max_deviation)
+        is_whole = way.strategy in _WITHOUT_SHARE or own != (None, None, None)
         ways += [way] if is_whole else [dataclasses.replace(way, recompute_ratio=ratio) for ratio in ratios]
     return tuple(dict.fromkeys(ways))

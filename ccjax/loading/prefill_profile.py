@@ -1,19 +1,24 @@
-"""Reads and writes the profile of prefill times in a model's directory."""
+"""Reads and writes profiles of prefill times: in a model's directory, or beside the compiled steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ccjax.loading.model_files import model_file, write_model_file
+from ccjax.errors import ConfigError
+from ccjax.loading.model_files import model_file, read_model_file, write_model_file
 from ccjax.policy.prefill_cost import PrefillGrid
 
 PROFILE_FILE = "prefill_profile.json"
 VERSION = 1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +84,38 @@ def profile_of(model: str, beside: Path | None, named: str | None) -> PrefillPro
         beside=None if beside is None else beside / PROFILE_FILE,
         named=named,
     )
+
+
+class KeptProfile:
+    """The coarse profile of a model on this kind of device, beside JAX's compiled steps; without a directory for these
+    nothing is kept.
+
+    Args:
+      model: fingerprint of the model.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model, self._device = model, jax.devices()[0].device_kind
+        name = hashlib.sha256(f"{model} {self._device}".encode()).hexdigest()[:16]
+        directory = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+        self._path = None if directory is None else Path(directory) / f"prefill-{name}.json"
+
+    def read(self) -> PrefillGrid | None:
+        """The kept grid; None if there is none. A damaged one is left out, since it can be measured again."""
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            found = read_model_file(self._path, "prefill_profile", "a server", PrefillProfile.from_json)
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return None
+        return found.grid if (found.model, found.device) == (self._model, self._device) else None
+
+    def write(self, grid: PrefillGrid) -> None:
+        """Keeps a grid for later processes, if the directory can be written."""
+        if self._path is None:
+            return
+        try:
+            write_profile(self._path, PrefillProfile(self._model, self._device, grid))
+        except OSError as error:
+            logger.warning("prefill profile: not kept: %s", error)

@@ -73,6 +73,25 @@ class PrefillGrid:
             raise ValueError(f"grid: a field is missing or not what it should be: {error}") from error
 
 
+def coarse_grid(times: Sequence[tuple[int, float]]) -> PrefillGrid:
+    """T(cached, new) from the seconds of full prefills of three lengths, as (tokens, seconds), ascending.
+
+    A token attends to all before it, so `T(0, n) = f + u n + a n^2 / 2`; behind c cached tokens each attends to c more:
+    `T(c, n) = f + u n + a n (c + n / 2)`. Measured curves may bend the wrong way; then a, u or f is 0.
+
+    Raises:
+      ValueError: there are not three ascending lengths.
+    """
+    if len(times) != 3 or not 0 < times[0][0] < times[1][0] < times[2][0]:
+        raise ValueError(f"times: wanted three ascending lengths, got {times}")
+    (n1, s1), (n2, s2), (n3, s3) = times
+    a = max(0.0, 2.0 * ((s3 - s2) / (n3 - n2) - (s2 - s1) / (n2 - n1)) / (n3 - n1))
+    u = max(0.0, (s3 - s1) / (n3 - n1) - a * (n1 + n3) / 2)
+    f = max(0.0, s1 - u * n1 - a * n1 * n1 / 2)
+    cached, new = (0, n3), (n1, n2, n3)
+    return PrefillGrid(cached, new, tuple(tuple(f + u * n + a * n * (c + n / 2) for n in new) for c in cached))
+
+
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
     """The cell of a value and its relative position there: 0 to 1, greater beyond the last cell."""
     cell = min(max(0, bisect.bisect_right(points, value) - 1), len(points) - 2)

@@ -9,6 +9,8 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ccjax.policy.settings import PlannerSettings
+from ccjax.policy.storage import least_rate
 from ccjax.precompute.plan import Unit
 
 NOTE_BYTES = 512
@@ -51,6 +53,15 @@ class Estimate:
     def num_bytes(self) -> int:
         """Objects and records."""
         return self.object_bytes + self.record_bytes
+
+    @property
+    def hidden_bytes_per_s(self) -> float | None:
+        """Rate from which requests hide loading this KV behind the share that they recompute by default (CacheBlend
+        sec. 5.1); None if nothing was measured."""
+        if not (self.seconds and self.tokens):
+            return None
+        bytes_per_token = -(-self.object_bytes // self.tokens)
+        return least_rate(bytes_per_token, self.seconds / self.computed_tokens, PlannerSettings().recompute_cap)
 
     @property
     def missing_bytes(self) -> int:

@@ -374,6 +374,7 @@ def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation 
         jobs.step(is_wanted)
         or (preparation is not None and preparation.step(is_wanted))
         or engine.compile_one(is_cancelled=is_wanted)
+        or engine.profile_one(is_cancelled=is_wanted)
         or engine.cache.check_one(is_cancelled=is_wanted)
         or (repair and engine.cache.repair_one(is_cancelled=is_wanted))
     )

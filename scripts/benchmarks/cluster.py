@@ -2,14 +2,14 @@
 
 Real SQuAD questions arrive at a retrieving `ccjax serve --cluster ray` faster than it could answer them without reuse;
 each pass has the same questions in another order, at the same times. One token is requested. First the default of a
-cluster with a store: its replicas share it, and a generator computes for requests that wait; then without generator;
-then without store and reuse, the paper's baseline. Each system and number of documents has a new store, and artificial
-passages warm everything up. The overhead is that of a short prompt, one at a time: a single server, and one replica
-behind the front. Needs `qa/` in the data folder, and ccjax[cluster].
+cluster with a store, which its replicas share; then with a generator, which computes for requests that wait, on CPUs
+not the default; then without store and reuse, the paper's baseline. Each system and number of documents has a new
+store, and artificial passages warm everything up. The overhead is that of a short prompt, one at a time: a single
+server, and one replica behind the front. Needs `qa/` in the data folder, and ccjax[cluster].
 
 Keys of --json, besides those of every benchmark (`bench.py --help`):
   model (null: the server's default), replicas, requests, passes, load, serve_args
-  cases[]: `system` (default, no generator, no store); `documents` (retrieved for a question); `pass` (from 1); `rate`
+  cases[]: `system` (default, generator, no store); `documents` (retrieved for a question); `pass` (from 1); `rate`
     (arrivals a second); `throughput` (answers a second, first arrival to last answer); `latency_ms` (arrival to end of
     the answer: mean, p50, p90, p99); `computed_share` (of the prompts' token-layers); `counters` (sums over replicas:
     compilations, orders_placed, preemptions, variants_adopted); `throughput_gain`, `latency_gain` (over no store's same
@@ -43,7 +43,7 @@ from scripts.benchmarks.client import (
 )
 from scripts.benchmarks.common import BenchmarkError, Say, data_folder, environment, rows_of, spread, stages
 
-SYSTEMS = ("default", "no generator", "no store")
+SYSTEMS = ("default", "generator", "no store")
 TIMEOUT_S = 1800.0
 OVERHEAD_REQUESTS = 100
 COUNTERS = ("compilations", "orders_placed", "preemptions", "variants_adopted")
@@ -123,7 +123,7 @@ def _passes(
         flags += ["--docs", str(folder / "documents"), "--index-dir", str(folder / "index")]
         if system != "no store":
             flags += ["--store", (folder / f"store-{num_documents}-{system.replace(' ', '-')}").as_uri()]
-        flags += ["--generators", "0"] if system == "no generator" else []
+        flags += ["--generators", "1"] if system == "generator" else []
         reuse = "off" if system == "no store" else "bounded"
         say(f"k = {num_documents}, {system}: start the replicas")
         with serving(flags) as url:

@@ -9,8 +9,9 @@ Keys of --json, besides those of every benchmark (`bench.py --help`):
   model, dtype, layers, d_model, passages, repetitions
   cases[]: `state` of the store: empty (full prefill), alone (each passage was computed directly behind the
     instructions), prepared (also behind the frame, as servers do), seen (an earlier prompt had the passages in another
-    order), idle (the same, then prepared in idle time); `context_tokens`; `ttft_s`, `runs_s` (median and all runs);
-    `computed_share` (median share of token-layers that ran through the model)
+    order), idle (the same, then prepared in idle time); `focus_window` (of the focus cut, CacheCraft alg. 1; null for
+    the default, without), `num_cut` (runs in which some layer ran without the unfocused passages); `context_tokens`;
+    `ttft_s`, `runs_s` (median and all runs); `computed_share` (median share of token-layers that ran through the model)
   peers[]: `name`, `context_tokens`, `ttft_s`, `runs_s` of a full prefill of as many tokens. transformers: sdpa,
     float32, random weights of the same shapes, alternating with the cases. llama.cpp: the same GGUF file (4-bit
     weights), afterwards
@@ -43,6 +44,7 @@ from scripts.benchmarks.common import corpus_passages, environment, median, stag
 NUM_PASSAGES = 8
 QUESTION = "Where was the harbour master born?"
 QUICK = {"context_tokens": [256], "repetitions": 2, "states": ["empty", "prepared"]}
+_Case = tuple[State, int | None]
 _ROOM = 64
 """Approximate tokens of a prompt besides its passages, and tokens of its answer."""
 
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default=default_model(), help="as with ccjax serve (default: its default, %(default)s)")
     add("--context-tokens", type=positive_int, nargs="+", default=[1024, 2048], help="approximately (%(default)s)")
     add("--states", nargs="+", choices=STATES, default=list(STATES), help="of the store (default: all)")
+    add("--focus-window", type=positive_int, metavar="LAYERS", help="also each state with the focus cut after as many")
     add("--repetitions", type=positive_int, default=5, help="runs per case; the median counts (%(default)s)")
     add("--no-peers", action="store_true", help="without transformers and llama.cpp")
     add("--plot", type=Path, metavar="FILE", help="draw the table as bars (.svg or .png)")
@@ -76,11 +79,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             peer_s: list[float] = []
             for states in groups:
                 say(f"{length} tokens, {', '.join(states)}")
-                with _engines(model, states, documents) as engines:
+                with _engines(model, states, documents, arguments.focus_window) as engines:
                     if not arguments.quick:
                         next(iter(engines.values())).warmup()  # all engines share the compiled steps
                     responses = _ask(engines, documents, repetitions, peer, peer_s)
-                cases += [_case(state, found) for state, found in responses.items()]
+                cases += [_case(*key, found) for key, found in responses.items()]
             if peer is not None:
                 count = cases[-1]["context_tokens"]
                 others.append({"name": "transformers", "context_tokens": count, **_seconds(peer_s)})
@@ -102,39 +105,50 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _engines(model: LoadedModel, states: Sequence[State], documents: list[Document]) -> Iterator[dict[State, Engine]]:
-    """An engine with the default options over a store in each state."""
+def _engines(
+    model: LoadedModel, states: Sequence[State], documents: list[Document], focus_window: int | None
+) -> Iterator[dict[_Case, Engine]]:
+    """An engine with the default options over a store in each state, and one with the focus cut."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        engines: dict[State, Engine] = {}
+        engines: dict[_Case, Engine] = {}
         for state in states:
             config = EngineConfig(**with_dtype({"store": (Path(directory) / state).as_uri()}))
             fill(model, config, state, [documents])
-            engines[state] = stack.enter_context(Engine(model, config.replace(read_only=True)))
+            for window in (None,) if focus_window is None or state == "empty" else (None, focus_window):
+                own = config.replace(read_only=True, focus_window=window)
+                engines[state, window] = stack.enter_context(Engine(model, own))
         yield engines
 
 
 def _ask(
-    engines: dict[State, Engine],
+    engines: dict[_Case, Engine],
     documents: list[Document],
     repetitions: int,
     peer: Callable[[int], float] | None,
     peer_s: list[float],
-) -> dict[State, list[Response]]:
+) -> dict[_Case, list[Response]]:
     """The responses of each engine; the peer prefills as many tokens in alternation."""
     rng = random.Random(len(documents))
-    responses: dict[State, list[Response]] = {state: [] for state in engines}
+    responses: dict[_Case, list[Response]] = {key: [] for key in engines}
     for _ in range(repetitions + 1):
         order = rng.sample(documents, len(documents))
-        for state, engine in engines.items():
-            responses[state].append(engine.generate(QUESTION, order, max_new_tokens=1))
+        for key, engine in engines.items():
+            responses[key].append(engine.generate(QUESTION, order, max_new_tokens=1))
         if peer is not None:
             peer_s.append(peer(next(iter(responses.values()))[-1].num_prompt_tokens))
     return responses
 
 
-def _case(state: State, responses: list[Response]) -> dict[str, Any]:
+def _case(state: State, focus_window: int | None, responses: list[Response]) -> dict[str, Any]:
+    num_cut = sum(response.reuse.focus_cut_layer is not None for response in responses[1:])
     share = median([response.reuse.computed_share for response in responses[1:]])
-    about = {"state": state, "context_tokens": responses[0].num_prompt_tokens, "computed_share": share}
+    about = {
+        "state": state,
+        "focus_window": focus_window,
+        "num_cut": num_cut,
+        "context_tokens": responses[0].num_prompt_tokens,
+        "computed_share": share,
+    }
     return {**about, **_seconds([response.ttft_s for response in responses])}
 
 
@@ -148,7 +162,7 @@ def _print(model: str, cases: list[dict[str, Any]], others: list[dict[str, Any]]
     cells = [
         (
             str(row["context_tokens"]),
-            row["name"] if "name" in row else f"default, {row['state']}",
+            row["name"] if "name" in row else f"default, {_state(row)}",
             text(row.get("computed_share"), ".1%"),
             f"{row['ttft_s']:.3f}",
             f"{full[row['context_tokens']] / row['ttft_s']:.2f}x" if full else "",
@@ -158,11 +172,17 @@ def _print(model: str, cases: list[dict[str, Any]], others: list[dict[str, Any]]
     show(("context", "store", "computed", "TTFT s", "faster"), cells, model, [f"SKIPPED {why}" for why in skipped])
 
 
+def _state(row: dict[str, Any]) -> str:
+    if row["focus_window"] is None:
+        return row["state"]
+    return f"{row['state']}, focus cut ({row['num_cut']} of {len(row['runs_s'])} runs)"
+
+
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     """A group of bars for each length of the prompt."""
     lengths = sorted({row["context_tokens"] for row in rows})
     of_empty = "ccjax, full prefill"
-    names = [row.get("name") or (f"ccjax, {row['state']}" if row["state"] != "empty" else of_empty) for row in rows]
+    names = [row.get("name") or (f"ccjax, {_state(row)}" if row["state"] != "empty" else of_empty) for row in rows]
     order = sorted(dict.fromkeys(names), key=lambda name: name.startswith("ccjax"))
     with plot_file(path, 1, 1, (6.4, 0.5 + 0.25 * (len(order) + 1) * len(lengths))) as ((panel,),):
         for number, name in enumerate(order):

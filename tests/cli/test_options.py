@@ -114,6 +114,22 @@ def test_engine_config_parses_size_strings() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as ray is imported
+def test_a_generator_is_the_default_only_beside_replicas_on_accelerators():
+    pytest.importorskip("ray")
+    from ccjax.cluster.serving import with_generators
+
+    def number(resources, *flags):
+        options = cluster_options(serve_options(["--cluster", "ray", *flags]), ServerSettings())
+        found = with_generators(options, resources)
+        assert ("order_after_s" in found.replica.engine) == bool(found.generators), "orders that nobody takes"
+        return found.generators
+
+    cpus, gpus, store = {"CPU": 8.0}, {"CPU": 8.0, "GPU": 1.0}, ("--store", "file:///tmp/never")
+    assert (number(cpus, *store), number(gpus, *store), number(gpus)) == (0, 1, 0)
+    assert number(cpus, *store, "--generators", "2") == 2 and number(gpus, *store, "--generators", "0") == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as ray is imported
 def test_replicas_on_one_machine_get_an_index_by_which_orders_are_placed():
     pytest.importorskip("ray")
     orders = ["--cluster", "ray", "--order-after-s", "2"]

@@ -53,9 +53,8 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def running(folder: Path, port: int) -> Iterator[Serving]:
     store = f"file://{folder}/store"
-    with serving(
-        folder, "--cluster", "ray", "--replicas", "2", "--store", store, "--cluster-port", str(port)
-    ) as server:
+    options = ["--cluster", "ray", "--replicas", "2", "--generators", "1", "--store", store]
+    with serving(folder, *options, "--cluster-port", str(port)) as server:
         yield server
 
 

@@ -15,8 +15,9 @@ from ccjax.cache.rates import Rates
 from ccjax.engine import Engine, EngineConfig
 from ccjax.engine.prefill_measurement import measure_prefills
 from ccjax.errors import ConfigError
-from ccjax.loading.prefill_profile import PROFILE_FILE, PrefillProfile, write_profile
+from ccjax.loading.prefill_profile import PROFILE_FILE, KeptProfile, PrefillProfile, write_profile
 from ccjax.policy.prefill_cost import PrefillGrid
+from ccjax.prompts import chunk_id
 from scripts import profile_prefill
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
@@ -97,6 +98,51 @@ def test_chunk_value_depends_on_the_prefill_that_computed_or_reused_it(tmp_path)
                 wanted = GRID.prefill_s(sum(reused) - tokens, num_question + tokens) / (num_question + tokens)
                 assert entry.info.compute_s == pytest.approx(tokens * wanted)
         assert sum(entry.uses.num_uses > 1 for entry in policy._entries.values()) == 3
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    """A directory of compiled steps of its own."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_idle_time_measures_a_profile_once_for_all_processes(compiled):
+    with engine(None) as one:
+        assert not one.profile_one(is_cancelled=lambda: True) and one._chunks.costs.grid is None
+        while one.profile_one():
+            assert one.cache.num_variants == 0, "random tokens are not stored"
+        grid = one._chunks.costs.grid
+        assert grid is not None and grid.new == (31, 127, 511) and grid.prefill_s(0, 511) > 0.0
+    with engine(None) as other:
+        assert other._chunks.costs.grid == grid and not other.profile_one()
+    with engine(None, eviction_policy="lru") as without:
+        assert without._chunks.costs.grid is None and not without.profile_one(), "it needs none"
+    (file,) = compiled.glob("prefill-*.json")
+    file.write_text("{")
+    with engine(None) as again:
+        assert again._chunks.costs.grid is None and again.profile_one()
+
+
+def test_the_profile_decides_what_is_evicted(compiled):
+    """Where a prefill takes a fixed time, a passage that was computed with few other tokens costs more for each of its
+    own; where time grows faster than tokens it costs less. Either way the cheapest one is evicted."""
+    random = np.random.default_rng(1)
+    prompts = [draw_segments(random, lengths, system=0) for lengths in ([40], [40, 300], [40])]
+    room = (40 + 40 + 300) * MODEL.token_bytes
+
+    def remaining(seconds):
+        KeptProfile(MODEL.loaded.fingerprint).write(PrefillGrid((0, 500), (10, 400), (seconds, seconds)))
+        with engine(None, host_cache_bytes=room, strategy="prefix") as one:
+            for segments in prompts:
+                one.generate_from_tokens(segments, max_new_tokens=1, reuse="exact")
+            held = {meta.chunk_id for meta in one._chunks.variants}
+        return [chunk_id(segments[-2]) in held for segments in prompts]
+
+    assert remaining((0.01, 4.0)) == [False, True, True]
+    assert remaining((1.0, 1.1)) == [True, False, True]
 
 
 def test_command_line_tool_writes_the_profile(tmp_path, capsys):

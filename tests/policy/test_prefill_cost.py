@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccjax.policy.prefill_cost import PrefillGrid
+from ccjax.policy.prefill_cost import PrefillGrid, coarse_grid
 
 GRID = PrefillGrid((0, 100, 400), (10, 50), ((1.0, 3.0), (2.0, 6.0), (8.0, 9.0)))
 
@@ -75,3 +75,21 @@ def test_invalid_grid_is_rejected_with_the_reason(change, message):
 def test_invalid_token_counts_are_rejected_by_name(cached, new, name):
     with pytest.raises(ValueError, match=name):
         GRID.prefill_s(cached, new)
+
+
+def test_three_full_prefills_give_a_coarse_grid():
+    """T(0, n) = f + u n + a n^2 / 2; the last tokens of a longer prompt cost what is left of it, and the fixed part."""
+
+    def full_s(n):
+        return 0.5 + 2e-3 * n + 1e-5 * n * n / 2
+
+    grid = coarse_grid([(n, full_s(n)) for n in (50, 200, 800)])
+    assert grid.new == (50, 200, 800)
+    for cached in (0, 400, 1600):
+        for new in grid.new:
+            assert grid.prefill_s(cached, new) == pytest.approx(full_s(cached + new) - full_s(cached) + 0.5)
+    bent = coarse_grid([(50, 0.3), (200, 0.29), (800, 0.1)])  # noise
+    assert set(bent.seconds[0]) == {0.3} == set(bent.seconds[1])
+    for bad in ([(50, 1.0), (200, 1.0)], [(50, 1.0), (50, 1.0), (60, 1.0)]):
+        with pytest.raises(ValueError, match="times: wanted three ascending lengths"):
+            coarse_grid(bad)

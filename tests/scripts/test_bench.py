@@ -13,15 +13,20 @@ from tests.scripts import in_process
 def test_ttft_measures_the_default_in_every_state_of_the_store():
     states = ("empty", "alone", "prepared", "seen", "idle")
     options = ["--model", "demo", "--no-peers", "--repetitions", 1, "--context-tokens", 128, "--states", *states]
+    options += ["--focus-window", 1]
     table, figures = in_process.figures("ttft", *options)
     assert {"benchmark", "date", "commit", "machine", "device", "python", "versions", "model"} <= figures.keys()
     assert figures["peers"] == figures["skipped"] == [] and figures["dtype"] == "float32"
-    shares = {case["state"]: case["computed_share"] for case in figures["cases"]}
+    shares = {case["state"]: case["computed_share"] for case in figures["cases"] if case["focus_window"] is None}
     assert tuple(shares) == states and shares["empty"] == 1.0
     assert all(0.0 < share < 0.5 for state, share in shares.items() if state != "empty")
     (count,) = {case["context_tokens"] for case in figures["cases"]}
     assert 64 <= count <= 192 and all(case["runs_s"] == [case["ttft_s"]] for case in figures["cases"])
     assert any("default, empty" in line and "1.00x" in line for line in table)
+    cut = [case for case in figures["cases"] if case["focus_window"] == 1]
+    assert [case["state"] for case in cut] == [*states[1:]]
+    (prepared,) = [case for case in cut if case["state"] == "prepared"]
+    assert prepared["num_cut"] == 1 and prepared["computed_share"] < shares["prepared"], "the cut acts"
 
 
 def test_peers_prefill_as_many_tokens_and_absent_ones_are_named(monkeypatch):

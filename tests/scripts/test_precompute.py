@@ -273,7 +273,8 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
     wanted = re.match(r"ccjax precompute: error: --store: wanted space for (\d+)", text)
     assert wanted is not None and "1000 left of" in text
     assert not (tmp_path / "store").exists()
-    assert run_here("dry", "--documents", docs, "--dry-run", "--disk-kv-dtype", "int8").returncode == 0
+    done = run_here("dry", "--documents", docs, "--dry-run", "--disk-kv-dtype", "int8")
+    assert done.returncode == 0 and re.search(r"hide loads of at least \S+ .B/s: .* usual", done.stderr), done.stderr
     found = report(tmp_path, "dry")
     assert found["dry_run"] and found["estimate"]["seconds"] > 0 and found["run"]["computed"] == 0
     assert 4.0 < 2 * 20_153_376 / found["estimate"]["object_bytes"] * 1.15 and not (tmp_path / "store").exists()

@@ -122,6 +122,15 @@ def test_idle_time_compares_answers_with_a_full_prefill(start_server: StartServe
         assert found[("ccjax_shadow_factor", "cachecraft")] == 1.0
 
 
+def test_idle_time_measures_what_pgdsf_evicts_by(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ccjax.loading.prefill_profile.KeptProfile.read", lambda self: None)
+    monkeypatch.setattr("ccjax.loading.prefill_profile.KeptProfile.write", lambda self, grid: None)
+    with start_server(eviction_policy="pgdsf") as server:
+        costs = server.engine._chunks.costs
+        wait_until(lambda: costs.grid is not None)
+        assert server.engine.cache.num_variants == 0 and post(server).status_code == 200
+
+
 def test_quality_target_is_applied_and_reported(start_server: StartServer) -> None:
     with start_server() as server:
         for passages in (PASSAGES, PASSAGES[::-1]):

@@ -65,11 +65,8 @@ def cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpti
             engine["store_index"] = f"sqlite://{user_cache()}/store-index/{name}.db"
     if args.replicas is not None and "host_cache_bytes" not in engine:  # they may all be on one machine
         engine["host_cache_bytes"] = host_cache_bytes(EngineConfig()) // max(args.replicas)
-    generators = args.generators if args.generators is not None else int("store_index" in engine)
-    if generators:
-        if "store_index" not in engine:
-            raise StartupError("--generators: wanted a --store-index, through which they receive orders")
-        engine.setdefault("order_after_s", 0.5)
+    if args.generators and "store_index" not in engine:
+        raise StartupError("--generators: wanted a --store-index, through which they receive orders")
     scale = None
     if args.replicas is not None:
         least, most = args.replicas
@@ -89,7 +86,7 @@ def cluster_options(args: ServeOptions, settings: ServerSettings) -> ClusterOpti
         host=args.cluster_host,
         port=args.cluster_port,
         address=args.cluster_address,
-        generators=generators,
+        generators=args.generators,
         generators_on_cpu=args.generator_device == "cpu",
         scale=scale,
         resources=args.replica_resources,

@@ -114,7 +114,8 @@ class ClusterSettings(SettingsModel):
     replica_resources: Annotated[dict[str, Resource], BeforeValidator(_resources), _RESOURCES] | None = None
     """Ray resources of one replica, such as GPU=1; without it the GPUs or TPUs that the model is split over."""
     generators: int | None = Field(default=None, ge=0)
-    """Engines that compute for waiting requests; without it 1 if there is a store with an index."""
+    """Engines that compute for waiting requests; without it 1 if there is a store with an index and replicas run on
+    accelerators, which leave the CPU to it."""
     generator_device: Literal["cpu", "device"] = "cpu"
     """Where generators run: cpu, or device for one accelerator each."""
 

@@ -91,6 +91,7 @@ class Pgdsf(Gdsf):
     """
 
     is_tree = True
+    needs_profile = True
 
     def __init__(self, *, num_remembered: int = NUM_REMEMBERED) -> None:
         super().__init__(num_remembered=num_remembered)

@@ -57,13 +57,14 @@ class RankedPolicy:
     A subclass defines what a use adds and what an entry is worth. It may remember the uses of the last `num_remembered`
     evicted keys, set `weighs_new_keys`, and set `is_tree`, so that no key is evicted before its children (RAGCache
     sec. 5.1): it is considered once its children are among the victims, and should be inserted only if its parent is
-    held or it has none.
+    held or it has none. It sets `needs_profile` if it ranks by how the cost of a token depends on the prefill.
     """
 
     weighs_new_keys = False
     leeway = 0.0
     """By how much less an only copy may be worth than what is evicted for it."""
     is_tree = False
+    needs_profile = False
 
     def __init__(self, *, num_remembered: int = 0) -> None:
         check_count("num_remembered", num_remembered, least=0)
