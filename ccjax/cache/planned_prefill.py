@@ -93,13 +93,13 @@ class PlannedPrefill:
         self.prompt = prompt
         self.contract = contract
         self._num_last = None if contract.mode == "off" else num_last
-        self._keeps_chunks = num_last is None
+        self.keeps_chunks = num_last is None
         self._takes_approximate_runs = takes_approximate_runs and contract.mode != "exact"
         self._cut = CutPrompt(prompt)
         self.plan: PrefillPlan | None = None
         self.prepared: set[ChunkId] = set()
         self._planner = planner
-        is_claimed = is_shared and contract.mode != "off" and self._keeps_chunks
+        is_claimed = is_shared and contract.mode != "off" and self.keeps_chunks
         self._shared = planner.shared() if is_claimed else None
         self._ticket: LoadTicket | None = None
         self._loader: LayerLoader | None = None
@@ -253,7 +253,7 @@ class PlannedPrefill:
             given_up_loads=len(self._given_up),
             shared=self._shared,
             prepared=frozenset(self.prepared),
-            keeps_chunks=self._keeps_chunks,
+            keeps_chunks=self.keeps_chunks,
         )
 
     def close(self, *, ok: bool = True) -> None:

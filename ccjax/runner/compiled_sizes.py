@@ -43,7 +43,7 @@ class CompiledSizes:
         self._left: dict[Key, None] = {}
         self._wanted: dict[Key, None] = {}
         self._given_up: set[Key] = set()
-        self._substitutes = False
+        self._substitutes = self._notes_wanted = False
 
     # -- which size to take ------------------------------------------------------------------------------------
 
@@ -121,14 +121,15 @@ class CompiledSizes:
         with self._lock:
             return frozenset(self._compiled.get(kind, ()))
 
-    def substitute(self, left: Iterable[Key]) -> None:
+    def substitute(self, left: Iterable[Key], *, notes_wanted: bool = True) -> None:
         """From now on, substitutes compiled sizes for those that are not compiled.
 
         Args:
           left: sizes to compile besides those that will be wanted; compiled ones are ignored.
+          notes_wanted: `next` also returns the sizes that requests wanted.
         """
         with self._lock:
-            self._substitutes = True
+            self._substitutes, self._notes_wanted = True, notes_wanted
             self._left = {(kind, size): None for kind, size in left if size not in self._compiled.get(kind, ())}
 
     def next(self) -> Key | None:
@@ -171,5 +172,5 @@ class CompiledSizes:
         """Compiles these sizes next, except those that are compiled or cannot be."""
         compiled = self._compiled.get(kind, set())
         for size in sizes:
-            if size not in compiled and (kind, size) not in self._given_up:
+            if self._notes_wanted and size not in compiled and (kind, size) not in self._given_up:
                 self._wanted[kind, size] = None

@@ -77,10 +77,9 @@ class Device:
 
     def warm_up(self, progress: Progress | None, *, only_first: bool) -> None:
         """See `Engine.warmup`; no request may run."""
-        is_all = not only_first or not self.steps.is_apart
-        self.steps.warm_up(self.steps.all() if is_all else self.steps.first(), progress)
-        if not is_all:
-            self.compiled.substitute(self.steps.all())
+        is_apart = self.steps.is_apart
+        self.steps.warm_up(self.steps.first() if only_first and is_apart else self.steps.all(), progress)
+        self.compiled.substitute(self.steps.all() if is_apart else (), notes_wanted=is_apart)
 
     def compile_one(self, is_cancelled: IsCancelled | None) -> bool:
         """See `Engine.compile_one`."""

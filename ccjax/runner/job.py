@@ -71,7 +71,7 @@ class PrefillJob:
           token_ids: [n + a] int32: the prompt and, after a preemption, the answer so far.
           pages: pages with a slot for each of them.
           contexts: source of the KV of reused segments that are not in `pages.shared`, layer by layer.
-          collect: keep computed KV and masses, for capture.
+          collect: keep the masses that capture needs.
           num_logits: number of last tokens whose logits are kept.
           num_top: score the tokens of the prompt, with so many likeliest ones; None does not.
         """

@@ -129,15 +129,12 @@ class Pack(Prefilling):
         pool: DevicePool,
         pieces: Sequence[Piece],
         *,
-        with_mass: bool = True,
         loaded: Collection[PrefillJob] = (),
         layer: int = 0,
         hidden: np.ndarray | None = None,
     ) -> None:
         """
         Args:
-          with_mass: compute the masses that capture and CacheCraft alg. 1 need, even if no job of the pack needs them:
-            making this depend on the jobs would double the number of compiled sizes.
           loaded: jobs whose reused KV is in their pages, or is written there by the caller; for the others, the pack
             does that with the first piece.
           layer: the first layer to run.
@@ -154,8 +151,7 @@ class Pack(Prefilling):
             if self._loads(piece) and piece.job.contexts is not None and piece.job not in loaded
         }
         positions = [self._context(piece) for piece in pieces]
-        most_segments = 1 + max(int(piece.job.column_of.max()) for piece in pieces) if with_mass else 0
-        self._size = self._first_size(sum(map(len, positions)), most_segments)
+        self._size = self._first_size(sum(map(len, positions)))
         num_slots, num_segments = (*self._size[1:], 0)[:2]
 
         def context(values: Sequence[np.ndarray], fill: int) -> np.ndarray:
@@ -264,9 +260,12 @@ class Pack(Prefilling):
         """Position of each row of the piece."""
         return piece.offsets
 
-    def _first_size(self, num_slots: int, num_segments: int) -> tuple[int, ...]:
-        """The size of the first layer."""
-        return self._model.sizes.pack(self._expected_rows(), num_slots, num_segments)
+    def _first_size(self, num_slots: int) -> tuple[int, ...]:
+        """The size of the first layer, with columns for masses only if a job needs them: they take up to half of the
+        time of the attention."""
+        needs_mass = any(piece.job.collect or piece.job.watches_focus for piece in self._pieces)
+        most_segments = 1 + max(int(piece.job.column_of.max()) for piece in self._pieces) if needs_mass else 0
+        return self._model.sizes.pack(self._expected_rows(), num_slots, most_segments)
 
     def _noted(self, out: PagedLayerOutput) -> dict[Piece, np.ndarray]:
         """Adds the output of a layer to the results of the jobs; returns the rows of each piece that go on."""

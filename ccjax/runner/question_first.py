@@ -26,7 +26,7 @@ class QuestionPass(Pack):
     def __init__(self, model: DeviceModel, pool: DevicePool, jobs: Sequence[PrefillJob]) -> None:
         self._received: list[jax.Array] = []
         self._ends = np.cumsum([job.plan.num_tokens for job in jobs])
-        super().__init__(model, pool, [_question_of(job) for job in jobs], with_mass=False)
+        super().__init__(model, pool, [_question_of(job) for job in jobs])
 
     def revise(self) -> None:
         """Lets the jobs choose their tokens by what the layers measured; waits for the device."""
@@ -54,7 +54,7 @@ class QuestionPass(Pack):
     def _positions(self, piece: Piece) -> np.ndarray:
         return piece.job.plan.segments[-1].start + np.arange(len(piece.offsets))
 
-    def _first_size(self, num_slots: int, num_segments: int) -> tuple[int, ...]:
+    def _first_size(self, num_slots: int) -> tuple[int, ...]:
         return self._model.sizes.question(sum(len(piece.offsets) for piece in self._pieces), num_slots)
 
     def _noted(self, out: QuestionOutput) -> dict[Piece, np.ndarray]:

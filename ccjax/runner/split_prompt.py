@@ -28,19 +28,16 @@ class SplitPrompt(Prefilling):
         job: PrefillJob,
         *,
         max_rows: int,
-        with_mass: bool = True,
         is_loaded: bool = False,
     ) -> None:
         """
         Args:
           max_rows: most tokens of a pack.
-          with_mass: as for `Pack`.
           is_loaded: the reused KV is in the prompt's pages.
         """
         super().__init__(model, pool)
         self._job = job
         self._max_rows = max_rows
-        self._with_mass = with_mass
         contexts = None if is_loaded else job.contexts
         self._loader = None if contexts is None else ContextLoader(model, pool, job, contexts)
         self._packs = self._packed(job.offsets, None)
@@ -112,9 +109,8 @@ class SplitPrompt(Prefilling):
             rows = slice(first, first + self._max_rows)
             piece = Piece(self._job, int(begin), int(end))
             piece.offsets = offsets[rows]
-            settings = {"with_mass": self._with_mass, "loaded": (self._job,), "layer": self.layer}
             part = None if hidden is None else hidden[rows]
-            packs.append(Pack(self._model, self._pool, [piece], hidden=part, **settings))
+            packs.append(Pack(self._model, self._pool, [piece], loaded=(self._job,), layer=self.layer, hidden=part))
         return packs
 
 

@@ -66,21 +66,22 @@ class StepCompiler:
         return self._model.mesh is None
 
     def all(self) -> list[Key]:
-        """All listed sizes, those of `first` first, then the sampling of constrained answers and of those with
-        penalties, and a few for prompts of many passages."""
+        """All listed sizes, those of `first` first, then a few packs with another number of masses, and the sampling of
+        constrained answers and of those with penalties."""
         sizes = self._sizes
         changed: tuple[Kind, ...] = ("masks", "adjustments")
         masks: list[Key] = [(kind, (rows,)) for kind in changed for rows in sizes.batches()]
-        many: list[Key] = [("pack", (rows, slots, sizes.more_segments)) for rows, slots in sizes.first_packs()]
-        keys = self._keys(sizes.packs(), sizes.questions(), sizes.decodes(), sizes.rows())
-        return list(dict.fromkeys([*self.first(), *masks, *many, *keys]))
+        other: list[Key] = [("pack", (rows, slots, sizes.other_segments)) for rows, slots in sizes.first_packs()]
+        columns = sizes.num_segments if sizes.with_live_mass else 0
+        keys = self._keys(sizes.packs(), sizes.questions(), sizes.decodes(), sizes.rows(), columns)
+        return list(dict.fromkeys([*self.first(), *other, *masks, *keys]))
 
     def first(self) -> list[Key]:
         """A few sizes that cover all others, and those that cannot be substituted."""
         sizes = self._sizes
         contexts: list[Key] = [("context", (count,)) for count in sizes.slots()]
         packs, questions, decodes = sizes.first_packs(), sizes.first_questions(), sizes.first_decodes()
-        return [*self._keys(packs, questions, decodes, spread(sizes.rows())), *contexts]
+        return [*self._keys(packs, questions, decodes, spread(sizes.rows()), sizes.num_segments), *contexts]
 
     def _keys(
         self,
@@ -88,10 +89,10 @@ class StepCompiler:
         questions: Sequence[tuple[int, int]],
         decodes: Sequence[tuple[int, int]],
         writes: Sequence[int],
+        columns: int,
     ) -> list[Key]:
-        columns = self._sizes.num_segments
         keys: list[Key] = [("decode", size) for size in decodes]
-        keys.extend(("pack", (rows, slots, columns)) for rows, slots in packs)
+        keys.extend(("pack", (*size, columns)) for size in packs)
         if self._with_question:
             keys.extend(("question", size) for size in questions)
         if self._with_tier:

@@ -75,7 +75,6 @@ class BatchLoop:
         self._model = device.model
         self._pool = device.pool
         self._rates = chunks.rates
-        self._with_mass = device.sizes.with_mass
         self._apply_changes = chunks.updater.apply
         self._changed = threading.Condition()
         settings = config.scheduler_settings(device.pool.num_pages, PAGE_TOKENS, device.sizes.context_tokens)
@@ -323,7 +322,6 @@ class BatchLoop:
             self._pool,
             [piece for _, piece in pieces],
             max_rows=self._scheduler.settings.max_num_batched_tokens,
-            with_mass=self._with_mass,
         )
         sequences.packs.append(pack)
         by_job = {piece.job: sequence for sequence, piece in pieces}

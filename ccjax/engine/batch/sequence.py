@@ -45,6 +45,7 @@ class TokenSequence:
         self.prefill = group.new_prefill()
         self.job: PrefillJob | None = None
         self.is_decoding = False
+        self._keeps_kv = False
         self.reads_prompt = False
         self.planned_at_change: int | None = None
         self.num_retries = 0
@@ -229,7 +230,8 @@ class TokenSequence:
             pages.append()
         token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
         contexts = None if shared_prompt is not None else self.prefill.start_loading(pages.shared)
-        collect = shared_prompt is None and self.prefill.collects and self.group.reuse is None
+        self._keeps_kv = shared_prompt is None and self.prefill.collects and self.group.reuse is None
+        collect = self._keeps_kv and self.prefill.keeps_chunks
         num_logits = min(self.group.sampling.prompt_logits, plan.segments[-1].num_tokens)
         num_top = self.group.sampling.prompt_logprobs if shared_prompt is None else None
         self.job = PrefillJob(
@@ -256,7 +258,7 @@ class TokenSequence:
         assert self.job is not None
         self.is_decoding = True
         outcome, self.job.result = self.job.result, PrefillOutcome()  # frees its memory before the answer is complete
-        if self.job.collect:
+        if self._keeps_kv:
             outcome.kv = self.job.pages.hold()
         if self.reads_prompt:
             return None
