@@ -132,3 +132,12 @@ def test_the_question_keeps_a_token_even_if_all_is_known(start):
     prompt = engine.assemble(asked)
     assert prompt.segments[-1].role == "question" and prompt.segments[-1].chunk.token_ids
     assert [segment.role for segment in prompt.segments].count("passage") == 1
+
+
+@pytest.mark.parametrize(("frame", "columns"), [("default", {0}), ("none", {16})])
+def test_masses_are_computed_only_where_chunks_are_stored(start, frame, columns):
+    """With a frame not in the packs of requests."""
+    engine = start(strategy="auto", frame=frame)
+    for context in (FIRST, SECOND):
+        engine.run(request(context))
+    assert {size[2] for size in engine._device.compiled.compiled("pack")} == columns

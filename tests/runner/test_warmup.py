@@ -166,13 +166,3 @@ def test_no_sizes_are_left_after_a_full_warm_up():
         assert engine.num_sizes_left == 0 and not engine.compile_one()
         engine.warmup()
         assert engine.num_sizes_left == 0 and not engine.compile_one()
-
-
-@pytest.mark.parametrize(("strategy", "columns"), [("auto", {0, 16}), ("cachecraft", {16})])
-def test_requests_whose_chunks_are_not_stored_compute_no_masses(strategy, columns):
-    """By default only the packs that prepare passages compute masses."""
-    with model(72).engine(**FEW, strategy=strategy) as engine:
-        engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-        reuse = engine.generate_from_tokens(permuted(SEGMENTS, [2, 1, 0, 3]), max_new_tokens=1).reuse
-        assert reuse.reused_tokens > 0
-        assert {size[2] for size in engine._device.compiled.compiled("pack")} == columns
