@@ -40,14 +40,12 @@ class BatchSizes:
     Attributes:
       max_model_len, max_num_batched_tokens, max_num_seqs: as in `EngineConfig`.
       with_mass: the masses that capture needs are computed in some packs.
-      with_live_mass: and in all those of requests, not only in those that prepare passages.
     """
 
     max_model_len: int
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 32
     with_mass: bool = True
-    with_live_mass: bool = True
 
     @property
     def context_tokens(self) -> int:
@@ -61,10 +59,9 @@ class BatchSizes:
         return segment_bucket(1) if self.with_mass else 0
 
     @property
-    def other_segments(self) -> int:
-        """The same for other packs: for longer conversations, or for requests without masses. Until these are compiled,
-        they run with `num_segments`."""
-        return segment_bucket(self.num_segments + 1) if self.with_mass and self.with_live_mass else 0
+    def more_segments(self) -> int:
+        """The same for longer conversations."""
+        return segment_bucket(self.num_segments + 1) if self.with_mass else 0
 
     def packs(self) -> list[tuple[int, int]]:
         """(computed tokens, context slots) of every pack, small ones first.

@@ -63,14 +63,16 @@ class Device:
         num_bytes = pool_bytes(config, kv_spec, longest(loaded.config, config), num_shards)
         pool = DevicePool(kv_spec, num_bytes, model.mesh, compiled)
         sizes = sizes_of(loaded.config, config)
-        needs = get_strategy(config.strategy).needs
+        strategy = get_strategy(config.strategy)
+        stores_no_chunks = strategy.prepares_behind_frame and config.frame != "none" and loaded.tokenizer is not None
         steps = StepCompiler(
             model,
             pool,
             sizes,
-            with_deviation="prefill_deviations" in needs,
-            with_question="question" in needs,
+            with_deviation="prefill_deviations" in strategy.needs,
+            with_question="question" in strategy.needs,
             with_tier=bool(config.device_cache_bytes),
+            with_live_mass=not stores_no_chunks,
         )
         compiler = BackgroundCompiler(model, steps)
         return cls(model, pool, sizes, compiled, steps, compiler, bool(config.device_cache_bytes))

@@ -39,13 +39,11 @@ def sizes_of(model: LlamaConfig, config: EngineConfig) -> BatchSizes:
     Raises:
       ConfigError: as `longest`.
     """
-    strategy = get_strategy(config.strategy)
     return BatchSizes(
         longest(model, config),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
-        with_mass="mass" in strategy.needs,
-        with_live_mass=config.frame == "none" or not strategy.prepares_behind_frame,
+        with_mass="mass" in get_strategy(config.strategy).needs,
     )
 
 

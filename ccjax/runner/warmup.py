@@ -44,6 +44,7 @@ class StepCompiler:
       with_deviation: also compile the step that chooses tokens by deviation.
       with_question: also compile the pass of questions whose attention chooses tokens.
       with_tier: also compile the steps that write and read chunks of the device tier.
+      with_live_mass: the packs of requests compute masses, not only those that prepare passages.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class StepCompiler:
         with_deviation: bool = False,
         with_question: bool = False,
         with_tier: bool = True,
+        with_live_mass: bool = True,
     ) -> None:
         self._model, self._pool, self._sizes = model, pool, sizes
         self._with_deviation, self._with_question, self._with_tier = with_deviation, with_question, with_tier
+        self._with_live_mass = with_live_mass
         self._rows: set[int] = set()
 
     @property
@@ -71,8 +74,8 @@ class StepCompiler:
         sizes = self._sizes
         changed: tuple[Kind, ...] = ("masks", "adjustments")
         masks: list[Key] = [(kind, (rows,)) for kind in changed for rows in sizes.batches()]
-        other: list[Key] = [("pack", (rows, slots, sizes.other_segments)) for rows, slots in sizes.first_packs()]
-        columns = sizes.num_segments if sizes.with_live_mass else 0
+        columns, others = (sizes.num_segments, sizes.more_segments) if self._with_live_mass else (0, 0)
+        other: list[Key] = [("pack", (*size, others)) for size in sizes.first_packs()]
         keys = self._keys(sizes.packs(), sizes.questions(), sizes.decodes(), sizes.rows(), columns)
         return list(dict.fromkeys([*self.first(), *other, *masks, *keys]))
 
