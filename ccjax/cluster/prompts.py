@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -95,13 +94,8 @@ class PromptReader:
     def _search(self, body: Generation) -> tuple[Document, ...] | None:
         if self._retriever is None or not body.searches():
             return None
-        query = body.query()
-        if query is None:
-            return None
-        top_k = (body.retrieval.top_k if body.retrieval else None) or self._settings.top_k
-        filters = body.retrieval.filters if body.retrieval else None
-        ask = functools.partial(self._retriever.stages, query, top_k, 1, filters=filters)
-        return tuple(own_documents.search(ask, None))
+        found = own_documents.search(self._retriever, body, self._settings)
+        return None if found is None else tuple(found)
 
     def _summary(
         self, builder: PromptBuilder, body: Generation, documents: Sequence[Document], tenant: str

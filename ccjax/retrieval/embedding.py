@@ -32,6 +32,10 @@ class Embedder(Protocol):
         """Float32 [len(texts), dim], rows of L2 norm 1, or 0 for a text without any feature."""
         ...
 
+    def windows(self, text: str) -> Sequence[str]:
+        """The text in parts, at least one, each of which `embed` reads whole."""
+        ...
+
 
 class MiniLMEmbedder:
     """all-MiniLM-L6-v2, or any sentence-transformers directory of BERT type, computed in JAX.
@@ -69,6 +73,10 @@ class MiniLMEmbedder:
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Sentence vectors; texts over the model's `max_seq_length` are cut."""
         return self._encoder.encode(texts)
+
+    def windows(self, text: str) -> Sequence[str]:
+        """Parts of at most `max_tokens` tokens."""
+        return self._encoder.windows(text)
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each whole text, control tokens included."""

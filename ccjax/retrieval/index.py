@@ -131,7 +131,7 @@ class PassageIndex:
         Args:
           text: is searched by words; None to search by `vector` alone.
           vector: float32 [dim], is searched by similarity; None to search by words alone. A zero vector is similar to
-            nothing.
+            nothing. Of several, [n, dim], the nearest counts.
 
         Returns:
           Scores are inner products with `vector`, or without one bm25. The order of a search by both is that of the sum
@@ -151,8 +151,11 @@ class PassageIndex:
     ) -> Iterator[tuple[Hits, bool]]:
         """Preliminary results of `search` after each of at most `num_stages` parts of the search by similarity, and
         whether they are final: then they equal those of `search`."""
-        if vector is not None and vector.shape != (self.settings.dim,):
-            raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
+        if vector is not None:
+            if vector.shape[-1:] != (self.settings.dim,) or vector.ndim > 2 or not vector.size:
+                raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
+            vector = np.atleast_2d(vector)
+            vector = vector[vector.any(axis=1)]
         depth = top_k if text is None or vector is None else max(_DEPTH, top_k)
         while True:
             view = self._view
@@ -161,10 +164,11 @@ class PassageIndex:
                 allowed = None if where is None else self._allowed(view, where)
             if vector is not None:
                 by_words = [hit for hit in by_words if hit[0] >= _LEAST_SHARE * by_words[0][0]]
-            near = iter((Found(is_final=True),))
-            if vector is not None and vector.any():
-                near = view.vectors.stages(vector, depth, num_stages, allowed)
-            for found in near:
+            near: Iterator[tuple[Found, ...]] = iter([(Found(is_final=True),)])
+            if vector is not None and len(vector):
+                near = zip(*(view.vectors.stages(one, depth, num_stages, allowed) for one in vector), strict=True)
+            for founds in near:
+                found = Found.nearest(founds, depth)
                 if (hits := self._passages(by_words, found, vector, top_k, view)) is None:
                     break
                 yield hits, found.is_final
@@ -212,7 +216,7 @@ class PassageIndex:
             if vector is not None:
                 scores = dict(zip(near.rows.tolist(), near.scores.tolist(), strict=True))
                 others = self._catalog.some_vectors([row for row in best if row not in scores])
-                scores |= {row: float(other @ vector) for row, other in others.items()}
+                scores |= {row: float((vector @ other).max(initial=0.0)) for row, other in others.items()}
         return [(scores[row], known[row]) for row in best]
 
     def _allowed(self, view: _View, where: Filter) -> np.ndarray:

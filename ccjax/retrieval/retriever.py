@@ -20,6 +20,7 @@ from ccjax.retrieval.documents import MAX_FILE_BYTES, LoadedDocument
 from ccjax.retrieval.embedding import HOW_TO_INSTALL, Embedder, default_embedder
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import PassageIndex
+from ccjax.retrieval.question import is_follow_up, own_words
 from ccjax.retrieval.report import ProblemLog, RefreshReport
 from ccjax.types import Document
 
@@ -30,6 +31,11 @@ Progress = Callable[[str, int, int], None]
 
 _DEFAULTS = DocumentOptions()
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
+_MOST_WINDOWS = 8
+"""Parts of a long question that are embedded: as many from its beginning as from its end."""
+_EARLIER_WEIGHT = 0.25
+"""Of the vector of the question before a follow-up. Of 18 follow-ups so many had a right passage among five: without it
+10, with 0.25 15, with 1 13."""
 _WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -231,20 +237,30 @@ class Retriever:
             for num_words in _WARMUP_WORDS:
                 self.embedder.embed(["word " * num_words])
 
-    def search(self, query: str, top_k: int, *, filters: Mapping[str, Any] | None = None) -> list[Passage]:
+    def search(
+        self, query: str, top_k: int, *, earlier: str = "", filters: Mapping[str, Any] | None = None
+    ) -> list[Passage]:
         """The `top_k` passages that answer `query` best, best first; fewer if fewer exist or match.
 
         Args:
+          query: a message; what was pasted into it beside a question is not searched for.
+          earlier: the message that it follows; counts if `query` alone says little.
           filters: for the documents' metadata (`ccjax.retrieval.filters`).
 
         Raises:
           ValueError: `query` is blank, `top_k` is under 1, `filters` are invalid, or the retriever is closed.
         """
-        ((passages, _),) = self.stages(query, top_k, 1, filters=filters)
+        ((passages, _),) = self.stages(query, top_k, 1, earlier=earlier, filters=filters)
         return passages
 
     def stages(
-        self, query: str, top_k: int, num_stages: int, *, filters: Mapping[str, Any] | None = None
+        self,
+        query: str,
+        top_k: int,
+        num_stages: int,
+        *,
+        earlier: str = "",
+        filters: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[list[Passage], bool]]:
         """Preliminary results of `search` after each of at most `num_stages` parts of the work (RAGCache sec. 5.3), and
         whether they are final: then they equal those of `search`.
@@ -259,9 +275,25 @@ class Retriever:
                 raise ValueError(f"{name}: wanted an integer of at least 1, got {value!r}")
         where = None if filters is None else parse_filter(filters)
         index = self._current()
-        vector = self.embedder.embed([query])[0] if self.embedder is not None and len(index) else None
-        found = index.stages(query if self._by_words else None, vector, top_k, num_stages, where=where)
+        query = own_words(query)
+        earlier = own_words(earlier) if is_follow_up(query) else ""
+        vectors = self._vectors(query, earlier) if len(index) else None
+        words = f"{earlier}\n{query}" if self._by_words else None
+        found = index.stages(words, vectors, top_k, num_stages, where=where)
         return (([self._passage(row, score) for score, row in hits], is_all) for hits, is_all in found)
+
+    def _vectors(self, query: str, earlier: str) -> np.ndarray | None:
+        """Of each window of a question, float32 [n, dim]; None without an encoder."""
+        if self.embedder is None:
+            return None
+        windows = self.embedder.windows(query)
+        if len(windows) > _MOST_WINDOWS:
+            windows = [*windows[: _MOST_WINDOWS // 2], *windows[-_MOST_WINDOWS // 2 :]]
+        if not earlier.strip():
+            return self.embedder.embed(windows)
+        *vectors, before = self.embedder.embed([*windows, self.embedder.windows(earlier)[-1]])
+        sums = np.stack(vectors) + _EARLIER_WEIGHT * before
+        return sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-9)
 
     def refresh(self) -> RefreshReport:
         """Updates the index from the directory.

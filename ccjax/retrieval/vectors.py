@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,18 @@ class Found:
         order = np.lexsort((rows, -scores))
         order = order[(rows[order] >= 0) & (scores[order] > -np.inf)][:top_k]
         return Found(rows[order], scores[order], is_final)
+
+    @classmethod
+    def nearest(cls, founds: Sequence[Found], top_k: int) -> Found:
+        """The best of several searches; of a row that several found, the best score."""
+        if len(founds) == 1:
+            return founds[0]
+        best: dict[int, float] = {}
+        for found in founds:
+            for row, score in zip(found.rows.tolist(), found.scores.tolist(), strict=True):
+                best[row] = max(score, best.get(row, score))
+        rows, scores = np.array(list(best), np.int64), np.array(list(best.values()), np.float32)
+        return cls().merged(scores, rows, top_k, is_final=founds[0].is_final)
 
 
 @dataclasses.dataclass(frozen=True)

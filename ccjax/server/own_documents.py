@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ccjax.engine import Engine
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
-from ccjax.retrieval import Passage, RefreshReport, Retriever
+from ccjax.retrieval import RefreshReport, Retriever
 from ccjax.server.idle_thread import QueueFullError, WorkerClosedError
+from ccjax.server.schemas import Generation, RetrievalIn
+from ccjax.server.settings import ServerSettings
 from ccjax.server.worker import EngineWorker
 from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
 
 
-def search(ask: Callable[[], Iterator[tuple[list[Passage], bool]]], begun: SpeculativeAnswer | None) -> list[Document]:
-    """Searches for passages; an answer from preliminary results may begin meanwhile.
-
-    Args:
-      ask: `Retriever.stages`, with its arguments.
-    """
+def search(
+    retriever: Retriever, body: Generation, settings: ServerSettings, begun: SpeculativeAnswer | None = None
+) -> list[Document] | None:
+    """Searches for a request's passages; None if it has no question. An answer may begin meanwhile, from preliminary
+    results."""
+    query = body.query()
+    if query is None:
+        return None
+    options = body.retrieval or RetrievalIn.model_validate({})
+    num_stages = 1 if begun is None else settings.retrieval_stages
+    top_k = options.top_k or settings.top_k
+    found = retriever.stages(query, top_k, num_stages, earlier=body.earlier_query(), filters=options.filters)
     documents: list[Document] = []
-    for passages, is_all in ask():
+    for passages, is_all in found:
         documents = [passage.as_document() for passage in passages]
         if begun is not None and not is_all:
             begun.offer(documents)

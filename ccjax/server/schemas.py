@@ -127,6 +127,10 @@ class Generation(ConstraintFields, SamplingFields, Body):
         """The text to search passages by; None if the request has none."""
         raise NotImplementedError
 
+    def earlier_query(self) -> str:
+        """What was asked before `query`; "" for nothing."""
+        return ""
+
     def texts(self) -> Iterator[str]:
         """The texts that a client may have put retrieved context into."""
         raise NotImplementedError
@@ -236,8 +240,16 @@ class ChatBody(ToolFields, RenderingFields, Generation):
 
     def query(self) -> str | None:
         """Text of the last user message."""
-        texts = [_text_of(message) for message in self.messages if message.get("role") == "user"]
-        return texts[-1] if texts and texts[-1].strip() else None
+        *_, last = ["", *self._user_texts()]
+        return last if last.strip() else None
+
+    def earlier_query(self) -> str:
+        """Text of the user message before."""
+        *_, before, _ = ["", "", *self._user_texts()]
+        return before
+
+    def _user_texts(self) -> list[str]:
+        return [_text_of(message) for message in self.messages if message.get("role") == "user"]
 
     def texts(self) -> Iterator[str]:
         """Of every message but the assistant's."""

@@ -353,18 +353,9 @@ class Service:
             if body.retrieval:
                 raise RequestError("retrieval", "this server has no documents of its own; send documents")
             return ()
-        query = body.query()
-        if query is None:  # the engine will report what is wrong with the question
-            return ()
-        ask = functools.partial(
-            backend.retriever.stages,
-            query,
-            (body.retrieval.top_k if body.retrieval else None) or self.settings.top_k,
-            self.settings.retrieval_stages,
-            filters=body.retrieval.filters if body.retrieval else None,
-        )
         with self.metrics.retrieval_time.time():
-            return await asyncio.to_thread(own_documents.search, ask, begun)
+            found = await asyncio.to_thread(own_documents.search, backend.retriever, body, self.settings, begun)
+        return found or ()  # without a question the engine reports what is wrong with it
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation | None, repair: bool) -> IdleWork:

@@ -56,6 +56,17 @@ class SentenceEncoder:
             texts = [text.lower() for text in texts]
         return [len(encoding.ids) for encoding in self._whole.encode_batch(list(texts))]
 
+    def windows(self, text: str) -> list[str]:
+        """A text in parts of at most `max_seq_length` tokens, which `encode` reads whole; only long words are cut."""
+        tokens = self._whole.encode(text.lower() if self.config.lower_case else text, add_special_tokens=False)
+        starts, most = [0], self.config.max_seq_length - 2
+        while len(tokens.ids) - starts[-1] > most:
+            end = starts[-1] + most
+            words = range(end, starts[-1], -1)
+            starts.append(next((at for at in words if tokens.word_ids[at] != tokens.word_ids[at - 1]), end))
+        places = [*(tokens.offsets[at][0] for at in starts[1:]), len(text)]
+        return [text[start:end] for start, end in zip([0, *places], places, strict=False)]
+
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """One L2-normalised vector per text: float32 [len(texts), dim], in the given order.
 

@@ -32,6 +32,11 @@ class CountingEmbedder:
         texts, self.texts = self.texts, []
         return texts
 
+    def windows(self, text: str) -> Sequence[str]:
+        """Eight words each."""
+        words = text.split()
+        return [" ".join(words[start : start + 8]) for start in range(0, len(words), 8)]
+
 
 def open_retriever(docs: Path, embedder: Embedder | None = None, **options: Any) -> Retriever:
     """By words alone unless there is an `embedder`."""
