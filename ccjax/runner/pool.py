@@ -233,9 +233,10 @@ class DevicePool(MemoryTier[PagedShard]):
         write_pages_step.lower(self.pages(0), jax.device_put(kv), np.int32(0), slots, mesh=None).compile()
 
     def compile_gather(self, num_slots: int) -> None:
-        """Compiles the step that gathers contexts of `num_slots` slots."""
+        """Compiles the steps that gather and compare `num_slots` slots."""
         slots = self.put_slots(np.full(num_slots, self.num_slots, np.int32))
-        jax.block_until_ready(self.gather(0, slots, self.gather(0, slots)))
+        kv = self.gather(0, slots)
+        jax.block_until_ready((self.gather(0, slots, kv), deviation_step(*kv, *kv, np.int32(1))))
 
     def pages(self, layer: int) -> KVPages:
         """The pages of a layer, for compiling steps; the next `update` may invalidate them."""
@@ -315,7 +316,7 @@ class DevicePool(MemoryTier[PagedShard]):
 
     def deviations(self, slots: np.ndarray, other: np.ndarray) -> np.ndarray:
         """See `PagedShard.deviations`; `other` is KV or slots."""
-        on_device, total, num_tokens = self._padded(slots), 0.0, np.int32(len(slots))
+        on_device, by_layer, num_tokens = self._padded(slots), [], np.int32(len(slots))
         other_slots = self._padded(other) if other.ndim == 1 else None
         padding = [(0, 0), (0, on_device.shape[0] - len(slots)), (0, 0), (0, 0)]
         for layer in range(self.kv_spec.num_layers):
@@ -323,8 +324,8 @@ class DevicePool(MemoryTier[PagedShard]):
                 theirs = self.gather(layer, other_slots)
             else:
                 theirs = jax.device_put(tuple(np.pad(other[layer], padding)), placement(self._mesh, KV_ROWS))
-            total += deviation_step(*self.gather(layer, on_device), *theirs, num_tokens)
-        return np.asarray(total)[: len(slots)] / np.float32(self.kv_spec.num_layers)
+            by_layer.append(deviation_step(*self.gather(layer, on_device), *theirs, num_tokens))
+        return np.mean(jax.device_get(by_layer), 0)[: len(slots)]
 
     def _padded(self, slots: np.ndarray) -> jax.Array:
         """The slots, and none up to a size that is compiled for contexts, on the devices."""

@@ -131,8 +131,7 @@ class StepCompiler:
             self._compile_logits(size[0], [SampleSpec(sampling, 0, 0, adjustments=adjustments)])
         elif kind == "context":
             _compile_context(self._model, self._pool, *size)
-            if self._with_tier:
-                self._pool.compile_gather(*size)
+            self._pool.compile_gather(*size)
         else:
             self._pool.compile_write(*size)
         self._model.sizes.note(kind, size)
