@@ -130,6 +130,8 @@ def parse_document(path: Path, data: bytes) -> LoadedDocument:
         raise DocumentError(path, "the file is empty")
     try:
         loaded = _READERS[_kind(path)](data)
+    except UnicodeDecodeError as error:
+        raise DocumentError(path, f"not {error.encoding}: byte {error.start}, {error.reason}") from None
     except ValueError as error:
         raise DocumentError(path, str(error)) from None
     except Exception as error:  # libraries raise more than they document, on broken files

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import io
 import re
 import unicodedata
 
-from pdfminer.high_level import extract_pages
 from pdfminer.layout import LAParams, LTTextBox, LTTextLine
-from pdfminer.pdfdocument import PDFDocument, PDFPasswordIncorrect
+from pdfminer.pdfdocument import PDFDocument, PDFEncryptionError, PDFPasswordIncorrect
+from pdfminer.pdfinterp import PDFPageInterpreter, PDFResourceManager
+from pdfminer.pdfpage import PDFPage
 from pdfminer.pdfparser import PDFParser
 from pdfminer.utils import decode_text
+
+from ccjax.retrieval.pdf_limits import LimitedPages, PdfLimitError, limited
 
 _LIGATURES = {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}
 _PAGE_NUMBER = re.compile(
@@ -31,6 +35,16 @@ _LEAST_SECOND = 4
 """Letters behind the hyphen of a compound: `long-`/`er` is `longer`."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Line:
+    """A line of text and its place on the page, in points."""
+
+    text: str
+    x0: float
+    x1: float
+    y0: float
+
+
 def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     """The title, the text, and a note about pages without text, None if there is none.
 
@@ -38,17 +52,17 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     repeats at the top or the bottom of pages is left out, and so are page numbers there.
 
     Raises:
-      ValueError: it is protected by a password, broken, or has no text.
+      ValueError: it is protected by a password, broken, too large when unpacked, or has no text.
     """
     try:
-        info = PDFDocument(PDFParser(io.BytesIO(data))).info
-        title = decode_text(raw) if info and isinstance(raw := info[0].get("Title"), bytes) else ""
-        pages = [
-            [box for box in page if isinstance(box, LTTextBox) and box.get_text().strip()]
-            for page in extract_pages(io.BytesIO(data), laparams=LAParams())
-        ]
+        with limited():
+            title, pages = _parsed(data)
     except PDFPasswordIncorrect:
         raise ValueError("protected by a password, and the empty one does not open it") from None
+    except PDFEncryptionError as error:  # certificates, or a method that nobody knows
+        raise ValueError(f"protected by other means than a password: {error}"[:200]) from None
+    except PdfLimitError:
+        raise
     except Exception as error:  # on damaged files many types: PDFSyntaxError, KeyError, RecursionError ...
         raise ValueError(f"broken PDF: {type(error).__name__}: {error}") from None
     if not pages:
@@ -56,13 +70,13 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     if not (num_empty := pages.count([])) < len(pages):
         raise ValueError("no text on any page (scanned pages need text recognition first)")
     margins = _repeated([_margins(boxes) for boxes in pages])
-    boxes = [[line for line in box if isinstance(line, LTTextLine)] for page in pages for box in page]
+    boxes = [box for page in pages for box in page]
     paragraphs: list[str] = []
-    words = set(re.findall(r"\w[\w-]+\w", " ".join(line.get_text() for box in boxes for line in box)))
+    words = set(re.findall(r"\w[\w-]+\w", " ".join(line.text for box in boxes for line in box)))
     is_open = False
     for lines in boxes:
         kept = [line for line in lines if id(line) not in margins]
-        if not (text := _joined([line.get_text().translate(_LIGATURES).strip() for line in kept], words)):
+        if not (text := _joined([line.text.translate(_LIGATURES).strip() for line in kept], words)):
             continue
         if paragraphs and (is_open or _is_cut(paragraphs[-1])) and (text[0].islower() or is_open):
             paragraphs[-1] = _joined([paragraphs[-1], text], words)
@@ -75,16 +89,33 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     return "" if _NO_TITLE.fullmatch(title) else title, "\n\n".join(paragraphs), note if num_empty else None
 
 
+def _parsed(data: bytes) -> tuple[str, list[list[list[_Line]]]]:
+    """The title, and for each page its blocks of lines."""
+    document = PDFDocument(PDFParser(io.BytesIO(data)))
+    title = decode_text(raw) if document.info and isinstance(raw := document.info[0].get("Title"), bytes) else ""
+    manager = PDFResourceManager()
+    device = LimitedPages(manager, laparams=LAParams())
+    interpreter = PDFPageInterpreter(manager, device)
+    pages = []
+    for page in PDFPage.create_pages(document):
+        interpreter.process_page(page)
+        boxes = [box for box in device.get_result() if isinstance(box, LTTextBox) and box.get_text().strip()]
+        pages.append(
+            [[_Line(o.get_text(), o.x0, o.x1, o.y0) for o in box if isinstance(o, LTTextLine)] for box in boxes]
+        )
+    return title, pages
+
+
 def _is_cut(text: str) -> bool:
     return re.search(r"[.!?:;…。！？]['\"”’»)\]]*$", text) is None
 
 
-def _margins(boxes: list[LTTextBox]) -> dict[int, str]:
+def _margins(boxes: list[list[_Line]]) -> dict[int, str]:
     """The first and last lines of a page by height, as id -> text with # for numbers."""
-    lines = [line for box in boxes for line in box if isinstance(line, LTTextLine) and line.get_text().strip()]
+    lines = [line for box in boxes for line in box if line.text.strip()]
     heights = sorted({round(line.y0) for line in lines})
     outer = {*heights[:_MARGIN_LINES], *heights[-_MARGIN_LINES:]}
-    return {id(line): re.sub(r"\d+", "#", line.get_text().strip()) for line in lines if round(line.y0) in outer}
+    return {id(line): re.sub(r"\d+", "#", line.text.strip()) for line in lines if round(line.y0) in outer}
 
 
 def _repeated(pages: list[dict[int, str]]) -> set[int]:

@@ -147,7 +147,7 @@ class Service:
         if self._closed or self._draining:
             return False, {"status": "closed" if self._closed else "shutting down"}
         if self._backend is not None:
-            told = {"status": "ready", "model": self._backend.model}
+            told: dict[str, Any] = {"status": "ready", "model": self._backend.model}
             if (retriever := self._backend.retriever) is not None:
                 told["documents"] = own_documents.index_summary(retriever)
             return True, told

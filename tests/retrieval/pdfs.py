@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,6 +74,27 @@ def framed(texts: Sequence[Sequence[str]], heads: Sequence[str], feet: Sequence[
         [(72, 800, heads[number % len(heads)]), *block(lines), (280, 40, feet[number % len(feet)])]
         for number, lines in enumerate(texts)
     ]
+
+
+def written(content: bytes, filters: str = "", *, font: str = "", forms: Sequence[bytes] = ()) -> bytes:
+    """A PDF of one page by hand, with an encoded content stream; `font` is more of its font F, and `forms` are the
+    contents of what it may draw as /X0, /X1 ..."""
+    places = " ".join(f"/X{number} {10 + number} 0 R" for number in range(len(forms)))
+    resources = f"/Resources << /Font << /F 5 0 R >> /XObject << {places} >> >>"
+    form = f"/Type /XObject /Subtype /Form /BBox [0 0 600 800] {resources}"
+    objects: dict[int, bytes] = {
+        1: b"<< /Type /Catalog /Pages 2 0 R >>",
+        2: b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        3: f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 600 800] /Contents 4 0 R {resources} >>".encode(),
+        4: _stream(content, f"/Filter [{filters}]" if filters else ""),
+        5: f"<< /Type /Font {font or '/Subtype /Type1 /BaseFont /Helvetica'} >>".encode(),
+    } | {10 + number: _stream(data, form) for number, data in enumerate(forms)}
+    parts = [b"%d 0 obj\n%s\nendobj\n" % (number, value) for number, value in objects.items()]
+    return b"%PDF-1.7\n" + b"".join(parts) + b"trailer\n<< /Root 1 0 R >>\n%%EOF\n"
+
+
+def _stream(data: bytes, more: str) -> bytes:
+    return b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(data), more.encode(), data)
 
 
 LEFT = [
@@ -199,6 +221,13 @@ BAD: dict[str, tuple[bytes, str]] = {
     "password AES-256": (encrypted(PLAIN, "secret", "AES-256"), "protected by a password"),
     "password AES-128": (encrypted(PLAIN, "secret", "AES-128"), "protected by a password"),
     "password RC4": (encrypted(PLAIN, "secret", "RC4-128"), "protected by a password"),
+    "password of other letters": (encrypted(PLAIN, "ключ", "AES-256"), "protected by a password"),
+    "certificate": (
+        encrypted(PLAIN, "", "RC4-128").replace(b"/Filter /Standard", b"/Filter /Adobe.PubSec"),
+        "protected by other means than a password",
+    ),
+    "drawing without text": (written(b"0 0 m 90 90 l S"), "no text on any page"),
+    "streams that cannot be unpacked": (written(b"\0" * 90, "/FlateDecode"), "no text on any page"),
     "scanned": (scanned(), "no text on any page (scanned pages need text recognition first)"),
     "scanned pages": (scanned(3), "no text on any page"),
     "empty page": (pdf([[]]), "no text on any page"),
@@ -206,3 +235,56 @@ BAD: dict[str, tuple[bytes, str]] = {
     "not a PDF": (b"not a pdf at all", "broken PDF"),
     "only a head": (b"%PDF-1.7\n", "broken PDF"),
 }
+
+
+def _deflated(num_bytes: int) -> bytes:
+    """So many blanks."""
+    deflater, piece = zlib.compressobj(9), b" " * (1 << 20)
+    return b"".join(deflater.compress(piece) for _ in range(num_bytes >> 20)) + deflater.flush()
+
+
+def _lzw(num_codes: int) -> bytes:
+    """Blanks, in strings each of which is by one longer, until the table is full, and then in its longest ones."""
+    codes, widths = [256, 32, *range(258, 4094)], []
+    for number in range(len(codes)):
+        widths.append(9 if number < 255 else 10 if number < 767 else 11 if number < 1791 else 12)
+    codes += [4093] * num_codes
+    widths += [12] * num_codes
+    bits = "".join(f"{code:0{width}b}" for code, width in zip(codes, widths, strict=True))
+    return int(bits + "0" * (-len(bits) % 8), 2).to_bytes(-(-len(bits) // 8))
+
+
+_SHOWN = b"BT /F 9 Tf 50 700 Td (Here is a text.) Tj ET"
+_WIDE = (
+    "/Subtype /Type0 /Encoding /Identity-H "
+    "/DescendantFonts [<< /Type /Font /Subtype /CIDFontType2 /W [0 2000000000 5] >>]"
+)
+BOMBS: dict[str, tuple[bytes, str]] = {
+    "deflated": (written(_deflated(64 << 20), "/FlateDecode"), "its streams have over"),
+    "deflated twice": (
+        written(zlib.compress(_deflated(64 << 20), 9), "/FlateDecode /FlateDecode"),
+        "its streams have over",
+    ),
+    "deflated runs": (
+        written(zlib.compress(b"\x81 " * (1 << 20), 9), "/FlateDecode /RunLengthDecode"),
+        "its streams may have",
+    ),
+    "LZW": (written(_lzw(8_000), "/LZWDecode"), "its streams have over"),
+    "rows": (
+        written(zlib.compress(_SHOWN), "/FlateDecode").replace(
+            b"/Filter", b"/DecodeParms [<< /Predictor 12 /Columns 4000000000 >>] /Filter"
+        ),
+        "it has rows of over",
+    ),
+    "characters": (
+        written(zlib.compress(b"BT /F 9 Tf " + b"(%s) Tj " % (b"a" * 1000) * 30 + b"ET", 9), "/FlateDecode"),
+        "a page has over 20000 characters",
+    ),
+    "figures in figures": (
+        written(b"/X0 Do", forms=[b"/X%d Do " % (n + 1) * 10 for n in range(8)] + [b"q Q"]),
+        "it draws over 10000 figures",
+    ),
+    "widths": (written(_SHOWN, font=_WIDE), "a font names over 1114112 characters at once"),
+}
+"""Files that are small, and would take much memory or time, with the reason why they are refused where a file may have
+8 MB when unpacked, 20,000 characters on a page and 10,000 figures."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
+import zlib
 
 import pytest
 
+import ccjax.retrieval.pdf_limits as pdf_limits
 from ccjax.retrieval.pdf import read_pdf
-from tests.retrieval.pdfs import BAD, GOOD, LEFT, block, framed, pdf
+from tests.retrieval.pdfs import BAD, BOMBS, GOOD, LEFT, block, framed, pdf, written
 
 
 @pytest.mark.parametrize("name", sorted(GOOD))
@@ -43,3 +46,27 @@ def test_lines_that_only_look_like_heads_are_kept() -> None:
 def test_items_of_a_list_keep_their_lines() -> None:
     text = read_pdf(pdf([block(["What to do:", "1. Clean the pump", "every week.", "2. Close it."])]))[1]
     assert text == "What to do:\n1. Clean the pump every week.\n2. Close it."
+
+
+@pytest.mark.parametrize("name", sorted(BOMBS))
+def test_small_files_that_unpack_to_much_are_refused_in_bounded_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit, value in (("MOST_BYTES", 8_000_000), ("_MOST_PAGE_CHARS", 20_000), ("_MOST_FIGURES", 10_000)):
+        monkeypatch.setattr(pdf_limits, limit, value)
+    data, reason = BOMBS[name]
+    assert len(data) < 100_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f"^too large: {re.escape(reason)}"):
+            read_pdf(data)
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("cut", [0, 4, 20])
+def test_streams_with_a_wrong_checksum_or_without_their_end_are_read(cut: int) -> None:
+    packed = zlib.compress(b"BT /F 9 Tf 50 700 Td (Here is a text.) Tj ET" + b" " * 5000 + bytes(range(200)))
+    damaged = packed[:-4] + b"xxxx" if not cut else packed[:-cut]
+    assert read_pdf(written(damaged, "/FlateDecode"))[1] == "Here is a text."
