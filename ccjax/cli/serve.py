@@ -110,6 +110,8 @@ class _BackgroundLoader(threading.Thread):
 
     def run(self) -> None:
         """Loads; on failure keeps the error and ends the server."""
+        from ccjax.runner.budgets import host_cache_bytes
+
         display = Display(stages(), self._service.progress, self._stopping)
         try:
             with contextlib.closing(display):
@@ -119,7 +121,8 @@ class _BackgroundLoader(threading.Thread):
             except RuntimeError:  # shut down in the meantime
                 engine.close()
                 raise Stopped from None
-            for line in (*memory_lines(engine.memory_plan()), added_line(self._args)):
+            memory = memory_lines(engine.memory_plan(), host_cache_bytes(engine.config))
+            for line in (*memory, added_line(self._args)):
                 print(line, file=sys.stderr)
             print(final_line(self._args, self._service, self._url), flush=True)
         except Stopped:

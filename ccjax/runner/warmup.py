@@ -137,8 +137,9 @@ class StepCompiler:
         self._model.sizes.note(kind, size)
 
     def warm_up(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
-        """Compiles all of the given sizes, on all cores."""
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        """Compiles all of the given sizes, on all cores; for a GPU one after the other, since XLA times its products on
+        the card itself while it compiles."""
+        with concurrent.futures.ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else os.cpu_count()) as threads:
             runs = [threads.submit(self.compile, key) for key in keys]
             try:
                 for done, run in enumerate(concurrent.futures.as_completed(runs)):

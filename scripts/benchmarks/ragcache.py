@@ -12,6 +12,7 @@ are random, answers have one token; questions are MuSiQue's, with the passages t
 JSON keys: `shapes`; `order[]`: `strategy`, `budget_share`, `rate` (requests/s), `hit_ratio`, `off` and `on` (TTFT from
 arrival, ms: `mean`, `p50`, `p90`, `p99`), `mean_gain`, `p99_gain`, `mean_gains` (of all rounds); `speculation[]`:
 `search_ratio`, `search_ms` (off), `exposed_ms` (on), `gain` (`mean`, `low`, `high` of a bootstrap interval),
+`ttft_off_ms`, `ttft_on_ms` (from the question to the first token), `ttft_gain` (as `gain`),
 `right_share`, `wrong_per_request` (answers begun and discarded).
 """
 
@@ -204,21 +205,25 @@ def measure_speculation(
                 for engine, num_stages in ((off, 1), (on, STAGES))[:: 1 if number % 2 else -1]:
                     results = staged_search(index, query, NUM_PASSAGES, num_stages=num_stages)
                     found[num_stages].append(search(engine, results, real, question))
-            (search_s, *_), (_, exposed_s, right, started) = (np.array(found[key]).T for key in found)
+            (search_s, _, _, _, off_s), (_, exposed_s, right, started, on_s) = (np.array(found[key]).T for key in found)
             gain = ratio_interval(search_s.tolist(), exposed_s.tolist())
-            assert gain is not None
+            ttft_gain = ratio_interval(off_s.tolist(), on_s.tolist())
+            assert gain is not None and ttft_gain is not None
             case = {"search_ms": 1e3 * search_s.mean(), "exposed_ms": 1e3 * exposed_s.mean()}
             case |= {"right_share": right.mean(), "wrong_per_request": (started - right).mean()}
-            cases.append({"search_ratio": ratio, **case, "gain": dataclasses.asdict(gain)})
+            case |= {"ttft_off_ms": 1e3 * off_s.mean(), "ttft_on_ms": 1e3 * on_s.mean()}
+            gains = {"gain": dataclasses.asdict(gain), "ttft_gain": dataclasses.asdict(ttft_gain)}
+            cases.append({"search_ratio": ratio, **case, **gains})
     faiss.omp_set_num_threads(num_threads)
     return cases
 
 
 def search(
     engine: Engine, results: Iterable[Found], real: Sequence[Document], question: str
-) -> tuple[float, float, bool, int]:
+) -> tuple[float, float, bool, int, float]:
     """Searches and answers: seconds of the search, those before its answer left the engine's queue (all, if that was
-    from other passages), whether the last early answer was from the final passages, and the number of early answers.
+    from other passages), whether the last early answer was from the final passages, the number of early answers, and
+    seconds to the first token.
     The passage of an artificial vector has the text of a real one."""
     begun_s: list[float] = []
     events: queue.SimpleQueue[Delta | Exception] = queue.SimpleQueue()
@@ -238,8 +243,9 @@ def search(
     ended_s, early_s = time.perf_counter(), list(begun_s)
     answer.start(request(documents), events.put, on_start=lambda: None)
     checked(events.get(timeout=_TIMEOUT_S))
+    ttft_s = time.perf_counter() - started_s
     exposed_s = min(early_s[0], ended_s) if answer.was_right and early_s else ended_s
-    return ended_s - started_s, exposed_s - started_s, bool(answer.was_right), answer.num_started
+    return ended_s - started_s, exposed_s - started_s, bool(answer.was_right), answer.num_started, ttft_s
 
 
 PARTS = {"order": measure_order, "speculation": measure_speculation}
@@ -257,11 +263,12 @@ def _print(found: dict[str, Any]) -> None:
     ]
     if rows:
         show(head, rows, "Cache-aware order: mean TTFT from arrival (paper: gain 1.2 to 2.1)")
-    head = ("searched", "search, ms", "exposed, ms", "gain", "right", "wrong a request")
+    head = ("searched", "search, ms", "exposed, ms", "gain", "TTFT off, on", "gain", "right", "wrong a request")
     rows = [
         (
             *(f"{case['search_ratio']:.1%}", f"{case['search_ms']:.1f}", f"{case['exposed_ms']:.1f}"),
-            *(interval(case["gain"], ".2f"), f"{case['right_share']:.0%}", f"{case['wrong_per_request']:.2f}"),
+            *(interval(case["gain"], ".2f"), f"{case['ttft_off_ms']:.0f}, {case['ttft_on_ms']:.0f} ms"),
+            *(interval(case["ttft_gain"], ".2f"), f"{case['right_share']:.0%}", f"{case['wrong_per_request']:.2f}"),
         )
         for case in found.get("speculation", ())
     ]

@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ccjax.errors import ConfigError
+from ccjax.kernels import dispatch
 from ccjax.kernels.attention.blocks import MOSAIC_TPU, TRITON
 from ccjax.kernels.attention.bounds import block_bounds
 from ccjax.kernels.dispatch import chip_of, implementation
 from ccjax.kernels.inputs import AttentionInputs
+from ccjax.models.llama3 import LLAMA3_8B
+from ccjax.runner.kernels import check_kernels
 
 UNUSED = np.iinfo(np.int32).max
 
@@ -74,11 +78,14 @@ CHIPS = [
     ("TPU v5 lite", "v5e"),
     ("TPU v6 lite", "v6e"),
     ("TPU v5", "TPU v5"),
-    ("NVIDIA A10G", "l4"),
-    ("NVIDIA L40S", "l4"),
-    ("NVIDIA GeForce RTX 4090", "l4"),
+    *(
+        (f"NVIDIA {name}", "l4")
+        for name in ("A10", "A10G", "A40", "L4", "L40S", "RTX A6000", "RTX 6000 Ada Generation")
+    ),
+    *((f"NVIDIA GeForce RTX {name}", "l4") for name in ("3090", "4090", "5090")),
     ("NVIDIA H20", "h100"),
-    ("NVIDIA B200", "NVIDIA B200"),
+    ("NVIDIA H800", "h100"),
+    *((name, name) for name in ("NVIDIA B200", "NVIDIA GB200", "TPU v4", "TPU v5p")),
     ("Tesla T4", "Tesla T4"),
 ]
 
@@ -90,6 +97,19 @@ def test_chip_without_block_sizes_gets_xla_unless_a_kernel_is_named(monkeypatch,
     assert caplog.text.count("triton has no block sizes for cpu; XLA's form is used") == 1
     with pytest.raises(NotImplementedError, match="wanted a chip of"):
         implementation("triton", *choices)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind"), [("gpu", "NVIDIA B200"), ("gpu", "Tesla T4"), ("tpu", "TPU v4"), ("tpu", "TPU v5p")]
+)
+def test_a_model_starts_on_chips_without_block_sizes_with_one_warning(monkeypatch, caplog, platform, kind):
+    dispatch._warn.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(dispatch, "chip_of", lambda _: chip_of(kind))
+    check_kernels(None, LLAMA3_8B, "bfloat16")
+    assert caplog.text.count("XLA's form is used") == caplog.text.count(f"no block sizes for {kind}") == 1
+    with pytest.raises(ConfigError, match=f"attention: .*got '{kind}'"):
+        check_kernels({"gpu": "triton", "tpu": "mosaic_tpu"}[platform], LLAMA3_8B, "bfloat16")
 
 
 def test_device_kinds_map_to_chips():

@@ -11,6 +11,7 @@ from ccjax.engine import Engine
 from ccjax.requests import Request, SamplingParams
 from ccjax.runner import warmup
 from ccjax.runner.compilations import compilations
+from ccjax.runner.warmup import StepCompiler
 from tests.engine.helpers import TinyModel, draw_segments, permuted
 
 FEW: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 256, "max_num_seqs": 4}
@@ -140,6 +141,17 @@ def test_compiling_a_pack_does_not_hold_the_pages_lock(monkeypatch):
         monkeypatch.setattr(jax.stages.Lowered, "compile", watched)
         engine.warmup(only_first=True)
         assert {f"module @jit_{name}_step" for name in ("paged_layer", "paged_decode", "write_rows")} <= set(was_free)
+
+
+@pytest.mark.parametrize(("platform", "most"), [("cpu", 2), ("tpu", 2), ("gpu", 1)])
+def test_sizes_compile_side_by_side_but_on_the_card_that_times_them_one_by_one(monkeypatch, platform, most):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    both, steps = threading.Barrier(most), object.__new__(StepCompiler)
+    threads = set()
+    steps.compile = lambda key: (threads.add(threading.get_ident()), both.wait(60))
+    steps.warm_up([("batch", (size,)) for size in (1, 2, 4, 8)])
+    assert len(threads) == most
 
 
 @pytest.mark.slow

@@ -420,11 +420,12 @@ def test_default_model_is_smollm2_if_installed(
 
 def test_print_memory_plan_needs_neither_weights_nor_port(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--print-memory-plan", "--dtype", "bfloat16", "--device-memory-bytes", "80GB", "--model"]
-    assert main([*model, "random:llama3-8b", "--gpu-memory-utilization", "0.9"]) == 0
+    host = ["--host-cache-bytes", "8GB"]
+    assert main([*model, "random:llama3-8b", "--gpu-memory-utilization", "0.9", *host]) == 0
     output, errors = capsys.readouterr()
     assert errors == ""
     assert re.search(r"weights +16,060\.5 +8\.03 billion parameters", output)
-    assert re.search(r"left +8,000\.0 +of 80\.0 GB: as given", output)
+    assert re.search(r"left +8,000\.0 +of 80\.0 GB: as given\n  Main memory for KV, MB: +8,000\.0 ", output)
     assert main([*model, "random:llama3-70b"]) == 2
     output, errors = capsys.readouterr()
     assert "left             -" in output
