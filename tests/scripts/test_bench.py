@@ -1,12 +1,13 @@
 """The benchmark program end to end at its smallest: what it prints is what each file's docstring promises."""
 
+import importlib.util
 import itertools
 
 import pytest
 
 from ccjax.cache import load_plan, reads
 from ccjax.store import KVSpec
-from scripts.benchmarks import decode, loading, peers, retrieval, store
+from scripts.benchmarks import decode, loading, peers, retrieval, retrieval_quality, store
 from tests.scripts import in_process
 
 
@@ -173,3 +174,30 @@ def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):
     for latency in (figures["flat"], figures["searched"], figures["changed"], *figures["filtered"]):
         assert 0.0 < latency["p50_ms"] <= latency["p99_ms"]
     assert figures["bytes"]["faiss"] > 4000 * 384 * 4
+
+
+def test_retrieval_quality_scores_each_search_by_what_answers_need(tmp_path, monkeypatch):
+    pages = [("Anna", "Anna sails on Monday."), ("Bob", "Bob is the brother of Anna."), ("Cy", "Cy bakes bread.")]
+
+    def collections(*_):
+        numbers = retrieval_quality._written(tmp_path / "pages", pages)
+        by_name = {title: ((numbers[text], text),) for title, text in pages}
+        asked = [
+            retrieval_quality.Question("Who bakes bread?", (by_name["Cy"],)),
+            retrieval_quality.Question("When does the sister of Bob sail?", (by_name["Anna"], by_name["Bob"])),
+            retrieval_quality.Question("Who bakes bread?", (by_name["Anna"], (("corpus.jsonl/2", "cakes"),))),
+        ]
+        yield retrieval_quality.Collection("pages", tmp_path / "pages", asked)
+        yield retrieval_quality._error_codes(tmp_path / "codes")
+
+    monkeypatch.setattr(retrieval_quality, "_collections", collections)
+    table, figures = in_process.figures("retrieval", "--quality", "--quick")
+    own, codes = figures["quality"]
+    assert (own["collection"], own["passages"], own["questions"], codes["passages"]) == ("pages", 3, 3, 40)
+    for kind in ("hybrid", "dense", "lexical"):
+        assert own[kind]["five"] == 2 and own[kind]["first"] >= 2, "the third question needs a text that no page has"
+        assert codes[kind]["first"] <= codes[kind]["five"] <= 40
+    assert codes["lexical"]["first"] >= 38 and codes["hybrid"]["five"] >= 38
+    found = importlib.util.find_spec("bm25s")
+    assert (own["bm25s"] is None) == (found is None)
+    assert found is not None or any("bm25s: skipped" in line for line in table)
