@@ -24,10 +24,10 @@ _ROWS_AT_ONCE = 8192
 _MOST_PARAMETERS = 500
 _PATIENCE_S = 60.0
 _MOST_TERMS = 64
-_SCORED_ROWS, _SCORED_SHARE = 2000, 0.01
+_SCORED_ROWS, _SCORED_SHARE = 1000, 0.01
 """Rows, once for each of their words, whose bm25 is computed, at 3 us each: those with the rarest words, at most so
 many or that share of all rows."""
-_COUNTED_ROWS, _COUNTED_SHARE = 20_000, 0.2
+_COUNTED_ROWS, _COUNTED_SHARE = 4000, 0.02
 """Of all words that count towards scores: frequent ones take time and say little."""
 _TABLES = f"""
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -281,6 +281,11 @@ class Catalog:
         """The passages of a document in reading order; empty if it is unknown."""
         return list(self._passages("documents.document_id = ? ORDER BY number", [document_id]).values())
 
+    def some_of(self, document_id: str, numbers: Sequence[int]) -> list[PassageRow]:
+        """The passages of a document with these numbers; unknown ones are left out."""
+        which = f"documents.document_id = ? AND number IN ({', '.join('?' * len(numbers))})"
+        return list(self._passages(which, [document_id, *numbers]).values())
+
     def passages(self, rows: Sequence[int]) -> dict[int, PassageRow]:
         """Passages by row; deleted ones are left out."""
         found: dict[int, PassageRow] = {}
@@ -297,9 +302,13 @@ class Catalog:
         parts = [np.array(part, np.int64)[:, 0] for part in iter(lambda: found.fetchmany(_ROWS_AT_ONCE), [])]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
-    def search(self, text: str, top_k: int, where: Filter | None = None) -> list[tuple[float, int]]:
-        """(bm25, row) of the passages that share most words with a text, best first, ties by row."""
-        query = self._match(text)
+    def search(self, text: str | Sequence[str], top_k: int, where: Filter | None = None) -> list[tuple[float, int]]:
+        """(bm25, row) of the passages that share most words with a text, best first, ties by row.
+
+        Args:
+          text: of several, words count as often as these have them.
+        """
+        query = self._match([text] if isinstance(text, str) else text)
         if query is None:
             return []
         # The plus keeps SQLite from searching anew for each row of the filter.
@@ -312,9 +321,9 @@ class Catalog:
         )
         return list(found)
 
-    def _match(self, text: str) -> str | None:
-        """The FTS5 query for a text; None if no passage has any of its words."""
-        terms = [term for term in question_terms(text) if self._frequency(term)]
+    def _match(self, texts: Sequence[str]) -> str | None:
+        """The FTS5 query for texts; None if no passage has any of their words."""
+        terms = [term for text in texts for term in question_terms(text) if self._frequency(term)]
         terms = sorted(terms, key=self._frequency)[:_MOST_TERMS]
         if not terms:
             return None

@@ -118,18 +118,24 @@ class PassageIndex:
         """The passages of a document in reading order; empty if it is unknown."""
         return self._read(lambda: self._catalog.document(document_id))
 
+    def some_of(self, document_id: str, numbers: Sequence[int]) -> list[PassageRow]:
+        """The passages of a document with these numbers; unknown ones are left out."""
+        return self._read(lambda: self._catalog.some_of(document_id, numbers))
+
     def known_vectors(self, document_ids: Collection[str]) -> dict[str, np.ndarray]:
         """Text -> vector, float32 [dim], of the passages of some documents."""
         return self._read(lambda: self._catalog.known_vectors(document_ids))
 
     # -- searching ---------------------------------------------------------------------------------------------
 
-    def search(self, text: str | None, vector: np.ndarray | None, top_k: int, *, where: Filter | None = None) -> Hits:
+    def search(
+        self, text: str | Sequence[str] | None, vector: np.ndarray | None, top_k: int, *, where: Filter | None = None
+    ) -> Hits:
         """(score, passage) of the `top_k` best passages, best first; fewer if fewer exist, match the filter or resemble
         the query at all.
 
         Args:
-          text: is searched by words; None to search by `vector` alone.
+          text: is searched by words, several as in `Catalog.search`; None to search by `vector` alone.
           vector: float32 [dim], is searched by similarity; None to search by words alone. A zero vector is similar to
             nothing. Of several, [n, dim], the nearest counts.
 
@@ -142,7 +148,7 @@ class PassageIndex:
 
     def stages(
         self,
-        text: str | None,
+        text: str | Sequence[str] | None,
         vector: np.ndarray | None,
         top_k: int,
         num_stages: int,

@@ -22,6 +22,7 @@ from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import PassageIndex
 from ccjax.retrieval.question import is_follow_up, own_words
 from ccjax.retrieval.report import ProblemLog, RefreshReport
+from ccjax.retrieval.selection import distinct, with_neighbours
 from ccjax.types import Document
 
 _log = logging.getLogger(__name__)
@@ -31,11 +32,12 @@ Progress = Callable[[str, int, int], None]
 
 _DEFAULTS = DocumentOptions()
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
+_SPARE = 8
+"""Passages that are found beyond those wanted, in place of near-duplicates; if these are more, four times as many."""
 _MOST_WINDOWS = 8
 """Parts of a long question that are embedded: as many from its beginning as from its end."""
 _EARLIER_WEIGHT = 0.25
-"""Of the vector of the question before a follow-up. Of 18 follow-ups so many had a right passage among five: without it
-10, with 0.25 15, with 1 13."""
+"""Of the vector of the question before a follow-up. Its words count once, those of the follow-up twice."""
 _WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -238,19 +240,30 @@ class Retriever:
                 self.embedder.embed(["word " * num_words])
 
     def search(
-        self, query: str, top_k: int, *, earlier: str = "", filters: Mapping[str, Any] | None = None
+        self,
+        query: str,
+        top_k: int,
+        *,
+        earlier: str = "",
+        filters: Mapping[str, Any] | None = None,
+        min_score: float | None = None,
+        context_tokens: int = 0,
     ) -> list[Passage]:
-        """The `top_k` passages that answer `query` best, best first; fewer if fewer exist or match.
+        """The `top_k` passages that answer `query` best, best first and near-duplicates once; fewer if fewer exist.
 
         Args:
           query: a message; what was pasted into it beside a question is not searched for.
           earlier: the message that it follows; counts if `query` alone says little.
           filters: for the documents' metadata (`ccjax.retrieval.filters`).
+          min_score: passages below this score are not found.
+          context_tokens: as far as all passages have no more tokens, those before and after the found ones are returned
+            too, where they are read, with the score of the found one.
 
         Raises:
           ValueError: `query` is blank, `top_k` is under 1, `filters` are invalid, or the retriever is closed.
         """
-        ((passages, _),) = self.stages(query, top_k, 1, earlier=earlier, filters=filters)
+        how = {"earlier": earlier, "filters": filters, "min_score": min_score, "context_tokens": context_tokens}
+        ((passages, _),) = self.stages(query, top_k, 1, **how)
         return passages
 
     def stages(
@@ -261,6 +274,8 @@ class Retriever:
         *,
         earlier: str = "",
         filters: Mapping[str, Any] | None = None,
+        min_score: float | None = None,
+        context_tokens: int = 0,
     ) -> Iterator[tuple[list[Passage], bool]]:
         """Preliminary results of `search` after each of at most `num_stages` parts of the work (RAGCache sec. 5.3), and
         whether they are final: then they equal those of `search`.
@@ -278,9 +293,24 @@ class Retriever:
         query = own_words(query)
         earlier = own_words(earlier) if is_follow_up(query) else ""
         vectors = self._vectors(query, earlier) if len(index) else None
-        words = f"{earlier}\n{query}" if self._by_words else None
-        found = index.stages(words, vectors, top_k, num_stages, where=where)
-        return (([self._passage(row, score) for score, row in hits], is_all) for hits, is_all in found)
+        words = [earlier, query, query] if earlier.strip() else query
+
+        def chosen() -> Iterator[tuple[list[Passage], bool]]:
+            wanted, parts, is_all = top_k + _SPARE, num_stages, False
+            while not is_all:
+                for hits, is_all in index.stages(
+                    words if self._by_words else None, vectors, wanted, parts, where=where
+                ):
+                    good = [hit for hit in hits if min_score is None or hit[0] >= min_score]
+                    hits = distinct(good, top_k)
+                    if is_all and len(hits) < top_k and len(good) == wanted:
+                        wanted, parts, is_all = 4 * wanted, 1, False
+                        break
+                    if context_tokens:
+                        hits = with_neighbours(hits, context_tokens, self._count_tokens, index.some_of)
+                    yield [self._passage(row, score) for score, row in hits], is_all
+
+        return chosen()
 
     def _vectors(self, query: str, earlier: str) -> np.ndarray | None:
         """Of each window of a question, float32 [n, dim]; None without an encoder."""

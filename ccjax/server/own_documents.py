@@ -19,25 +19,38 @@ from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
 
+NOTHING_FOUND = Document(
+    "No passage of the documents matches this question: nothing was found about it.", "nothing-found", score=0.0
+)
+"""Stands in the prompt, and in the documents and the report of the answer, if a search finds nothing."""
+
 
 def search(
     retriever: Retriever, body: Generation, settings: ServerSettings, begun: SpeculativeAnswer | None = None
 ) -> list[Document] | None:
-    """Searches for a request's passages; None if it has no question. An answer may begin meanwhile, from preliminary
-    results."""
+    """Searches for a request's passages; `NOTHING_FOUND` if nothing matches, None if it has no question. An answer may
+    begin meanwhile, from preliminary results."""
     query = body.query()
     if query is None:
         return None
     options = body.retrieval or RetrievalIn.model_validate({})
     num_stages = 1 if begun is None else settings.retrieval_stages
     top_k = options.top_k or settings.top_k
-    found = retriever.stages(query, top_k, num_stages, earlier=body.earlier_query(), filters=options.filters)
+    found = retriever.stages(
+        query,
+        top_k,
+        num_stages,
+        earlier=body.earlier_query(),
+        filters=options.filters,
+        min_score=settings.min_score,
+        context_tokens=settings.context_tokens,
+    )
     documents: list[Document] = []
     for passages, is_all in found:
         documents = [passage.as_document() for passage in passages]
         if begun is not None and not is_all:
             begun.offer(documents)
-    return documents
+    return documents or [NOTHING_FOUND]
 
 
 def chosen(retriever: Retriever | None, document_ids: Sequence[str]) -> list[Document]:

@@ -64,6 +64,11 @@ class ServerSettings(SettingsModel):
     """Mode of requests that name none."""
     top_k: int = Field(default=5, ge=1, le=LARGEST_TOP_K)
     """Passages to retrieve for requests that do not say how many."""
+    min_score: float | None = None
+    """Least score of passages to retrieve: similarity to the question, -1 to 1, or bm25 in a search by words alone;
+    without it the best are retrieved, however bad they are."""
+    context_tokens: int = Field(default=0, ge=0)
+    """As far as retrieved passages have no more tokens than this together, those before and after them are added."""
     retrieval_stages: int = Field(default=1, ge=1)
     """Stages of a search; after each, an answer may begin from the passages found so far (RAGCache sec. 5.3). With 1 it
     begins after the search."""

@@ -96,7 +96,7 @@ def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[st
 
 
 def test_number_of_serve_options_is_limited() -> None:
-    assert len(options_of(ServeOptions)) <= 76
+    assert len(options_of(ServeOptions)) <= 78
 
 
 def test_precompute_options_match_server_options() -> None:

@@ -101,6 +101,7 @@ def test_a_follow_up_is_searched_for_with_the_message_before_it(tmp_path: Path) 
         for name in ("boathouse", "lighthouse", "ferry"):
             earlier = f"When was the {name} built?"
             assert retriever.search("And its colour?", 1, earlier=earlier)[0].document_id == f"{name}.md"
+            assert retriever.search("and the ferry?", 1, earlier=earlier)[0].document_id == "ferry.md"
             whole = "please tell me everything about granite and who painted anything else there"
             (alone,) = retriever.search(whole, 1)
             assert retriever.search(whole, 1, earlier=earlier) == [alone]

@@ -170,7 +170,8 @@ def test_passages_are_retrieved_from_the_index_by_default(server: Server, client
     others = retrieve(retrieval={"filters": {"type": "ne", "key": "document_id", "value": "carla.md"}}).documents
     assert len(others) == 2 and all(entry["id"] != "carla.md#0" for entry in others)
     none = retrieve(retrieval={"top_k": 1, "filters": {"type": "eq", "key": "language", "value": "de"}})
-    assert none.documents == [] and none.choices[0].message.content is not None
+    assert [entry["id"] for entry in none.documents] == ["nothing-found"]
+    assert none.choices[0].message.content is not None
     for without in (retrieve(retrieval=False), retrieve(retrieve=False), retrieve(documents=[])):
         assert without.documents == [] and without.usage.prompt_tokens < found.usage.prompt_tokens
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.server.conftest import Server
+from ccjax.server import ServerSettings
+from tests.server.conftest import Server, StartServer
 
 if TYPE_CHECKING:
     import openai
 
 
-def found(client: openai.OpenAI, *turns: str, top_k: int = 1) -> list[str]:
+def found(client: openai.OpenAI, *turns: str, top_k: int = 1, documents: list | None = None) -> list[str]:
     """The documents in the prompt for the last of a user's turns."""
     messages = []
     for turn in turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": "I see."}]
-    body = {"retrieval": {"top_k": top_k}}
+    body = {"retrieval": {"top_k": top_k}} if documents is None else {"documents": documents}
     answer = client.chat.completions.create(model="tiny", messages=messages[:-1], max_tokens=1, extra_body=body)
     assert answer.model_extra is not None
     parts = answer.model_extra["reuse"]["per_document"]
@@ -25,6 +27,7 @@ def found(client: openai.OpenAI, *turns: str, top_k: int = 1) -> list[str]:
 def test_a_follow_up_is_searched_for_with_the_question_before_it(client: openai.OpenAI) -> None:
     assert found(client, "Where does Carla sail with her boat?", "And what is its name?") == ["carla.md"]
     assert found(client, "Who bakes bread in Naples?", "What burns there?") == ["dino.md"]
+    assert found(client, "Who repairs violins in Paris?", "And the one who drives a van?") == ["bob.md"]
 
 
 def test_another_question_is_searched_for_alone(client: openai.OpenAI) -> None:
@@ -38,3 +41,42 @@ def test_a_pasted_log_does_not_hide_the_question(server: Server, client: openai.
     log = "\n".join(f"[{n:06}] violins=3 paris=0x{n:x} shop/river.py:{n} repairs=7" for n in range(5))
     assert found(client, f"{log}\n\nHow often does the chess club of the library in Oslo meet?") == ["emma.md"]
     assert found(client, log) == ["anna.md"]
+
+
+def test_the_prompt_and_the_report_say_that_nothing_was_found(start_server: StartServer) -> None:
+    with start_server(ServerSettings(top_k=3, min_score=0.5)) as server, server.client() as client:
+        assert found(client, "Emma teaches chess. Her club meets on Tuesdays?", top_k=3) == ["emma.md"]
+        assert found(client, "How do submarines navigate under arctic ice?") == ["nothing-found"]
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "How do submarines navigate under arctic ice?"}],
+            max_tokens=1,
+        )
+        assert answer.model_extra is not None
+        (document,) = answer.model_extra["documents"]
+        assert document["id"] == "nothing-found"
+        sent = [{"id": "1", "text": "Submarines use sonar."}]
+        assert found(client, "How do submarines navigate?", documents=sent) == ["1"]
+
+
+def test_neighbours_are_passages_of_their_own_which_are_reused(start_server: StartServer) -> None:
+    with start_server(ServerSettings(top_k=1, context_tokens=200)) as server:
+        path = Path(server.retriever.passages("anna.md")[0].path).with_name("book.md")
+        try:
+            path.write_text(
+                "# Book\n\n" + "\n\n".join(f"{word} is a word of the book. " * 9 for word in ("Red", "Blue"))
+            )
+            server.retriever.refresh()
+            with server.client() as client:
+                assert set(found(client, "Which word is red?")) == {"book.md"}
+                again = client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "Is any word red?"}], max_tokens=1
+                )
+            assert again.model_extra is not None
+            numbers = [int(document["id"].split("#")[1]) for document in again.model_extra["documents"]]
+            assert len(numbers) > 1 and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            parts = again.model_extra["reuse"]["per_document"]
+            assert all(part["reused_tokens"] for part in parts if part["document_id"])
+        finally:
+            path.unlink()
+            server.retriever.refresh()
