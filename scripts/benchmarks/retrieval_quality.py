@@ -24,7 +24,7 @@ PROJECT_DOCS = Path(__file__).resolve().parents[2] / "tests" / "retrieval" / "pr
 TOP_K = 5
 CHUNK_TOKENS = 200
 ERROR_CODES = range(1040, 1080)
-_PARTS = "valve pump sensor lamp fan door belt heater".split()
+_PARTS = "valve pump sensor lamp fan hatch belt heater".split()
 _CAUSES = ("is blocked", "does not answer", "is too warm", "lost its supply", "was opened during a run")
 Search = Callable[[str], Sequence[Passage]]
 
@@ -135,7 +135,7 @@ def _squad(rows: Sequence[dict[str, Any]], home: Path, num_questions: int) -> Co
 
 
 def _musique(rows: Sequence[dict[str, Any]], home: Path) -> Collection:
-    """All paragraphs of the questions that need two."""
+    """All paragraphs of the questions, which need two or more of them."""
     texts = dict.fromkeys((document["title"], document["text"]) for row in rows for document in row["docs"])
     numbers = _written(home, list(texts))
     asked = [
