@@ -13,7 +13,8 @@ _LEAST_TERMS = 5
 """What asks less ("Why do I get this?") is about the rest of the message."""
 _LEAST_WORDS = 4
 _FOLLOW_UP_TERMS = 6
-"""What asks less after another question ("And for decimals?") is about that one. 18 of 18 and 6 of 40."""
+"""What asks less after another question ("And for decimals?") is about that one. So do 15 of 18 follow-ups, and 4 of
+40 questions that follow none."""
 _LONG_WORDS = 100
 _ASKS = re.compile(r"[?？؟]")
 
