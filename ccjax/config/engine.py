@@ -246,6 +246,7 @@ class EngineConfig(PaperSettings, QualitySettings, BatchSettings, CacheSettings,
             alpha=self.alpha,
             recompute_ratio=self.recompute_ratio,
             max_deviation=self.max_deviation,
+            run_tokens=16 if self.device_cache_bytes else 1,  # of a page, where pages are kept
             focus_window=self.focus_window,
             focus_rule=self.focus_rule,
             num_layers=num_layers,

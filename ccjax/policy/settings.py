@@ -31,6 +31,8 @@ class PlannerSettings:
         not recomputed (`VariantMeta.token_deviations`), so that each prompt gets as many tokens recomputed as it needs.
       recompute_cap: strategy `auto`, without `recompute_ratio`: the largest share of a prompt's approximately reused
         tokens to recompute.
+      run_tokens: strategy `auto`: chunks with known deviations are recomputed in runs of so many tokens, counted from
+        the stored chunk's beginning; with runs of a page the other pages can be read in place.
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk to recompute.
       focus_window: CacheCraft alg. 1 w, in layers; None disables the focus cut.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).
@@ -44,6 +46,7 @@ class PlannerSettings:
     recompute_ratio: float | None = None
     max_deviation: float | None = None
     recompute_cap: float = 0.15
+    run_tokens: int = 1
     fast_ratio: float = 0.05
     focus_window: int | None = None
     focus_rule: str = "entropy"
@@ -57,6 +60,7 @@ class PlannerSettings:
         if self.max_deviation is not None:
             check_mass("max_deviation", self.max_deviation)
         check_ratio("recompute_cap", self.recompute_cap)
+        check_count("run_tokens", self.run_tokens)
         check_ratio("fast_ratio", self.fast_ratio)
         if self.focus_window is not None:
             check_count("focus_window", self.focus_window)

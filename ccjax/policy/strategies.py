@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from itertools import takewhile
 from types import MappingProxyType
@@ -111,7 +112,8 @@ def _auto(
     all that deviate more. Variants computed behind passages or the frame are preferred to others.
 
     Chunks with known deviations share their number: the highest deviations of any chunk, each weighted by the part of
-    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. Other chunks get
+    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. With
+    `settings.run_tokens` they are means over runs, and the number is rounded to whole runs. Other chunks get
     their own number, by attention (CacheCraft eq. 14). If most tokens of the chunks to recompute anything of are in
     these others, the question's attention chooses instead, among all of them (`ccjax.policy.question`): in mode
     `bounded` without `settings.max_deviation`.
@@ -131,7 +133,7 @@ def _auto(
         wanted = {index: size for index, size in sizes.items() if counts[index]}
         by_question = sum(size if deviations[index] is None else -size for index, size in wanted.items()) > 0
     offsets: dict[int, tuple[int, ...]] = {}
-    scores: list[tuple[float, int, int]] = []
+    runs: list[tuple[float, int, int, int]] = []
     budget = num_shared = 0
     for index, count in counts.items():
         choice, values = choices[index], deviations[index]
@@ -142,14 +144,19 @@ def _auto(
             continue
         budget += count
         num_shared += sizes[index]
-        scores += [(-value * choice.missing, index, offset) for offset, value in enumerate(values)]
+        for first in range(0, len(values), settings.run_tokens):
+            own = values[first : first + settings.run_tokens]
+            runs.append((-math.fsum(own) / len(own) * choice.missing, index, first, first + len(own)))
     if num_shared:
         budget = min(budget, num_recompute_tokens(cap, num_shared))
     if mode == "bounded" and settings.recompute_ratio is None and settings.max_deviation is not None:
-        budget = sum(-score > settings.max_deviation for score, _, _ in scores)
+        budget = sum(last - first for score, _, first, last in runs if -score > settings.max_deviation)
     chosen: dict[int, list[int]] = {}
-    for _, index, offset in sorted(scores)[:budget]:
-        chosen.setdefault(index, []).append(offset)
+    for _, index, first, last in sorted(runs):
+        if last - first > 2 * budget:
+            break
+        budget -= last - first
+        chosen.setdefault(index, []).extend(range(first, last))
     offsets.update((index, tuple(sorted(own))) for index, own in chosen.items())
     return [
         Decision(choice, offsets.get(index, ()), by_question=by_question and counts.get(index, 0) > 0)

@@ -6,29 +6,50 @@ from collections.abc import Container, Mapping
 
 import numpy as np
 
-from ccjax.runner.pool import PAGE_TOKENS, DevicePool, PagedShard
-from ccjax.types import PrefillPlan, VariantId
+from ccjax.runner.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
+from ccjax.types import PlannedSegment, PrefillPlan, VariantId
 
 _PAGE, _START, _LENGTH = range(3)
 
 
 def shared_segments(plan: PrefillPlan, chunks: Container[VariantId | None]) -> frozenset[int]:
-    """Segments of a plan that are read in place from the pages of `chunks`: reused without recomputed tokens, from the
-    beginning of a page on."""
+    """Segments of a plan that are read in place from the pages of `chunks`: reused from the beginning of a page on,
+    without recomputed tokens or with whole pages of them."""
     written = frozenset(plan.chosen_by_question)
+    # Else tokens may be dropped on the way, and need their stored KV from there on.
+    is_fixed = not plan.hkvd_counts_by_layer and plan.focus_window is None
     return frozenset(
         index
         for index, segment in enumerate(plan.segments)
         if segment.variant_id in chunks
-        and not segment.recompute_offsets
+        and (not segment.recompute_offsets or (is_fixed and _fill_pages(segment)))
         and segment.chunk_offset % PAGE_TOKENS == 0
         and index not in written
     )
 
 
+def num_own_pages(plan: PrefillPlan, chunks: Container[VariantId | None]) -> int:
+    """Pages that a request needs for its prompt besides those of `chunks`."""
+    shared = shared_segments(plan, chunks)
+    return sum(
+        len(_recomputed_pages(segment)) if index in shared else num_pages(segment.num_tokens)
+        for index, segment in enumerate(plan.segments)
+    )
+
+
+def _recomputed_pages(segment: PlannedSegment) -> list[int]:
+    return sorted({offset // PAGE_TOKENS for offset in segment.recompute_offsets})
+
+
+def _fill_pages(segment: PlannedSegment) -> bool:
+    """True if the recomputed tokens are those of some pages."""
+    sizes = (min(PAGE_TOKENS, segment.num_tokens - page * PAGE_TOKENS) for page in _recomputed_pages(segment))
+    return len(segment.recompute_offsets) == sum(sizes)
+
+
 class RequestPages:
-    """The pages of one request. Segments reused unchanged are read in place from the chunk's pages, by any number of
-    requests, each at its own position; all other segments, and the answer, have pages of their own.
+    """The pages of one request. Pages of reused segments are read in place, by any number of requests, each at its own
+    position, unless tokens in them are recomputed; those, all other segments, and the answer have pages of their own.
 
     `release`, or garbage collection of this object, frees its own pages and drops its references to those of chunks.
 
@@ -48,8 +69,12 @@ class RequestPages:
         """
         self._pool = pool
         self.shared = shared_segments(plan, chunks)
-        own = [index for index in range(len(plan.segments)) if index not in self.shared]
-        shards = dict(zip(own, pool.allocate([plan.segments[index].num_tokens for index in own]), strict=True))
+        lengths = {
+            index: len(_recomputed_pages(segment)) * PAGE_TOKENS if index in self.shared else segment.num_tokens
+            for index, segment in enumerate(plan.segments)
+            if index not in self.shared or segment.recompute_offsets
+        }
+        shards = dict(zip(lengths, pool.allocate(list(lengths.values())), strict=True))
         self._own = list(shards.values())
         self._num_prompt_shards = len(shards)
         self._segments: list[PagedShard] = []
@@ -58,12 +83,23 @@ class RequestPages:
             variant_id = segment.variant_id
             if variant_id is None or index not in self.shared:
                 shard, slots = shards[index], shards[index].slots
-            else:
+            elif index not in shards:
                 shard, slots = chunks[variant_id], chunks[variant_id].slots[segment.rows]
+            else:
+                slots = chunks[variant_id].slots[segment.rows].copy()
+                written = np.asarray(segment.recompute_offsets)
+                number = np.searchsorted(_recomputed_pages(segment), written // PAGE_TOKENS)
+                slots[written] = shards[index].slots[number * PAGE_TOKENS + written % PAGE_TOKENS]
+                shard = pool.hold(slots)
             self._segments.append(shard)
             for first in range(0, segment.num_tokens, PAGE_TOKENS):
                 page, length = int(slots[first]) // PAGE_TOKENS, min(PAGE_TOKENS, segment.num_tokens - first)
                 table.append((page, segment.start + first, length))
+            if segment.action == "reuse":
+                recomputed = _recomputed_pages(segment)
+                rest = num_pages(segment.num_tokens) - len(recomputed)
+                pool.reused_pages["recomputed"] += len(recomputed)
+                pool.reused_pages["in place" if index in self.shared else "copied"] += rest
         self.num_tokens = plan.num_tokens
         self.num_entries = len(table)
         self._table = np.asarray(table, np.int32).T

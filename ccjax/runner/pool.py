@@ -128,6 +128,8 @@ class DevicePool(MemoryTier[PagedShard]):
         self._pages_lock = threading.Lock()
         self.bytes_to_host: collections.Counter[str] = collections.Counter()
         """KV copied to host memory, by the thread that waited for it."""
+        self.reused_pages: collections.Counter[str] = collections.Counter()
+        """Pages of reused segments so far: read in place, written because their tokens were recomputed, or copied."""
 
     @property
     def num_slots(self) -> int:

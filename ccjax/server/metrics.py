@@ -259,6 +259,11 @@ def _batch(engine: Engine) -> Iterator[Metric]:
     for thread, num_bytes in counts.bytes_to_host.items():
         copied.add_metric([thread], num_bytes)
     yield copied
+    text = "Pages of reused text that requests read in place, copied, or wrote because their tokens were recomputed"
+    reused = CounterMetricFamily("ccjax_reused_pages", text, labels=["how"])
+    for how, count in counts.reused_pages.items():
+        reused.add_metric([how], count)
+    yield reused
 
 
 def _store(engine: Engine) -> Iterator[Metric]:

@@ -47,7 +47,8 @@ _PAUSED_LOOK_S = 0.05
 @dataclasses.dataclass(frozen=True)
 class BatchCounts:
     """The state of a loop: running and waiting requests, prompt tokens still to be computed for them, preemptions and
-    retries of failed steps so far, pages of the pool, and the bytes of KV copied to host memory by each thread."""
+    retries of failed steps so far, pages of the pool, the bytes of KV copied to host memory by each thread, and the
+    pages of reused segments (`DevicePool.reused_pages`)."""
 
     running: int
     waiting: int
@@ -57,6 +58,7 @@ class BatchCounts:
     free_pages: int
     num_pages: int
     bytes_to_host: Mapping[str, int]
+    reused_pages: Mapping[str, int]
 
 
 class BatchLoop:
@@ -104,6 +106,7 @@ class BatchLoop:
             pool.num_free,
             pool.num_pages,
             pool.bytes_to_host,
+            dict(pool.reused_pages),
         )
 
     def waiting(self) -> list[TokenSequence]:

@@ -13,7 +13,7 @@ from ccjax.engine.batch.shared_prompt import SharedPrompt, reading_work, sharing
 from ccjax.policy.scheduling import SequenceWork
 from ccjax.requests import Choice, Delta
 from ccjax.runner.job import PrefillJob
-from ccjax.runner.pages import RequestPages, shared_segments
+from ccjax.runner.pages import RequestPages, num_own_pages
 from ccjax.runner.plan_rows import PrefillOutcome
 from ccjax.runner.pool import PAGE_TOKENS, DevicePool, PagedShard, num_pages
 from ccjax.runner.sampling import SampledToken, SampleSpec, seed_of
@@ -120,8 +120,8 @@ class TokenSequence:
             return self._work
         group, shared_prompt = self.group, self.group.shared_prompt
         in_place = shared_prompt.shards if shared_prompt is not None else set(filter(is_in_place, plan.pin))
-        shared = shared_segments(plan, in_place)
-        counts = [num_pages(segment.num_tokens) for segment in plan.segments]
+        prompt_pages = num_own_pages(plan, in_place)
+        all_pages = sum(num_pages(segment.num_tokens) for segment in plan.segments)
         computed = sum(
             segment.num_tokens if segment.action == "compute" else len(segment.recompute_offsets)
             for segment in plan.segments
@@ -129,13 +129,13 @@ class TokenSequence:
         self._work = SequenceWork(
             self.sequence_id,
             prefill_tokens=computed,
-            prompt_pages=sum(count for index, count in enumerate(counts) if index not in shared),
+            prompt_pages=prompt_pages,
             max_new_tokens=self._prompt.max_new_tokens,
             flow=group.flow,
             priority=group.priority,
             deadline_s=group.deadline_s,
             cached_tokens=plan.num_tokens - round(sum(map(plan.computed_tokens, plan.segments))),
-            shared_pages=sum(count for index, count in enumerate(counts) if index in shared),
+            shared_pages=all_pages - prompt_pages,
             tail_slots=-plan.segments[-1].num_tokens % PAGE_TOKENS,
             is_divisible=plan.is_divisible,
         )
@@ -208,10 +208,8 @@ class TokenSequence:
         plan = self._plan
         assert plan is not None
         chunks = self.prefill.in_place if self.group.shared_prompt is None else self.group.shared_prompt.shards
-        shared = shared_segments(plan, chunks)
-        counts = (num_pages(s.num_tokens) for index, s in enumerate(plan.segments) if index not in shared)
         tail_slots = -plan.segments[-1].num_tokens % PAGE_TOKENS
-        return sum(counts) + num_pages(max(0, len(self._tokens) - tail_slots))
+        return num_own_pages(plan, chunks) + num_pages(max(0, len(self._tokens) - tail_slots))
 
     def start_prefill(self, pool: DevicePool) -> None:
         """Allocates the pages of the prompt and of the answer so far, and starts loading.

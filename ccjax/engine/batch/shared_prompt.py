@@ -38,7 +38,7 @@ class SharedPrompt:
                 action="reuse",
                 variant_id=VariantId(f"prompt/{index}"),
                 recompute_offsets=(),
-                chunk_offset=segment.chunk_offset if index in pages.shared else 0,
+                chunk_offset=segment.chunk_offset if index in pages.shared and not segment.recompute_offsets else 0,
             )
             for index, segment in enumerate(plan.segments)
         ]
