@@ -80,7 +80,8 @@ def test_serve_measures_the_default_first_and_at_equal_load():
         assert case["output_throughput"] == pytest.approx(4 * case["request_throughput"])
         assert 0 < case["ttft_ms"]["p50"] <= case["ttft_ms"]["p99"] <= case["e2el_ms"]["p99"]
         assert case["request_goodput"] == 0.0 and not case["bounded"], "no first token within a millisecond"
-        assert 0 < case["computed_share"] < 1 and case["rss_bytes"] > 1e8
+        # Passages of a first prompt are prepared, and then a part of them is computed again.
+        assert 0 < case["computed_share"] < 1.15 and case["rss_bytes"] > 1e8
     assert figures["rates"] == [4.0] and any("2 at a time" in line for line in lines)
 
 
@@ -166,14 +167,16 @@ def test_retrieval_measures_search_changes_and_filters(test_data, monkeypatch):
     texts = retrieval._texts
     monkeypatch.setattr(retrieval, "_texts", lambda data, *counts: texts(data, 20, 8))
     _, figures = in_process.figures("retrieval", "--passages", "4000", "--data", test_data())
-    assert figures["passages"] == 4000 and figures["trained"]["kind"] == "ivf"
-    assert figures["trained"]["recall_of_own_rows"] >= 0.95 and 0.8 < figures["recall_of_questions"] <= 1.0
+    assert figures["passages"] == 4000 and 0.8 < figures["recall_of_questions"] <= 1.0
     assert [case["per_mille"] for case in figures["filtered"]] == [1, 10, 100, 500]
-    assert figures["changed"]["documents"] == 8 and figures["changed"]["trains_again"] is False
+    assert figures["changed"]["documents"] == 8
     assert 0.0 < figures["staged"]["mean_known_after_share"] <= 1.0
-    for latency in (figures["flat"], figures["searched"], figures["changed"], *figures["filtered"]):
-        assert 0.0 < latency["p50_ms"] <= latency["p99_ms"]
-    assert figures["bytes"]["faiss"] > 4000 * 384 * 4
+    for latency in (
+        *(figures[kind] for kind in ("flat", "dense", "lexical", "hybrid", "changed")),
+        *figures["filtered"],
+    ):
+        assert 0.0 < latency["p50_ms"] <= latency["p95_ms"]
+    assert figures["bytes"]["sqlite"] > 4000 * 384 * 2  # vectors included
 
 
 def test_retrieval_quality_scores_each_search_by_what_answers_need(tmp_path, monkeypatch):
