@@ -32,7 +32,7 @@ class PlannerSettings:
       recompute_cap: strategy `auto`, without `recompute_ratio`: the largest share of a prompt's approximately reused
         tokens to recompute.
       run_tokens: strategy `auto`: chunks with known deviations are recomputed in runs of so many tokens, counted from
-        the stored chunk's beginning; with runs of a page the other pages can be read in place.
+        where its reused part begins; with runs of a page the other pages can be read in place.
       fast_ratio: in mode `fast`, the largest share of an approximately reused chunk to recompute.
       focus_window: CacheCraft alg. 1 w, in layers; None disables the focus cut.
       focus_rule: which gap rule alg. 1 uses (`ccjax.policy.focus`).

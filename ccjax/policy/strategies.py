@@ -113,10 +113,10 @@ def _auto(
 
     Chunks with known deviations share their number: the highest deviations of any chunk, each weighted by the part of
     its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. With
-    `settings.run_tokens` they are means over runs, and the number is rounded to whole runs. Other chunks get
-    their own number, by attention (CacheCraft eq. 14). If most tokens of the chunks to recompute anything of are in
-    these others, the question's attention chooses instead, among all of them (`ccjax.policy.question`): in mode
-    `bounded` without `settings.max_deviation`.
+    `settings.run_tokens` they are means over runs (for `max_deviation` maxima), and the number is rounded to whole
+    runs. Others get their own number, by attention (CacheCraft eq. 14). If most tokens of the chunks to recompute
+    anything of are in these others, the question's attention chooses instead, among all of them
+    (`ccjax.policy.question`): in mode `bounded` without `settings.max_deviation`.
     """
     choices = best_choices(chunks, candidates, mode, settings, in_context_first=True)
     counts = {
@@ -126,6 +126,7 @@ def _auto(
     }
     deviations = {index: mean_deviations(candidates[chunks[index].chunk_id]) for index in counts}
     is_forced = mode == "bounded" and settings.recompute_ratio is not None
+    is_limited = mode == "bounded" and not is_forced and settings.max_deviation is not None
     cap = 1.0 if is_forced else settings.recompute_cap
     sizes = {index: chunks[index].num_tokens for index in counts}
     by_question = False
@@ -146,10 +147,11 @@ def _auto(
         num_shared += sizes[index]
         for first in range(0, len(values), settings.run_tokens):
             own = values[first : first + settings.run_tokens]
-            runs.append((-math.fsum(own) / len(own) * choice.missing, index, first, first + len(own)))
+            value = max(own) if is_limited else math.fsum(own) / len(own)
+            runs.append((-value * choice.missing, index, first, first + len(own)))
     if num_shared:
         budget = min(budget, num_recompute_tokens(cap, num_shared))
-    if mode == "bounded" and settings.recompute_ratio is None and settings.max_deviation is not None:
+    if is_limited:
         budget = sum(last - first for score, _, first, last in runs if -score > settings.max_deviation)
     chosen: dict[int, list[int]] = {}
     for _, index, first, last in sorted(runs):

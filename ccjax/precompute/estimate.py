@@ -35,7 +35,7 @@ class Estimate:
       object_bytes: KV as stored, exact without compression, an upper bound with it. record_bytes: of their commit
         records, accurate to some per cent because numbers vary in length.
       disk_bytes: including notes, directories and partial blocks; None for a bucket.
-      seconds: from the sample; None if nothing was measured.
+      seconds: from the sample; None if nothing was measured. seconds_per_token: of one worker.
       free_bytes: of the file system; None for a bucket. budget_bytes: left in the store's budget; None for none.
     """
 
@@ -46,6 +46,7 @@ class Estimate:
     record_bytes: int
     disk_bytes: int | None
     seconds: float | None
+    seconds_per_token: float | None
     free_bytes: int | None
     budget_bytes: int | None
 
@@ -58,10 +59,10 @@ class Estimate:
     def hidden_bytes_per_s(self) -> float | None:
         """Rate from which requests hide loading this KV behind the share that they recompute by default (CacheBlend
         sec. 5.1); None if nothing was measured."""
-        if not (self.seconds and self.tokens):
+        if not (self.seconds_per_token and self.tokens):
             return None
         bytes_per_token = -(-self.object_bytes // self.tokens)
-        return least_rate(bytes_per_token, self.seconds / self.computed_tokens, PlannerSettings().recompute_cap)
+        return least_rate(bytes_per_token, self.seconds_per_token, PlannerSettings().recompute_cap)
 
     @property
     def missing_bytes(self) -> int:
@@ -108,6 +109,7 @@ def make_estimate(
         record_bytes=sum(unit.record_bytes for unit in missing),
         disk_bytes=disk_bytes,
         seconds=computed_tokens / tokens_per_s if tokens_per_s else None if missing else 0.0,
+        seconds_per_token=sum(sample_s) / (len(sample_s) * sample_tokens) if sample_s else None,
         free_bytes=None if file_system is None else file_system.free_bytes,
         budget_bytes=None if budget_bytes is None else max(0, budget_bytes - stored_bytes),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ccjax.retrieval.documents import DocumentError, LoadedDocument, load_document
     from ccjax.retrieval.embedding import Embedder, MiniLMEmbedder, default_embedder
+    from ccjax.retrieval.report import RefreshReport
     from ccjax.retrieval.retriever import Passage, Progress, Retriever
 
 _EXPORTS = {

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -139,7 +140,7 @@ class _Finder:
             self.report(DocumentError(path, " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_REASON_CHARS]))
 
     def file(self, name: str, path: Path) -> None:
-        if not self._strict and not is_supported(path) and path.is_file():
+        if not self._strict and not is_supported(path) and os.path.isfile(path):
             self._changes.unsupported[path.suffix.lower()] += 1
             return
         with self._reporting(path, name):

@@ -222,7 +222,7 @@ class PassageIndex:
             if vector is not None:
                 scores = dict(zip(near.rows.tolist(), near.scores.tolist(), strict=True))
                 others = self._catalog.some_vectors([row for row in best if row not in scores])
-                scores |= {row: float((vector @ other).max(initial=0.0)) for row, other in others.items()}
+                scores |= {row: float((vector @ other).max()) for row, other in others.items()}
         return [(scores[row], known[row]) for row in best]
 
     def _allowed(self, view: _View, where: Filter) -> np.ndarray:

@@ -152,6 +152,7 @@ _LIMITED = {
     "decompress_corrupted": _not_recovered,
     "lzwdecode": lambda data: _taken(LZWDecoder(io.BytesIO(data)).run()),
     "rldecode": _runs,
+    "ccittfaxdecode": lambda data, params: b"",  # an image, never text; its width is not bounded
     "apply_png_predictor": lambda *arguments: _predicted(apply_png_predictor, *arguments),
     "apply_tiff_predictor": lambda *arguments: _predicted(apply_tiff_predictor, *arguments),
 }

@@ -33,11 +33,13 @@ Progress = Callable[[str, int, int], None]
 _DEFAULTS = DocumentOptions()
 _EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
 _SPARE = 8
-"""Passages that are found beyond those wanted, in place of near-duplicates; if these are more, four times as many."""
+"""Passages that are found beyond those wanted, in place of near-duplicates and of those below a least score; if these
+are more, four times as many, and so on up to `_MOST_FOUND`."""
+_MOST_FOUND = 1000
 _MOST_WINDOWS = 8
 """Parts of a long question that are embedded: as many from its beginning as from its end."""
-_EARLIER_WEIGHT = 0.25
-"""Of the vector of the question before a follow-up. Its words count once, those of the follow-up twice."""
+_EARLIER_WEIGHT, _EARLIER_WORDS = 0.25, 100
+"""Of the vector of the question before a follow-up; its last words, which count once, those of the follow-up twice."""
 _WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -291,7 +293,7 @@ class Retriever:
         where = None if filters is None else parse_filter(filters)
         index = self._current()
         query = own_words(query)
-        earlier = own_words(earlier) if is_follow_up(query) else ""
+        earlier = " ".join(own_words(earlier).split()[-_EARLIER_WORDS:]) if is_follow_up(query) else ""
         vectors = self._vectors(query, earlier) if len(index) else None
         words = [earlier, query, query] if earlier.strip() else query
 
@@ -301,9 +303,9 @@ class Retriever:
                 for hits, is_all in index.stages(
                     words if self._by_words else None, vectors, wanted, parts, where=where
                 ):
-                    good = [hit for hit in hits if min_score is None or hit[0] >= min_score]
-                    hits = distinct(good, top_k)
-                    if is_all and len(hits) < top_k and len(good) == wanted:
+                    is_cut = len(hits) == wanted < _MOST_FOUND
+                    hits = distinct([hit for hit in hits if min_score is None or hit[0] >= min_score], top_k)
+                    if is_all and len(hits) < top_k and is_cut:
                         wanted, parts, is_all = 4 * wanted, 1, False
                         break
                     if context_tokens:

@@ -64,7 +64,8 @@ class Device:
         pool = DevicePool(kv_spec, num_bytes, model.mesh, compiled)
         sizes = sizes_of(loaded.config, config)
         strategy = get_strategy(config.strategy)
-        stores_no_chunks = strategy.prepares_behind_frame and config.frame != "none" and loaded.tokenizer is not None
+        is_framed = strategy.prepares_behind_frame and config.frame != "none" and loaded.tokenizer is not None
+        stores_chunks = config.stores_chunks and not is_framed
         steps = StepCompiler(
             model,
             pool,
@@ -72,7 +73,7 @@ class Device:
             with_deviation="prefill_deviations" in strategy.needs,
             with_question="question" in strategy.needs,
             with_tier=bool(config.device_cache_bytes),
-            with_live_mass=not stores_no_chunks,
+            with_live_mass=stores_chunks or config.focus_window is not None,
         )
         compiler = BackgroundCompiler(model, steps)
         return cls(model, pool, sizes, compiled, steps, compiler, bool(config.device_cache_bytes))

@@ -95,14 +95,18 @@ class RequestPages:
             for first in range(0, segment.num_tokens, PAGE_TOKENS):
                 page, length = int(slots[first]) // PAGE_TOKENS, min(PAGE_TOKENS, segment.num_tokens - first)
                 table.append((page, segment.start + first, length))
-            if segment.action == "reuse":
-                recomputed = _recomputed_pages(segment)
-                rest = num_pages(segment.num_tokens) - len(recomputed)
-                pool.reused_pages["recomputed"] += len(recomputed)
-                pool.reused_pages["in place" if index in self.shared else "copied"] += rest
         self.num_tokens = plan.num_tokens
         self.num_entries = len(table)
         self._table = np.asarray(table, np.int32).T
+
+    def count_reused(self, plan: PrefillPlan) -> None:
+        """Adds the pages of reused segments to `DevicePool.reused_pages`."""
+        for index, segment in enumerate(plan.segments):
+            if segment.action == "reuse":
+                num_recomputed = len(_recomputed_pages(segment))
+                how = "in place" if index in self.shared else "copied"
+                self._pool.reused_pages["recomputed"] += num_recomputed
+                self._pool.reused_pages[how] += num_pages(segment.num_tokens) - num_recomputed
 
     @property
     def needs_page(self) -> bool:

@@ -48,7 +48,7 @@ def search(
     documents: list[Document] = []
     for passages, is_all in found:
         documents = [passage.as_document() for passage in passages]
-        if begun is not None and not is_all:
+        if begun is not None and documents and not is_all:
             begun.offer(documents)
     return documents or [NOTHING_FOUND]
 

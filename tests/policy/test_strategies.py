@@ -173,7 +173,7 @@ class TestAuto:
             ({"recompute_ratio": 0.1}, (), (0, 1, 2, 3)),  # half a run is rounded up
             ({"recompute_ratio": 0.3}, (), (0, 1, 2, 3, 8, 9)),
             ({"recompute_ratio": 0.4}, (0, 1, 2, 3), (0, 1, 2, 3, 8, 9)),
-            ({"max_deviation": 0.14}, (), (0, 1, 2, 3, 8, 9)),
+            ({"max_deviation": 0.14}, (0, 1, 2, 3), (0, 1, 2, 3, 8, 9)),  # by maxima
         ],
     )
     def test_runs_are_recomputed_whole_by_their_mean_deviation(self, settings, of_b, of_d):

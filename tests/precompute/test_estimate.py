@@ -62,6 +62,7 @@ def test_estimated_time_is_for_all_workers_together():
         units, file_system=None, budget_bytes=None, stored_bytes=0, sample_tokens=100, sample_s=[1.0, 0.5]
     )
     assert estimate.computed_tokens == 1000 and estimate.seconds == pytest.approx(1000 / (100 + 200))
+    assert estimate.seconds_per_token == pytest.approx(0.0075)  # of one worker, which a request waits for
     nothing = make_estimate([], file_system=None, budget_bytes=None, stored_bytes=0, sample_tokens=0, sample_s=[])
     assert (nothing.seconds, nothing.num_bytes, nothing.missing_bytes) == (0.0, 0, 0)
 

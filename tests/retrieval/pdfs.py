@@ -76,9 +76,11 @@ def framed(texts: Sequence[Sequence[str]], heads: Sequence[str], feet: Sequence[
     ]
 
 
-def written(content: bytes, filters: str = "", *, font: str = "", forms: Sequence[bytes] = ()) -> bytes:
-    """A PDF of one page by hand, with an encoded content stream; `font` is more of its font F, and `forms` are the
-    contents of what it may draw as /X0, /X1 ..."""
+def written(
+    content: bytes, filters: str = "", *, parameters: str = "", font: str = "", forms: Sequence[bytes] = ()
+) -> bytes:
+    """A PDF of one page by hand, with an encoded content stream; `parameters` follow its filters, `font` is more
+    of its font F, and `forms` are the contents of what it may draw as /X0, /X1 ..."""
     places = " ".join(f"/X{number} {10 + number} 0 R" for number in range(len(forms)))
     resources = f"/Resources << /Font << /F 5 0 R >> /XObject << {places} >> >>"
     form = f"/Type /XObject /Subtype /Form /BBox [0 0 600 800] {resources}"
@@ -86,7 +88,7 @@ def written(content: bytes, filters: str = "", *, font: str = "", forms: Sequenc
         1: b"<< /Type /Catalog /Pages 2 0 R >>",
         2: b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
         3: f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 600 800] /Contents 4 0 R {resources} >>".encode(),
-        4: _stream(content, f"/Filter [{filters}]" if filters else ""),
+        4: _stream(content, f"/Filter [{filters}]{parameters}" if filters else ""),
         5: f"<< /Type /Font {font or '/Subtype /Type1 /BaseFont /Helvetica'} >>".encode(),
     } | {10 + number: _stream(data, form) for number, data in enumerate(forms)}
     parts = [b"%d 0 obj\n%s\nendobj\n" % (number, value) for number, value in objects.items()]

@@ -184,3 +184,11 @@ def test_each_problem_is_told_once_and_many_as_a_number(docs: Path, caplog: pyte
         (docs / "empty.md").write_text("")
         retriever.refresh()
         assert [record.getMessage() for record in caplog.records] == [f"skipped {docs / 'empty.md'}: the file is empty"]
+
+
+def test_an_entry_that_cannot_be_looked_at_stops_no_other(docs: Path) -> None:
+    """Like one in a directory without permission, which tests that run as root cannot make."""
+    (docs / "photo.png").symlink_to("n" * 300)  # no file may have so long a name
+    retriever = open_retriever(docs)
+    assert "moon.md" in retriever.document_ids
+    assert retriever.refresh().removed == ()

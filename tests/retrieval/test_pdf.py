@@ -65,6 +65,17 @@ def test_small_files_that_unpack_to_much_are_refused_in_bounded_memory(
         tracemalloc.stop()
 
 
+def test_a_fax_image_of_any_width_takes_no_memory() -> None:
+    data = written(b"\x00" * 50, "/CCITTFaxDecode", parameters="/DecodeParms [<< /K -1 /Columns 300000000 >>]")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="no text"):
+            read_pdf(data)
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("cut", [0, 4, 20])
 def test_streams_with_a_wrong_checksum_or_without_their_end_are_read(cut: int) -> None:
     packed = zlib.compress(b"BT /F 9 Tf 50 700 Td (Here is a text.) Tj ET" + b" " * 5000 + bytes(range(200)))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ccjax.retrieval import retriever as retriever_module
+from ccjax.retrieval.index import PassageIndex
 from tests.retrieval.opened import CountingEmbedder, open_retriever
 
 STORY = " ".join(f"word{chr(97 + n % 26)}{chr(97 + n // 26)}" for n in range(60))
@@ -98,3 +100,28 @@ def test_passages_below_the_least_score_are_not_found(book: Path) -> None:
     assert found(book, "charlie", 3, chunk_tokens=8, min_score=0.3) == ["book.md#2"]
     assert found(book, "charlie", 3, chunk_tokens=8, min_score=0.99) == []
     assert len(found(book, "charlie", 3, chunk_tokens=8, min_score=-1.0, search="dense")) == 3
+
+
+def test_more_passages_are_found_a_few_times_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(120):
+        (tmp_path / f"copy{number:03}.md").write_text("# Tide\n\nThe tide is high.")
+    monkeypatch.setattr(retriever_module, "_MOST_FOUND", 50)
+    wanted, stages = [], PassageIndex.stages
+
+    def counted(index: PassageIndex, words, vectors, count: int, *args, **options):
+        wanted.append(count)
+        return stages(index, words, vectors, count, *args, **options)
+
+    monkeypatch.setattr(PassageIndex, "stages", counted)
+    assert len(found(tmp_path, "the high tide", 3)) == 1
+    assert wanted == [11, 44, 176]
+
+
+def test_passages_above_the_score_are_found_behind_many_below_it(tmp_path: Path) -> None:
+    """In a hybrid search the first ones by words need not be the most similar ones."""
+    for number in range(40):
+        (tmp_path / f"near{number:02}.md").write_text(f"tide tide tide {chr(97 + number % 26)}{number} " + STORY)
+    for number in range(3):
+        (tmp_path / f"far{number}.md").write_text(f"The tide rises, {'abc'[number]} says.")
+    passages = open_retriever(tmp_path, CountingEmbedder(), chunk_tokens=100).search("tide rises", 3, min_score=0.5)
+    assert sorted(passage.document_id[:3] for passage in passages) == ["far"] * 3

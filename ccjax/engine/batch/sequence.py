@@ -224,6 +224,8 @@ class TokenSequence:
             {key: pool.get(key) for key in self.prefill.in_place} if shared_prompt is None else shared_prompt.shards
         )
         pages = RequestPages(pool, plan, chunks)
+        if shared_prompt is None:
+            pages.count_reused(plan)
         for _ in self._tokens:
             pages.append()
         token_ids = np.concatenate([self._prompt.token_ids, np.asarray(self._tokens, np.int32)])
