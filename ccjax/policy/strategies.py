@@ -126,7 +126,7 @@ def _auto(
     }
     deviations = {index: mean_deviations(candidates[chunks[index].chunk_id]) for index in counts}
     is_forced = mode == "bounded" and settings.recompute_ratio is not None
-    is_limited = mode == "bounded" and not is_forced and settings.max_deviation is not None
+    limit = settings.max_deviation if mode == "bounded" and not is_forced else None
     cap = 1.0 if is_forced else settings.recompute_cap
     sizes = {index: chunks[index].num_tokens for index in counts}
     by_question = False
@@ -147,12 +147,12 @@ def _auto(
         num_shared += sizes[index]
         for first in range(0, len(values), settings.run_tokens):
             own = values[first : first + settings.run_tokens]
-            value = max(own) if is_limited else math.fsum(own) / len(own)
+            value = max(own) if limit is not None else math.fsum(own) / len(own)
             runs.append((-value * choice.missing, index, first, first + len(own)))
     if num_shared:
         budget = min(budget, num_recompute_tokens(cap, num_shared))
-    if is_limited:
-        budget = sum(last - first for score, _, first, last in runs if -score > settings.max_deviation)
+    if limit is not None:
+        budget = sum(last - first for score, _, first, last in runs if -score > limit)
     chosen: dict[int, list[int]] = {}
     for _, index, first, last in sorted(runs):
         if last - first > 2 * budget:
