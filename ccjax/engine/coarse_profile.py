@@ -47,7 +47,7 @@ class CoarseProfile:
 
     def measure_one(self, is_cancelled: IsCancelled | None) -> bool:
         """Runs one full prefill of random tokens, which is not stored; the last one sets `costs.grid` and keeps it.
-        Returns False if nothing is left to measure, or if `is_cancelled` returned True."""
+        Returns False if nothing is left to measure, it failed, or `is_cancelled` returned True."""
         if self._costs.grid is not None or not self._left:
             return False
         length = self._left[-1]
@@ -56,6 +56,10 @@ class CoarseProfile:
         try:
             response = self._background.run(prompt, "off", is_cancelled=is_cancelled)
         except PrefillCancelledError:
+            return False
+        except Exception:
+            self._left = []  # else each idle time would try again, and get to nothing else
+            logger.exception("eviction: T(cached, new) cannot be measured")
             return False
         self._left.pop()
         seconds = response.reuse.prefill_s

@@ -66,6 +66,8 @@ def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Collec
                     except UnicodeDecodeError as error:
                         reason = f"not {error.encoding}: byte {error.start}, {error.reason}"
                         yield DocumentError(f"{path}:{number}", reason)
+                    except json.JSONDecodeError as error:
+                        yield DocumentError(f"{path}:{number}", f"not JSON: {error}")
                     except ValueError as error:
                         yield DocumentError(f"{path}:{number}", str(error))
                     except Exception as error:  # RecursionError, ...

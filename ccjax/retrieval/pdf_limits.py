@@ -46,7 +46,7 @@ _budget: contextvars.ContextVar[_Budget | None] = contextvars.ContextVar("budget
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Within it a PDF is read within the limits; outside pdfminer is as it was.
+    """Within it a PDF is read within the limits; outside without limits.
 
     Raises:
       PdfLimitError: also where pdfminer swallowed it.

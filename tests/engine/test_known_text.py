@@ -141,3 +141,18 @@ def test_masses_are_computed_only_where_chunks_are_stored(start, frame, columns)
     for context in (FIRST, SECOND):
         engine.run(request(context))
     assert {size[2] for size in engine._device.compiled.compiled("pack")} == columns
+
+
+@pytest.mark.parametrize(
+    ("settings", "takes_none"),
+    [
+        ({"frame": "default"}, True),
+        ({"frame": "default", "focus_window": 4}, False),  # masses decide the focus
+        ({"frame": "none"}, False),
+        ({"frame": "none", "read_only": True}, True),
+    ],
+)
+def test_sizes_are_compiled_with_the_masses_that_requests_take(start, settings, takes_none):
+    steps = start(strategy="auto", **settings)._device.steps
+    columns = {size[2] for kind, size in steps.all() if kind == "pack"}
+    assert 16 in columns and (0 in columns) == takes_none

@@ -13,6 +13,7 @@ import pytest
 from ccjax.cache.costs import MeasuredCosts
 from ccjax.cache.rates import Rates
 from ccjax.engine import Engine, EngineConfig
+from ccjax.engine.background import BackgroundPrefills
 from ccjax.engine.prefill_measurement import measure_prefills
 from ccjax.errors import ConfigError
 from ccjax.loading.prefill_profile import PROFILE_FILE, KeptProfile, PrefillProfile, write_profile
@@ -124,6 +125,17 @@ def test_idle_time_measures_a_profile_once_for_all_processes(compiled):
     file.write_text("{")
     with engine(None) as again:
         assert again._chunks.costs.grid is None and again.profile_one()
+
+
+def test_a_profile_that_cannot_be_measured_is_given_up(compiled, monkeypatch, caplog):
+    def fails(*args, **options):
+        raise RuntimeError("no memory")
+
+    with engine(None) as one:
+        monkeypatch.setattr(BackgroundPrefills, "run", fails)
+        assert not one.profile_one() and "cannot be measured" in caplog.text
+        caplog.clear()
+        assert not one.profile_one() and not caplog.records
 
 
 def test_the_profile_decides_what_is_evicted(compiled):

@@ -173,7 +173,7 @@ def test_each_problem_is_told_once_and_many_as_a_number(docs: Path, caplog: pyte
         messages = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
         assert len(messages) == 22 and "2980 more" in messages[20] and len(retriever.report.failed) == 3000
         assert messages[21] == "skipped files of types that are not read: .png, none"
-        summary = "3 documents in 3 passages; skipped 3000 Expecting value; 51 unsupported file type (.png 50, none 1)"
+        summary = "3 documents in 3 passages; skipped 3000 not JSON; 51 unsupported file type (.png 50, none 1)"
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [summary]
         assert retriever.report.unsupported == ((".png", 50), ("", 1))
         caplog.clear()

@@ -247,7 +247,7 @@ ENTITIES = '<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><a>&x;</a>'
         ("a.epub", epub(**{"OPS/book.opf": ENTITIES}), "refused: OPS/book.opf defines XML entities"),
         ("a.xlsx", archive({"xl/workbook.xml": ENTITIES}), "refused: xl/workbook.xml defines XML entities"),
         ("a.ipynb", "[1, 2]", "cannot be parsed: "),
-        ("a.ipynb", "{", "Expecting "),
+        ("a.ipynb", "{", "not JSON: Expecting "),
         ("a.csv", '"' + "x" * 200_000, "broken table: "),
         ("a.rtf", "x", "unsupported suffix '.rtf'"),
     ],

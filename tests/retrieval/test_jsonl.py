@@ -35,7 +35,7 @@ def test_each_line_is_a_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "Expecting property name"),
+        ("{", "not JSON: Expecting property name"),
         ("[1]", "wanted an object with _id and text, got list"),
         ({"text": "a"}, "_id: wanted text, got NoneType"),
         ({"_id": True, "text": "a"}, "_id: wanted text, got bool"),
