@@ -105,7 +105,7 @@ def test_passages_below_the_least_score_are_not_found(book: Path) -> None:
 def test_more_passages_are_found_a_few_times_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(120):
         (tmp_path / f"copy{number:03}.md").write_text("# Tide\n\nThe tide is high.")
-    monkeypatch.setattr(retriever_module, "_MOST_FOUND", 50)
+    monkeypatch.setattr(retriever_module, "_MOST_FOUND", 20)
     wanted, stages = [], PassageIndex.stages
 
     def counted(index: PassageIndex, words, vectors, count: int, *args, **options):
@@ -114,14 +114,20 @@ def test_more_passages_are_found_a_few_times_only(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(PassageIndex, "stages", counted)
     assert len(found(tmp_path, "the high tide", 3)) == 1
-    assert wanted == [11, 44, 176]
+    assert wanted == [11, 44]
 
 
-def test_passages_above_the_score_are_found_behind_many_below_it(tmp_path: Path) -> None:
-    """In a hybrid search the first ones by words need not be the most similar ones."""
-    for number in range(40):
-        (tmp_path / f"near{number:02}.md").write_text(f"tide tide tide {chr(97 + number % 26)}{number} " + STORY)
-    for number in range(3):
-        (tmp_path / f"far{number}.md").write_text(f"The tide rises, {'abc'[number]} says.")
-    passages = open_retriever(tmp_path, CountingEmbedder(), chunk_tokens=100).search("tide rises", 3, min_score=0.5)
-    assert sorted(passage.document_id[:3] for passage in passages) == ["far"] * 3
+def test_passages_above_the_score_are_found_behind_many_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a hybrid search the first ones need not be the most similar ones."""
+    for number in range(30):
+        (tmp_path / f"page{number:02}.md").write_text(f"The tide rises on day {number}.")
+    stages = PassageIndex.stages
+
+    def scored(index: PassageIndex, *args, **options):
+        for hits, is_all in stages(index, *args, **options):
+            yield [(0.1 if 1 < at < 15 else 0.9, row) for at, (_, row) in enumerate(hits)], is_all
+
+    monkeypatch.setattr(PassageIndex, "stages", scored)
+    assert len(found(tmp_path, "tide rises", 5, min_score=0.5)) == 5
