@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ccjax.config import EngineConfig
 from ccjax.requests import Request, SamplingParams
 from ccjax.runner import pages
 from ccjax.runner.pool import PAGE_TOKENS
@@ -23,6 +24,12 @@ def engine_with_known_deviations():
         answer(engine, permuted(SEGMENTS, order), "exact")
     engine._device.pool.reused_pages.clear()
     return engine
+
+
+def test_runs_are_pages_where_pages_are_kept():
+    config = EngineConfig(device_cache_bytes=1 << 30)
+    assert config.planner_settings().run_tokens == PAGE_TOKENS
+    assert config.replace(device_cache_bytes=0).planner_settings().run_tokens == 1
 
 
 def stored(engine):
