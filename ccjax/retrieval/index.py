@@ -161,7 +161,7 @@ class PassageIndex:
             if vector.shape[-1:] != (self.settings.dim,) or vector.ndim > 2 or not vector.size:
                 raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
             vector = np.atleast_2d(vector)
-            vector = vector[vector.any(axis=1)]
+            vector = vector[vector.any(axis=1)] if vector.any() else vector[:1]
         depth = top_k if text is None or vector is None else max(_DEPTH, top_k)
         while True:
             view = self._view
@@ -171,7 +171,7 @@ class PassageIndex:
             if vector is not None:
                 by_words = [hit for hit in by_words if hit[0] >= _LEAST_SHARE * by_words[0][0]]
             near: Iterator[tuple[Found, ...]] = iter([(Found(is_final=True),)])
-            if vector is not None and len(vector):
+            if vector is not None and vector.any():
                 near = zip(*(view.vectors.stages(one, depth, num_stages, allowed) for one in vector), strict=True)
             for founds in near:
                 found = Found.nearest(founds, depth)

@@ -73,6 +73,12 @@ def test_an_empty_index_and_a_zero_query_find_nothing() -> None:
     assert make().search(None, np.zeros(8, np.float32), 3) == []
 
 
+@pytest.mark.parametrize("shape", [(8,), (2, 8)])
+def test_a_search_whose_vectors_are_all_zero_goes_by_words(shape: tuple[int, ...]) -> None:
+    hits = make().search("text 2.3", np.zeros(shape, np.float32), 2)
+    assert hits[0][1].text == "text 2.3 ü" and {score for score, _ in hits} == {0.0}
+
+
 def test_passage_includes_its_document_fields() -> None:
     index = make()
     ((score, passage),) = index.search(None, unit_vectors(8)[2], 1)
