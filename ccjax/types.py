@@ -310,7 +310,7 @@ class ReuseReport:
       load_s: seconds that loading this KV takes on its own at the measured rates, 0 before there are any; the share `1
         - load_wait_s / load_s` was hidden behind queueing or computing.
       failed_loads: variants that were computed because reading them failed or took too long.
-      given_up_loads: variants that were computed because loading them would have taken longer.
+      given_up_loads: variants whose text was computed because loading them would have taken longer.
       calibrated: a calibration of this model determined how much was recomputed; False also for exact reuse.
       quality_target: share of full prefill's answers to keep, as set by the request or the calibration.
       quality_bound: share that the calibration showed to be kept, with its confidence; 1 if reuse was exact, None if

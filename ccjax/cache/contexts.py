@@ -70,7 +70,7 @@ class LayerLoader:
           skip: segments of the plan to leave out.
           is_cancelled: polled while `take` waits.
           lead: layers whose KV must be loaded before the first context is returned.
-          on_merge: called, from the thread, with the bytes of each layer and the seconds that merging them took.
+          on_merge: called, from the thread, with the bytes of all layers and the seconds that merging them took.
           turn: rotates keys [T, K, H] by a number of positions, for plans whose segments have a `key_shift`.
           placement: sharding of the contexts; None for a single device.
           on_layer: called, from the thread, with each layer and the start and end of its load (`time.perf_counter`),
@@ -87,6 +87,7 @@ class LayerLoader:
         self._reused = [(key, segment) for key, segment in reused if ticket.tiers[key] != DEVICE]
         self._variants = tuple(dict.fromkeys(variant_id for variant_id, _ in self._reused))
         self._merged_bytes = self._gathered_bytes = self._paged_bytes = 0
+        self._merge_s = 0.0
         self._pool = pool
         self._slots = self._paged([(key, segment) for key, segment in reused if ticket.tiers[key] == DEVICE])
         self._depth, self._lead = plan.preload_depth, min(lead, num_layers)
@@ -197,6 +198,8 @@ class LayerLoader:
                     for variant_id in self._late(other, other + 1):
                         self._read(variant_id, other)
                 context = self._merge(layer)
+                if layer + 1 == self._num_layers:
+                    self._on_merge(self._merged_bytes, self._merge_s)
                 if self._on_layer is not None:
                     self._on_layer(layer, started_s, time.perf_counter())
                 with self._changed:
@@ -243,7 +246,7 @@ class LayerLoader:
         context = jax.device_put((k_buffer, v_buffer), self._placement)
         jax.block_until_ready(context)
         self._merged_bytes += num_bytes
-        self._on_merge(num_bytes, time.perf_counter() - started)
+        self._merge_s += time.perf_counter() - started
         return context
 
     def _buffers(self) -> tuple[np.ndarray, np.ndarray]:

@@ -37,7 +37,8 @@ class Rates:
     Attributes:
       compute: rate of tokens that run through the model.
       tiers: tier -> rate of bytes loaded from it. "disk" is the read alone, with the queueing and parallel reads that
-        occurred; "host" is the merge into a context, which KV from disk goes through as well.
+        occurred; "host" is the merge into a context and its way to the device, over all layers, which KV from disk goes
+        through as well.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -66,6 +66,9 @@ LEAVE_FACTOR, RETURN_FACTOR = 1.25, 0.8
 """A load is abandoned if waiting for it takes 1.25 times as long as computing its chunk; after loads were abandoned,
 one is chosen again below 0.8 times. The hysteresis absorbs the noise of the estimates."""
 
+SHORT_WAIT_S = 0.01
+"""Loads are not abandoned for waits of less than this in all: threads that wait for each other take as long."""
+
 EXPLORE_EVERY = 16
 """One in this many consecutive plans that abandon loads keeps its cheapest: what is never read is never measured
 again."""
@@ -73,8 +76,8 @@ again."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A variant that a plan reuses from a slow tier: seconds to load it, and to compute its chunk instead (ValueError
-    if one is negative or not finite)."""
+    """A variant that a plan loads over a link: seconds to load it, and to compute its chunk instead (ValueError if one
+    is negative or not finite)."""
 
     variant_id: VariantId
     load_s: float
@@ -106,7 +109,7 @@ def loads_to_give_up(loads: Sequence[PlannedLoad], hidden_s: float, habit: LoadH
 
     Computation hides loading: `hidden_s` seconds are available to the first loads. A load that would take longer to
     wait for than its chunk takes to compute is abandoned; computing that chunk then hides later loads, so that even
-    with a tier slower than computing some chunks load for free.
+    over a link slower than computing some chunks load for free.
 
     The papers do not cover this: CacheCraft sec. 3.5 abandons late loads, CacheBlend's controller chooses a device
     before there is a request.
@@ -120,14 +123,15 @@ def loads_to_give_up(loads: Sequence[PlannedLoad], hidden_s: float, habit: LoadH
     """
     check_mass("hidden_s", hidden_s)
     factor = RETURN_FACTOR if habit.num_given_up else LEAVE_FACTOR
-    given_up = []
+    given_up, waits_s = [], 0.0
     for load in loads:
         if load.load_s - hidden_s > factor * load.compute_s:
             given_up.append(load.variant_id)
+            waits_s += load.load_s - hidden_s
             hidden_s += load.compute_s
         else:
             hidden_s = max(0.0, hidden_s - load.load_s)
-    return frozenset(given_up)
+    return frozenset(given_up) if waits_s >= SHORT_WAIT_S else frozenset()
 
 
 def load_to_explore(loads: Sequence[PlannedLoad], given_up: frozenset[VariantId], habit: LoadHabit) -> VariantId | None:

@@ -120,20 +120,20 @@ def test_at_most_two_contexts_are_merged_ahead():
     merged: list[int] = []
     two = threading.Event()
 
-    def on_merge(num_bytes: int, seconds: float) -> None:
-        merged.append(num_bytes)
+    def on_layer(layer: int, start_s: float, end_s: float) -> None:
+        merged.append(layer)
         if len(merged) == 2:
             two.set()
 
     ticket, model = SteeredTicket(), MODEL.device_model()
     ticket.arrive(NUM_LAYERS)
-    with loader(model, plan(1), ticket, on_merge=on_merge) as contexts:
+    with loader(model, plan(1), ticket, on_layer=on_layer) as contexts:
         assert two.wait(120)
         contexts._thread.join(0.05)
         assert len(merged) == 2 and {layer for _, layer in ticket.started} == {0, 1, 2}
         for layer in range(NUM_LAYERS):
             contexts.take(layer)
-    assert len(merged) == NUM_LAYERS
+    assert merged == [*range(NUM_LAYERS)]
 
 
 @pytest.mark.parametrize(("lead", "num_layers"), [(1, 1), (3, 3), (NUM_LAYERS, NUM_LAYERS), (99, NUM_LAYERS)])
@@ -323,6 +323,31 @@ def _without(of_chunks, discarded):
         chunk: tuple(meta for meta in metas if meta.variant_id not in discarded)
         for chunk, metas in of_chunks(chunks).items()
     }
+
+
+@pytest.mark.parametrize("mode", ["exact", "bounded"])
+def test_loads_from_host_memory_are_skipped_where_computing_is_faster(mode):
+    """Computing takes next to nothing on this model, and the way to the device a second per kilobyte, as it seems."""
+    request = Request(segments=SEGMENTS, sampling=ANSWER, reuse=mode)
+    with MODEL.engine() as engine:
+        wanted = engine.run(dataclasses.replace(request, reuse="off"))
+        engine.run(request)  # stores
+        for number in range(6):
+            got = engine.run(request)
+            assert got.reuse.given_up_loads == 0 and got.reuse.loaded_bytes, number
+        host = engine.rates.tiers["host"]
+        assert host.is_settled and host._bursts._recent[-1][0] == got.reuse.loaded_bytes  # of all layers together
+        for _ in range(32):
+            host.add(1000, 1.0)
+        skipped = engine.run(request)
+        assert skipped.reuse.given_up_loads == 4 and not skipped.reuse.loaded_bytes
+        assert [part.cause for part in skipped.reuse.per_document] == ["load"] * 4
+        assert skipped.reuse.computed_tokens == skipped.reuse.prompt_tokens
+        assert skipped.token_ids == got.token_ids == wanted.token_ids
+        for _ in range(32):
+            host.add(10**9, 1e-3)
+        assert engine.run(request).reuse.given_up_loads == 0
+        assert not engine._chunks.store._pins
 
 
 def test_loads_from_a_slow_disk_are_skipped_and_occasionally_retried(url):
