@@ -147,8 +147,9 @@ class BatchSettings(SettingsModel):
 
     max_num_seqs: int = Field(default=_SCHEDULER.max_num_seqs, ge=1)
     """Most requests that run at once; others are queued."""
-    max_num_batched_tokens: int = Field(default=_SCHEDULER.max_num_batched_tokens, ge=1)
-    """Most tokens computed together in prefills; longer prompts are split into pieces."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens computed together in prefills, fewer where that takes more than half a second; longer prompts are
+    split into pieces. Without it 1,024 on a CPU, 8,192 on devices with memory of their own, less if it is short."""
     max_queue: int | None = Field(default=None, ge=1)
     """Most queued requests; more are refused."""
     reorder_window: Annotated[int, KEYWORD_ONLY] = Field(default=_SCHEDULER.reorder_window, ge=1)
@@ -162,12 +163,15 @@ class BatchSettings(SettingsModel):
     max_retries: Annotated[int, KEYWORD_ONLY] = Field(default=2, ge=0)
     """How often a request whose step failed on the device is retried, in steps of its own."""
 
-    def scheduler_settings(self, num_pages: int, page_tokens: int, context_tokens: int) -> SchedulerSettings:
-        """The settings for the scheduler, over a pool of this many pages and packs of at most this much context."""
+    def scheduler_settings(
+        self, num_pages: int, page_tokens: int, *, batched_tokens: int, context_tokens: int
+    ) -> SchedulerSettings:
+        """The settings for the scheduler, over a pool of this many pages and packs of at most this many computed tokens
+        and this much context."""
         return SchedulerSettings(
             num_pages=num_pages,
             page_tokens=page_tokens,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=batched_tokens,
             max_num_context_tokens=context_tokens,
             max_num_seqs=self.max_num_seqs,
             max_decode_gap_s=None if self.max_decode_gap_ms is None else self.max_decode_gap_ms / 1e3,

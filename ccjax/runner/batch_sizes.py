@@ -16,7 +16,10 @@ from ccjax.runner.buckets import (
 )
 from ccjax.runner.pool import num_pages
 
-_ALL_ROWS_UP_TO = 4096
+_ALL_ROWS, _ALL_ROWS_UP_TO = 1024, 4096
+"""Rows of packs up to which, and slots up to which, all sizes are listed; beyond them only a few."""
+_FEW_ROWS = (16, 64)
+"""Rows of short questions, which larger contexts are compiled for besides those that cover all others."""
 _PARTS = 16
 """Assumed number of segments of a prompt, each with a partly filled last page."""
 
@@ -25,6 +28,9 @@ _MOST_PADDING = 1.5
 """The packs compiled before the first request have at least `_FEWEST_ROWS` rows, spaced so that each larger pack finds
 a size of at most `_MOST_PADDING` times its own: a layer of SmolLM2 takes 6 ms with 32 rows, 58 ms with 640 (processor
 time)."""
+
+_MOST_PADDING_OF_LARGEST = 4
+"""The same at the largest contexts, where prompts are rare: three or four sizes."""
 
 _USUAL_QUESTION_ROWS, _MOST_QUESTION_ROWS = 64, 256
 """Tokens of a usual question, and of a long one, or of the questions of a few requests."""
@@ -66,26 +72,24 @@ class BatchSizes:
     def packs(self) -> list[tuple[int, int]]:
         """(computed tokens, context slots) of every pack, small ones first.
 
-        Above 4,096 slots only short questions and full packs: compiling all sizes would take minutes, and the others
-        compile once, when a request first needs them.
+        Above 4,096 slots only a few: compiling all sizes would take minutes, and the others compile once, when a
+        request first needs them.
         """
-        rows = self.rows()
-        full = rows[-1]
+        rows, few = self.rows(), {*_FEW_ROWS, *_covering(_few(self.rows()))}
         return [
             (count, size)
             for size in self.slots()
             for count in rows
-            if count <= size and (size <= _ALL_ROWS_UP_TO or count in (16, 32, 64, full))
+            if count <= size and (size <= _ALL_ROWS_UP_TO or count in few)
         ]
 
     def first_packs(self) -> list[tuple[int, int]]:
         """A few packs that cover all others, most with little padding of rows. Extra slots are cheap, since unused ones
         are not read: 640 rows over 600 tokens take 58 ms with 1,024 slots, 70 ms with 8,192."""
-        rows = self.rows()
-        few = spread([count for count in rows if count >= _FEWEST_ROWS] or rows[-1:])
+        few = _few(self.rows())
         usual, most = slot_bucket(min(self._usual_tokens, self.context_tokens)), self.context_tokens
         packs = [(count, usual) for count in few if count <= usual]
-        return packs + [(count, most) for count in dict.fromkeys((few[0], few[-1])) if most > usual]
+        return packs + [(count, most) for count in _covering(few) if most > usual]
 
     def questions(self) -> list[tuple[int, int]]:
         """(computed tokens, context slots) of passes of questions of up to `_MOST_QUESTION_ROWS` tokens; longer ones
@@ -122,9 +126,11 @@ class BatchSizes:
         return sorted({batch_bucket(count) for count in range(1, self.max_num_seqs + 1)})
 
     def rows(self) -> list[int]:
-        """Computed tokens of every pack, ascending."""
+        """Computed tokens of every pack, ascending; above `_ALL_ROWS` only a few."""
         most = min(self.max_num_batched_tokens, self.context_tokens)
-        return sorted({token_bucket(length) for length in range(1, most + 1)})
+        rows = sorted({token_bucket(length) for length in range(1, most + 1)})
+        few = _few(rows)
+        return [count for count in rows if count <= _ALL_ROWS or count in few]
 
     def slots(self) -> list[int]:
         """Context slots of every pack, ascending."""
@@ -135,12 +141,22 @@ class BatchSizes:
         return min(2 * self.max_num_batched_tokens, 4 * self.max_model_len)
 
 
-def spread(sizes: Sequence[int]) -> list[int]:
+def _few(rows: Sequence[int]) -> list[int]:
+    """A few of these rows that cover all others with little padding."""
+    return spread([count for count in rows if count >= _FEWEST_ROWS] or rows[-1:])
+
+
+def _covering(few: Sequence[int]) -> list[int]:
+    """The least, and three or fewer of the others that cover them."""
+    return [few[0], *(spread(few[1:], _MOST_PADDING_OF_LARGEST) if few[1:] else ())]
+
+
+def spread(sizes: Sequence[int], most_padding: float = _MOST_PADDING) -> list[int]:
     """Selects a few of the given ascending sizes, including the largest, so that each of the others has one that is at
-    most `_MOST_PADDING` times as large."""
+    most `most_padding` times as large."""
     kept, smallest = [], sizes[0]
     for size, larger in itertools.pairwise(sizes):
-        if larger > _MOST_PADDING * smallest:
+        if larger > most_padding * smallest:
             kept.append(size)
             smallest = larger
     return [*kept, sizes[-1]]

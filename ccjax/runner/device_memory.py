@@ -9,6 +9,7 @@ import jax
 from ccjax.config import EngineConfig
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
+from ccjax.policy.scheduling import SchedulerSettings
 from ccjax.policy.strategies import get_strategy
 from ccjax.runner.batch_sizes import BatchSizes
 from ccjax.runner.budgets import host_cache_bytes, memory_bytes, usual_pool_bytes
@@ -17,6 +18,11 @@ from ccjax.runner.memory import MemoryPlan, ServedShapes, check_fits, in_8_bits,
 _LONGEST_DEFAULT = 8192
 _USUAL_SHARE = 0.9
 """Of an accelerator's memory, as in vLLM."""
+
+_CPU_ROWS, _DEVICE_ROWS = SchedulerSettings(num_pages=1).max_num_batched_tokens, 8192
+"""Tokens of a full pack."""
+_STEPS_SHARE = 1 / 16
+"""Of an accelerator's memory, for what steps take besides weights and pages: larger packs would take it from the KV."""
 
 
 def longest(model: LlamaConfig, config: EngineConfig) -> int:
@@ -34,14 +40,27 @@ def longest(model: LlamaConfig, config: EngineConfig) -> int:
 
 
 def sizes_of(model: LlamaConfig, config: EngineConfig) -> BatchSizes:
-    """The sizes that an engine of this model compiles its steps for.
+    """The sizes that an engine of this model compiles its steps for: packs as configured or, on devices with memory of
+    their own, of as many tokens as leave most of it to KV.
 
     Raises:
-      ConfigError: as `longest`.
+      ConfigError: as `longest` and `memory_plan`.
     """
+    if config.max_num_batched_tokens is not None:
+        return _sizes(model, config, config.max_num_batched_tokens)
+    most = _CPU_ROWS if _own_bytes() is None else _DEVICE_ROWS
+    while most > _CPU_ROWS:
+        plan = _plan(model, config, _sizes(model, config, most))
+        if plan.besides_pool - plan.weights <= _STEPS_SHARE * plan.total:
+            break
+        most //= 2
+    return _sizes(model, config, most)
+
+
+def _sizes(model: LlamaConfig, config: EngineConfig, batched_tokens: int) -> BatchSizes:
     return BatchSizes(
         longest(model, config),
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=batched_tokens,
         max_num_seqs=config.max_num_seqs,
         with_mass="mass" in get_strategy(config.strategy).needs,
     )
@@ -53,18 +72,22 @@ def memory_plan(model: LlamaConfig, config: EngineConfig) -> MemoryPlan:
     Raises:
       ConfigError: the model cannot be split this way, or the memory of the devices is unknown.
     """
-    weight_bytes = (plain if config.quantization is None else in_8_bits)(config.dtype)
-    shapes = ServedShapes(model, config.dtype, sizes_of(model, config), weight_bytes, config.tensor_parallel_size)
-    total, source = _device_bytes(config)
-    fraction = _share(config)
-    plan = plan_memory(shapes, total, source=source, fraction=fraction or 1.0)
+    plan = _plan(model, config, sizes_of(model, config))
     if config.device_cache_bytes:
-        pool = config.device_cache_bytes // kv_shards(shapes)
-    elif fraction is not None:
+        pool = config.device_cache_bytes // kv_shards(plan.shapes)
+    elif _share(config) is not None:
         return plan
     else:
-        pool = usual_pool_bytes(plan.least_pool, max(0, total - plan.weights))
+        pool = usual_pool_bytes(plan.least_pool, max(0, plan.total - plan.weights))
     return dataclasses.replace(plan, pool=pool)
+
+
+def _plan(model: LlamaConfig, config: EngineConfig, sizes: BatchSizes) -> MemoryPlan:
+    """The plan for these sizes, with all that they leave as pool."""
+    weight_bytes = (plain if config.quantization is None else in_8_bits)(config.dtype)
+    shapes = ServedShapes(model, config.dtype, sizes, weight_bytes, config.tensor_parallel_size)
+    total, source = _device_bytes(config)
+    return plan_memory(shapes, total, source=source, fraction=_share(config) or 1.0)
 
 
 def with_pool(model: LlamaConfig, config: EngineConfig) -> EngineConfig:

@@ -12,6 +12,7 @@ from ccjax.policy.scheduling import (
     ScheduledPiece,
     SchedulerSettings,
     SequenceWork,
+    StepCosts,
 )
 from tests.policy.scheduling_builders import COSTS, admitted, build, decode, start
 from tests.policy.scheduling_simulator import SimulatedEngine
@@ -60,6 +61,16 @@ class TestPieces:
             max_num_batched_tokens=10,
         )
         assert [admitted(scheduler) for _ in range(2)] == [("first",), ("whole", "small")]
+
+    @pytest.mark.parametrize(
+        ("most", "token_s", "expected"),
+        [(8192, 40e-6, 8192), (8192, 100e-6, 4096), (8192, 240e-6, 2048), (8192, 1.0, 1024), (1024, 1.0, 1024)],
+    )
+    def test_packs_are_halved_while_they_take_too_long(self, most, token_s, expected):
+        works = [SequenceWork(str(index), 3000, 1, 5) for index in range(3)]
+        scheduler = build(*works, max_num_batched_tokens=most)
+        pack = start(scheduler, costs=StepCosts(token_s, 0.01))
+        assert sum(piece.num_tokens for piece in pack.pieces) == expected
 
     def test_a_removed_request_leaves_the_pack_that_runs(self):
         scheduler = build(SequenceWork("a", 5, 1, 5), SequenceWork("b", 5, 1, 5))

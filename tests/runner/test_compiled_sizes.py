@@ -120,6 +120,25 @@ def test_pack_uses_a_compiled_size_that_fits_if_there_is_one(numbers, wanted):
     assert sizes.next() == (None if taken == natural else ("pack", natural))
 
 
+@pytest.mark.parametrize(
+    ("length", "most", "first", "listed", "largest"),
+    [
+        (8192, 1024, 10, 111, {32, 320, 1024}),  # a CPU's
+        (8192, 8192, 11, 129, {32, 320, 2048, 8192}),  # an accelerator's
+        (131072, 8192, 15, 165, {32, 320, 2048, 8192}),
+    ],
+)
+def test_packs_of_more_rows_are_compiled_at_a_few_more_sizes(length, most, first, listed, largest):
+    sizes = BatchSizes(length, max_num_batched_tokens=most)
+    packs, num_slots = sizes.first_packs(), sizes.context_tokens
+    assert len(packs) <= first and len(sizes.packs()) <= listed
+    assert {rows for rows, slots in packs if slots == num_slots} >= largest
+    assert {rows for rows, slots in sizes.packs() if slots == num_slots} == largest | {16, 64}
+    for rows in range(1, most + 1):
+        taken = min(size for size, slots in packs if size >= rows and slots == num_slots)
+        assert taken <= max(320, 7 * rows)
+
+
 def test_compiled_sizes_can_be_used_by_several_threads_at_once():
     sizes = compiled(("pack", 1024, 8192, 16))
     sizes.substitute(())

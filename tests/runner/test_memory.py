@@ -303,6 +303,17 @@ def test_memory_of_a_dedicated_device_is_always_checked(monkeypatch):
         with_pool(LLAMA3_70B, config)
 
 
+@pytest.mark.parametrize(("total", "rows"), [(80 * GB, 8192), (40 * GB, 4096), (24 * GB, 2048), (20 * GB, 1024)])
+def test_packs_on_accelerators_are_as_large_as_their_memory_allows(monkeypatch, total, rows):
+    config = EngineConfig(dtype="bfloat16")
+    assert sizes_of(LLAMA3_8B, config).max_num_batched_tokens == 1024
+    monkeypatch.setattr(device_memory, "_own_bytes", lambda: total)
+    plan = memory_plan(LLAMA3_8B, config)
+    assert plan.shapes.sizes.max_num_batched_tokens == rows
+    assert rows == 1024 or plan.besides_pool - plan.weights <= total / 16
+    assert sizes_of(LLAMA3_8B, config.replace(max_num_batched_tokens=2000)).max_num_batched_tokens == 2000
+
+
 def test_model_that_does_not_fit_is_rejected_before_reading_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B.to_hf()))
     with pytest.raises(ConfigError, match=r"model: wanted 3\d\.\d GB of each device .*what fits"):

@@ -79,7 +79,9 @@ class BatchLoop:
         self._rates = chunks.rates
         self._apply_changes = chunks.updater.apply
         self._changed = threading.Condition()
-        settings = config.scheduler_settings(device.pool.num_pages, PAGE_TOKENS, device.sizes.context_tokens)
+        sizes = device.sizes
+        limits = {"batched_tokens": sizes.max_num_batched_tokens, "context_tokens": sizes.context_tokens}
+        settings = config.scheduler_settings(device.pool.num_pages, PAGE_TOKENS, **limits)
         self._scheduler = LockedScheduler(settings, self._changed)
         self._sequences = Sequences(self._scheduler, chunks, device.pool, max_retries=config.max_retries)
         self._decoder = DecodeBatch(device.model, device.pool)

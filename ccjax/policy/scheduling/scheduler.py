@@ -223,7 +223,7 @@ class Scheduler:
         if interrupts:
             self._interrupted, self._pack, self._interrupted_s = self._pack, {}, now_s
         self._is_blocked = is_closed = False
-        budget = self.settings.max_num_batched_tokens
+        budget = self.settings.pack_tokens(costs.token_s)
         preempted: list[str] = []
         admitted: list[str] = []
         begun = collections.deque(

@@ -8,6 +8,9 @@ from ccjax.policy._checks import check_count, check_mass
 
 USUAL_DECODE_GAP_S = 0.2
 """Default pause between two tokens: a steady pace for readers."""
+PACK_S, LEAST_PACK = 0.5, 1024
+"""Packs are halved while they would take longer than `PACK_S` seconds, though not below `LEAST_PACK` tokens: prompts
+that are not short wait until they end."""
 SHORT_SHARE = 3
 """A prompt is short if a pack has room for this many of it."""
 DECODE_SHARE = 1 / 3
@@ -91,7 +94,8 @@ class SchedulerSettings:
     Attributes:
       num_pages: pages of the whole pool.
       page_tokens: tokens per page.
-      max_num_batched_tokens: most computed tokens per pack, but for a sequence that cannot be split.
+      max_num_batched_tokens: most computed tokens per pack, but for a sequence that cannot be split; see
+        `pack_tokens`.
       max_num_context_tokens: most context tokens that the sequences of a pack see in all; a longer prompt gets a pack
         of its own. None for no limit.
       max_num_seqs: most admitted sequences, in prefill or decoding.
@@ -139,6 +143,13 @@ class SchedulerSettings:
     def short_tokens(self) -> int:
         """Most computed tokens of a short prompt, which overtakes longer ones of its flow and interrupts packs."""
         return self.max_num_batched_tokens // SHORT_SHARE
+
+    def pack_tokens(self, token_s: float) -> int:
+        """Most computed tokens of a pack while one takes `token_s` seconds."""
+        most = self.max_num_batched_tokens
+        while most >= 2 * LEAST_PACK and most * token_s > PACK_S:
+            most //= 2
+        return most
 
     def decode_gap_s(self, decode_step_s: float) -> float:
         """`max_decode_gap_s`, or its default for decode steps of this length."""
