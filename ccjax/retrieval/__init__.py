@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ccjax.retrieval.catalog import Passage
     from ccjax.retrieval.documents import DocumentError, LoadedDocument, load_document
     from ccjax.retrieval.embedding import Embedder, MiniLMEmbedder, default_embedder
     from ccjax.retrieval.report import RefreshReport
-    from ccjax.retrieval.retriever import Passage, Progress, Retriever
+    from ccjax.retrieval.retriever import Progress, Retriever
 
 _EXPORTS = {
     "DocumentError": "documents",
@@ -21,7 +22,7 @@ _EXPORTS = {
     "Embedder": "embedding",
     "MiniLMEmbedder": "embedding",
     "default_embedder": "embedding",
-    "Passage": "retriever",
+    "Passage": "catalog",
     "Progress": "retriever",
     "RefreshReport": "report",
     "Retriever": "retriever",

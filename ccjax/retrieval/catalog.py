@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import sqlite3
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import numpy as np
 
 from ccjax.retrieval.filters import Filter
 from ccjax.retrieval.words import TOKENIZER, indexed_text, question_terms
+from ccjax.types import Document
 
 FORMAT_VERSION = 5
 _FILE = "passages.sqlite"
 _ROWS_AT_ONCE = 8192
-_MOST_PARAMETERS = 500
 _PATIENCE_S = 60.0
 _MOST_TERMS = 64
 _SCORED_ROWS, _SCORED_SHARE = 1000, 0.01
@@ -36,7 +37,6 @@ CREATE TABLE documents (
     id INTEGER PRIMARY KEY, document_id TEXT NOT NULL UNIQUE, source TEXT NOT NULL, title TEXT NOT NULL,
     version TEXT NOT NULL, metadata TEXT NOT NULL
 );
-CREATE INDEX documents_of_source ON documents (source);
 CREATE TABLE passages (
     id INTEGER PRIMARY KEY AUTOINCREMENT, document INTEGER NOT NULL REFERENCES documents (id) ON DELETE CASCADE,
     number INTEGER NOT NULL, text TEXT NOT NULL
@@ -48,9 +48,9 @@ CREATE TABLE vectors (
 CREATE VIRTUAL TABLE words USING fts5 (text, content='', tokenize="{TOKENIZER}");
 """
 
-
 _ROWS_WHERE = """SELECT id FROM passages INDEXED BY passages_of_document
     WHERE document IN (SELECT id FROM documents WHERE"""
+_AMONG = "document_id IN (SELECT value FROM json_each(?))"
 
 
 class IndexUnusableError(Exception):
@@ -93,8 +93,18 @@ class IndexedDocument:
 
 
 @dataclasses.dataclass(frozen=True)
-class PassageRow:
-    """A passage, the `number`-th of its document, as a search returns it."""
+class Passage:
+    """The `number`-th passage of a document, counted from 0 in reading order.
+
+    Attributes:
+      document_id: the source file's path below the documents directory, with forward slashes; in a collection
+        (`ccjax.retrieval.jsonl`) followed by `/` and the document's own id.
+      source: the file, as a path below the documents directory.
+      version: sha256 (hex) of the source file's bytes, in a collection of the document's line.
+      metadata: text, numbers and booleans by name: a Markdown file's front matter, a collection's `metadata`.
+      text: with the document's title and the passage's headings as first line.
+      score: cosine similarity to the query, in [-1, 1]; in a search by words alone bm25, above 0; 0 without a query.
+    """
 
     document_id: str
     source: str
@@ -103,51 +113,42 @@ class PassageRow:
     metadata: Mapping[str, Any]
     number: int
     text: str
+    score: float = 0.0
 
+    @property
+    def passage_id(self) -> str:
+        """`document_id#number`."""
+        return f"{self.document_id}#{self.number}"
 
-@contextlib.contextmanager
-def naming_damage() -> Iterator[None]:
-    """Translates SQLite errors: `IndexUnusableError` if the file is at fault, else OSError."""
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR:
-            raise OSError(f"the index: {error}") from None
-        raise IndexUnusableError(f"damaged: {error}") from None
+    def as_document(self) -> Document:
+        """The passage as part of a request."""
+        return Document(self.text, self.passage_id, self.title, self.version, self.score, self.document_id)
 
 
 class Catalog:
-    """The catalog. Not thread-safe: its owner serialises access."""
+    """The catalog. Thread-safe: `lock` is held during every call and transaction."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
-        """Use `Catalog.open`."""
-        self._connection = connection
-        self.path = path
-        self._frequencies: dict[str, int] = {}
-
-    @classmethod
-    def open(cls, directory: Path | None, settings: IndexSettings) -> Catalog:
+    def __init__(self, directory: Path | None, settings: IndexSettings) -> None:
         """Opens the catalog in `directory`, creating an empty one if there is none; None keeps it in memory.
 
         Raises:
           IndexUnusableError: it is damaged, or was not made with `settings`.
-          OSError: the file cannot be opened or written.
+          sqlite3.DatabaseError: it is damaged, or cannot be opened or written.
         """
-        path = None if directory is None else directory / _FILE
-        with naming_damage():
-            place = ":memory:" if path is None else path
-            connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
-            catalog = cls(connection, path)
-            try:
-                connection.execute("PRAGMA foreign_keys = ON")
-                connection.execute("PRAGMA journal_mode = WAL")
-                # An index that loses its last seconds recomputes them.
-                connection.execute("PRAGMA synchronous = NORMAL")
-                catalog._check(settings)
-            except BaseException:
-                catalog.close()
-                raise
-        return catalog
+        self.path = None if directory is None else directory / _FILE
+        self.lock = threading.RLock()
+        self._frequencies: dict[str, int] = {}
+        place = ":memory:" if self.path is None else self.path
+        self._connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
+        try:
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            # An index that loses its last seconds recomputes them.
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._check(settings)
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def delete(directory: Path) -> None:
@@ -157,7 +158,7 @@ class Catalog:
 
     def _check(self, settings: IndexSettings) -> None:
         with self.transaction():
-            tables = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master")}
+            tables = {name for (name,) in self._all("SELECT name FROM sqlite_master")}
             if not tables:
                 for statement in _TABLES.split(";"):
                     self._connection.execute(statement)
@@ -175,25 +176,18 @@ class Catalog:
             raise IndexUnusableError(f"made with other settings: {pairs}")
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """A write transaction; waits for another process that writes."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:  # SQLite ends it by itself if the disk is full
-                self._connection.execute("ROLLBACK")
-            raise
-
-    @contextlib.contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """A read transaction: everything read in it is consistent."""
-        self._connection.execute("BEGIN")
-        try:
-            yield
-        finally:
-            self._connection.execute("COMMIT")
+    def transaction(self, *, writes: bool = True) -> Iterator[None]:
+        """What is read in it is consistent, what is written happens as a whole; waits for other processes that
+        write if it `writes` itself."""
+        with self.lock:
+            self._connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # SQLite ends it by itself if the disk is full
+                    self._connection.execute("ROLLBACK")
+                raise
 
     # -- notes -------------------------------------------------------------------------------------------------
 
@@ -203,15 +197,15 @@ class Catalog:
 
     def get_value(self, name: str) -> Any:
         """A stored value, or None."""
-        row = self._connection.execute("SELECT value FROM about WHERE name = ?", (name,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        found = self._all("SELECT value FROM about WHERE name = ?", name)
+        return json.loads(found[0][0]) if found else None
 
     @property
     def stamp(self) -> int:
         """A number that changes whenever another process writes."""
-        return self._connection.execute("PRAGMA data_version").fetchone()[0]
+        return self._one("PRAGMA data_version")
 
-    # -- writing -----------------------------------------------------------------------------------------------
+    # -- writing, in a transaction -----------------------------------------------------------------------------
 
     def add(self, document: IndexedDocument, vectors: np.ndarray) -> np.ndarray:
         """Adds a new document; returns int64 [passages], the rows of its passages.
@@ -239,17 +233,13 @@ class Catalog:
 
     def remove(self, document_ids: Collection[str]) -> np.ndarray:
         """Deletes documents, ignoring unknown ones; returns int64 [passages], the deleted rows, ascending."""
-        rows: list[int] = []
-        for some in _parts(list(document_ids)):
-            marks = ", ".join("?" * len(some))
-            query = f"""SELECT passages.id, text FROM passages JOIN documents ON documents.id = document
-                WHERE document_id IN ({marks})"""
-            old = [(row, indexed_text(text)) for row, text in self._connection.execute(query, some)]
-            self._connection.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
-            rows += [row for row, _ in old]
-            self._connection.execute(f"DELETE FROM documents WHERE document_id IN ({marks})", some)
+        which = json.dumps(list(document_ids))
+        query = f"SELECT passages.id, text FROM passages JOIN documents ON documents.id = document WHERE {_AMONG}"
+        old = [(row, indexed_text(text)) for row, text in self._all(query, which)]
+        self._connection.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
+        self._connection.execute(f"DELETE FROM documents WHERE {_AMONG}", (which,))
         self._frequencies.clear()
-        return np.sort(np.array(rows, np.int64))
+        return np.sort(np.array([row for row, _ in old], np.int64))
 
     def set_digest(self, source: str, digest: str | None) -> None:
         """Stores the digest of a source once all of it was added; None if the source is gone."""
@@ -262,11 +252,11 @@ class Catalog:
 
     def digests(self) -> dict[str, str]:
         """The digests stored by `set_digest`, by source."""
-        return dict(self._connection.execute("SELECT path, digest FROM sources"))
+        return dict(self._all("SELECT path, digest FROM sources"))
 
     def versions(self) -> dict[str, tuple[str, str]]:
         """(version, source) of every document, by document id, sorted."""
-        rows = self._connection.execute("SELECT document_id, version, source FROM documents ORDER BY document_id")
+        rows = self._all("SELECT document_id, version, source FROM documents ORDER BY document_id")
         return {document_id: (version, source) for document_id, version, source in rows}
 
     def has(self, document_id: str) -> bool:
@@ -277,29 +267,23 @@ class Catalog:
         """Number of documents, including those without passages."""
         return self._one("SELECT COUNT(*) FROM documents")
 
-    def document(self, document_id: str) -> list[PassageRow]:
-        """The passages of a document in reading order; empty if it is unknown."""
-        return list(self._passages("documents.document_id = ? ORDER BY number", [document_id]).values())
+    def document(self, document_id: str, numbers: Sequence[int] | None = None) -> list[Passage]:
+        """The passages of a document in reading order, all or those with some numbers; none if it is unknown."""
+        which = "document_id = ? AND (? OR number IN (SELECT value FROM json_each(?))) ORDER BY number"
+        return list(self._passages(which, document_id, numbers is None, json.dumps(numbers)).values())
 
-    def some_of(self, document_id: str, numbers: Sequence[int]) -> list[PassageRow]:
-        """The passages of a document with these numbers; unknown ones are left out."""
-        which = f"documents.document_id = ? AND number IN ({', '.join('?' * len(numbers))})"
-        return list(self._passages(which, [document_id, *numbers]).values())
-
-    def passages(self, rows: Sequence[int]) -> dict[int, PassageRow]:
+    def passages(self, rows: Sequence[int]) -> dict[int, Passage]:
         """Passages by row; deleted ones are left out."""
-        found: dict[int, PassageRow] = {}
-        for some in _parts(rows):
-            found |= self._passages(f"passages.id IN ({', '.join('?' * len(some))})", some)
-        return found
+        return self._passages("passages.id IN (SELECT value FROM json_each(?))", json.dumps(rows))
 
     def rows(self, where: Filter | None = None) -> np.ndarray:
         """int64 [passages], ascending: all rows, or those of the documents that match a filter."""
-        if where is None:
-            found = self._connection.execute("SELECT id FROM passages INDEXED BY passages_of_document")
-        else:
-            found = self._connection.execute(f"{_ROWS_WHERE} {where.sql})", where.parameters)
-        parts = [np.array(part, np.int64)[:, 0] for part in iter(lambda: found.fetchmany(_ROWS_AT_ONCE), [])]
+        query, values = "SELECT id FROM passages INDEXED BY passages_of_document", ()
+        if where is not None:
+            query, values = f"{_ROWS_WHERE} {where.sql})", where.parameters
+        with self.lock:
+            found = self._connection.execute(query, values)
+            parts = [np.array(part, np.int64)[:, 0] for part in iter(lambda: found.fetchmany(_ROWS_AT_ONCE), [])]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
     def search(self, text: str | Sequence[str], top_k: int, where: Filter | None = None) -> list[tuple[float, int]]:
@@ -315,11 +299,8 @@ class Catalog:
         which, values = (
             ("", ()) if where is None else (f" AND +rowid IN ({_ROWS_WHERE} {where.sql}))", where.parameters)
         )
-        found = self._connection.execute(
-            f"SELECT -rank, rowid FROM words WHERE words MATCH ?{which} ORDER BY rank, rowid LIMIT ?",
-            (query, *values, top_k),
-        )
-        return list(found)
+        statement = f"SELECT -rank, rowid FROM words WHERE words MATCH ?{which} ORDER BY rank, rowid LIMIT ?"
+        return self._all(statement, query, *values, top_k)
 
     def _match(self, texts: Sequence[str]) -> str | None:
         """The FTS5 query for texts; None if no passage has any of their words."""
@@ -343,22 +324,11 @@ class Catalog:
             known = self._frequencies[term] = self._one("SELECT COUNT(*) FROM words WHERE words MATCH ?", term)
         return known
 
-    def keys(self) -> dict[int, tuple[str, int]]:
-        """Row -> document id and number of every passage."""
-        query = "SELECT passages.id, document_id, number FROM passages JOIN documents ON documents.id = document"
-        return {row: (document_id, number) for row, document_id, number in self._connection.execute(query)}
-
-    def texts(self) -> Iterator[tuple[int, str]]:
-        """Row and text of every passage."""
-        return iter(self._connection.execute("SELECT id, text FROM passages"))
-
-    def vectors(self, dim: int, *, after: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows after `after` with their vectors, (int64 [n], float32 [n, dim]), ascending, in batches."""
-        while True:
-            query = "SELECT passage, vector FROM vectors WHERE passage > ? ORDER BY passage LIMIT ?"
-            found = self._connection.execute(query, (after, _ROWS_AT_ONCE)).fetchall()
-            if not found:
-                return
+    def vectors(self, dim: int, after: int = 0, last: int = 2**63 - 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Rows after `after` up to `last` with their vectors, (int64 [n], float32 [n, dim]), ascending, in batches;
+        writes may happen in between."""
+        query = "SELECT passage, vector FROM vectors WHERE passage > ? AND passage <= ? ORDER BY passage LIMIT ?"
+        while found := self._all(query, after, last, _ROWS_AT_ONCE):
             rows = np.array([row for row, _ in found], np.int64)
             values = np.frombuffer(b"".join(vector for _, vector in found), "<f4")
             if values.size != len(rows) * dim:
@@ -368,36 +338,31 @@ class Catalog:
 
     def some_vectors(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
         """The vectors of some rows, float32 [dim]."""
-        query = f"SELECT passage, vector FROM vectors WHERE passage IN ({', '.join('?' * len(rows))})"
-        return {row: np.frombuffer(vector, "<f4") for row, vector in self._connection.execute(query, rows)}
+        query = "SELECT passage, vector FROM vectors WHERE passage IN (SELECT value FROM json_each(?))"
+        return {row: np.frombuffer(vector, "<f4") for row, vector in self._all(query, json.dumps(rows))}
 
     def known_vectors(self, document_ids: Collection[str]) -> dict[str, np.ndarray]:
         """Text -> vector, float32 [dim], of the passages of some documents."""
-        found: dict[str, np.ndarray] = {}
-        for some in _parts(list(document_ids)):
-            query = f"""SELECT text, vector FROM documents JOIN passages ON document = documents.id
-                JOIN vectors ON passage = passages.id WHERE document_id IN ({", ".join("?" * len(some))})"""
-            found |= {text: np.frombuffer(vector, "<f4") for text, vector in self._connection.execute(query, some)}
-        return found
+        query = f"""SELECT text, vector FROM documents JOIN passages ON document = documents.id
+            JOIN vectors ON passage = passages.id WHERE {_AMONG}"""
+        found = self._all(query, json.dumps(list(document_ids)))
+        return {text: np.frombuffer(vector, "<f4") for text, vector in found}
 
     def close(self) -> None:
         """Closes the file."""
         self._connection.close()
 
-    def _passages(self, which: str, values: Sequence[Any]) -> dict[int, PassageRow]:
+    def _passages(self, which: str, *values: Any) -> dict[int, Passage]:
         query = f"""SELECT passages.id, document_id, source, title, version, metadata, number, text
             FROM passages JOIN documents ON documents.id = passages.document WHERE {which}"""
-        found = self._connection.execute(query, values)
         return {
-            row: PassageRow(document_id, source, title, version, json.loads(metadata), number, text)
-            for row, document_id, source, title, version, metadata, number, text in found
+            row: Passage(document_id, source, title, version, json.loads(metadata), number, text)
+            for row, document_id, source, title, version, metadata, number, text in self._all(query, *values)
         }
 
+    def _all(self, query: str, *values: Any) -> list[Any]:
+        with self.lock:
+            return self._connection.execute(query, values).fetchall()
+
     def _one(self, query: str, *values: Any) -> Any:
-        return self._connection.execute(query, values).fetchone()[0]
-
-
-def _parts(values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Below SQLite's limit on parameters per statement."""
-    for start in range(0, len(values), _MOST_PARAMETERS):
-        yield values[start : start + _MOST_PARAMETERS]
+        return self._all(query, *values)[0][0]

@@ -8,13 +8,15 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import ccjax.retrieval.jsonl as jsonl
+from ccjax.config.documents import DocumentOptions
 from ccjax.retrieval.catalog import IndexedDocument
 from ccjax.retrieval.documents import DocumentError, LoadedDocument, is_supported, parse_document, read_document
 from ccjax.retrieval.machine_text import without_machine_text
+from ccjax.retrieval.report import RefreshReport
 from ccjax.retrieval.scan import find_files
 
 Split = Callable[[LoadedDocument], tuple[str, ...]]
@@ -23,42 +25,16 @@ _MOST_REASON_CHARS = 400
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
-class IndexChanges:
-    """Updates to apply to an index. Document ids are in order.
-
-    Attributes:
-      new: documents to add, new or changed.
-      changed: ids of those of `new` that the index holds in another version.
-      removed: ids to delete.
-      digests: digests of sources to store once all of `new` is added, None to forget one.
-      problems: files and lines that could not be used.
-      unsupported: files of types that are not read, by suffix.
-      left_out: characters of base64, hex and minified code that are in no passage of `new`, by file.
-    """
-
-    new: list[IndexedDocument] = dataclasses.field(default_factory=list)
-    changed: list[str] = dataclasses.field(default_factory=list)
-    removed: list[str] = dataclasses.field(default_factory=list)
-    digests: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    problems: list[DocumentError] = dataclasses.field(default_factory=list)
-    unsupported: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
 def find_changes(
     docs_dir: Path,
     versions: Mapping[str, tuple[str, str]],
     digests: Mapping[str, str],
     split: Split,
+    options: DocumentOptions,
     *,
     skip: Path | None,
-    strict: bool,
-    max_file_bytes: int,
-    exclude: Sequence[str] = (),
-    outside_links: bool = False,
     progress: Callable[[int, int], None],
-) -> IndexChanges:
+) -> tuple[list[IndexedDocument], dict[str, str | None], RefreshReport]:
     """Finds the changes since the index was built. Every file is read and hashed; those with a known hash are not
     parsed. What cannot be read now is not deleted: the documents of such files and directories stay as they are.
 
@@ -66,24 +42,21 @@ def find_changes(
       versions: (version, source) of the documents in the index, by id.
       digests: of collections that the index holds completely.
       skip: a directory to leave out.
-      strict: raise for the first file that cannot be used.
-      max_file_bytes: larger files, or lines of collections, cannot be used.
-      exclude, outside_links: see `find_files`.
       progress: called with the number of files done and of all files.
 
-    Raises:
-      DocumentError: with `strict`.
+    Returns:
+      (documents, digests, report): new and changed documents, and the digests of their sources to store once all are
+      added, None to forget one.
     """
-    changes = IndexChanges()
-    finder = _Finder(changes, versions, digests, split, max_file_bytes, strict)
-    files, failed = find_files(docs_dir, skip=skip, exclude=exclude, outside_links=outside_links)
+    finder = _Finder(versions, digests, split, options.max_file_bytes)
+    files, failed = find_files(docs_dir, skip=skip, exclude=options.docs_exclude, outside_links=options.docs_links)
+    finder.failed += failed
     for path, reason in failed:
-        finder.report(DocumentError(path, reason))
         if reason.startswith("cannot be listed"):
             finder.keep_below(Path(path).relative_to(docs_dir).as_posix())
     if versions and not files and not failed:
         # A directory whose last file was deleted looks like one that is not mounted, or that is being replaced.
-        finder.report(DocumentError(docs_dir, "is empty all at once; its index is kept until it has a document"))
+        finder.failed.append((str(docs_dir), "is empty all at once; its index is kept until it has a document"))
         finder.keep_below(".")
     for done, (name, path) in enumerate(files.items()):
         progress(done, len(files))
@@ -92,31 +65,39 @@ def find_changes(
         else:
             finder.file(name, path)
     progress(len(files), len(files))
-    changes.removed = [document_id for document_id in versions if document_id not in finder.present]
     kept = {versions[document_id][1] for document_id in finder.present if document_id in versions}
-    changes.digests |= {source: None for source in digests if source not in files and source not in kept}
-    return changes
+    forgotten = {source: None for source in digests if source not in files and source not in kept}
+    ids = [document.document_id for document in finder.new]
+    report = RefreshReport(
+        added=tuple(document_id for document_id in ids if document_id not in versions),
+        changed=tuple(document_id for document_id in ids if document_id in versions),
+        removed=tuple(document_id for document_id in versions if document_id not in finder.present),
+        failed=tuple(finder.failed),
+        unsupported=tuple(finder.unsupported.most_common()),
+        left_out=tuple(finder.left_out.items()),
+    )
+    return finder.new, finder.digests | forgotten, report
 
 
 class _Finder:
     def __init__(
         self,
-        changes: IndexChanges,
         versions: Mapping[str, tuple[str, str]],
         digests: Mapping[str, str],
         split: Split,
         max_file_bytes: int,
-        strict: bool,
     ) -> None:
+        self.new: list[IndexedDocument] = []
+        self.digests: dict[str, str | None] = {}
+        self.failed: list[tuple[str, str]] = []
+        self.unsupported: collections.Counter[str] = collections.Counter()
+        self.left_out: collections.Counter[str] = collections.Counter()
         self.present: set[str] = set()
-        self._changes, self._versions, self._digests, self._split = changes, versions, digests, split
-        self._max_file_bytes, self._strict = max_file_bytes, strict
-        self._of_source: dict[str, list[str]] | None = None
-
-    def report(self, problem: DocumentError) -> None:
-        if self._strict:
-            raise problem
-        self._changes.problems.append(problem)
+        self._versions, self._known_digests, self._split = versions, digests, split
+        self._max_file_bytes = max_file_bytes
+        self._of_source: dict[str, list[str]] = {}
+        for document_id, (_, source) in versions.items():
+            self._of_source.setdefault(source, []).append(document_id)
 
     def keep_below(self, name: str) -> None:
         """Keeps the indexed documents of a file or directory, given relative to the documents directory (`.`)."""
@@ -134,14 +115,15 @@ class _Finder:
             cause = problem.__context__
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 self.keep_below(name)
-            self.report(problem)
+            self.failed.append((problem.path, problem.reason))
         except Exception as error:
             _log.debug("%s", path, exc_info=True)
-            self.report(DocumentError(path, " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_REASON_CHARS]))
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_REASON_CHARS]
+            self.failed.append((str(path), reason))
 
     def file(self, name: str, path: Path) -> None:
-        if not self._strict and not is_supported(path) and os.path.isfile(path):
-            self._changes.unsupported[path.suffix.lower()] += 1
+        if not is_supported(path) and os.path.isfile(path):
+            self.unsupported[path.suffix.lower()] += 1
             return
         with self._reporting(path, name):
             data = read_document(path, max_file_bytes=self._max_file_bytes)
@@ -152,17 +134,17 @@ class _Finder:
     def collection(self, name: str, path: Path) -> None:
         with self._reporting(path, name):
             digest = jsonl.digest(path)
-            if self._digests.get(name) == digest:
-                self.present.update(self._documents_of(name))
+            if self._known_digests.get(name) == digest:
+                self.present.update(self._of_source.get(name, []))
                 return
-            num_problems = len(self._changes.problems)
+            num_failed = len(self.failed)
             for line in jsonl.read_lines(path, name, max_line_bytes=self._max_file_bytes):
                 with self._reporting(path if isinstance(line, DocumentError) else f"{path}: {line.document_id}"):
                     self._take_line(name, path, line)
-            if len(self._changes.problems) == num_problems:  # else they are reported again next time
-                self._changes.digests[name] = digest
-            elif name in self._digests:
-                self._changes.digests[name] = None
+            if len(self.failed) == num_failed:  # else they are reported again next time
+                self.digests[name] = digest
+            elif name in self._known_digests:
+                self.digests[name] = None
 
     def _take_line(self, name: str, path: Path, line: jsonl.CollectionLine | DocumentError) -> None:
         if isinstance(line, DocumentError):
@@ -190,16 +172,6 @@ class _Finder:
         for note in loaded.notes:
             _log.warning("%s: %s", path, note)
         if num_left_out:
-            self._changes.left_out[str(path)] = self._changes.left_out.get(str(path), 0) + num_left_out
+            self.left_out[str(path)] += num_left_out
         self.present.add(document_id)
-        if document_id in self._versions:
-            self._changes.changed.append(document_id)
-        document = IndexedDocument(document_id, loaded.title, version, passages, source, loaded.metadata)
-        self._changes.new.append(document)
-
-    def _documents_of(self, source: str) -> list[str]:
-        if self._of_source is None:
-            self._of_source = {}
-            for document_id, (_, own) in self._versions.items():
-                self._of_source.setdefault(own, []).append(document_id)
-        return self._of_source.get(source, [])
+        self.new.append(IndexedDocument(document_id, loaded.title, version, passages, source, loaded.metadata))

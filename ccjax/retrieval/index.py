@@ -7,27 +7,19 @@ directory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
-from ccjax.retrieval.catalog import (
-    Catalog,
-    IndexedDocument,
-    IndexSettings,
-    IndexUnusableError,
-    PassageRow,
-    naming_damage,
-)
+from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, Passage
 from ccjax.retrieval.filters import Filter
-from ccjax.retrieval.vectors import Found, VectorView, build_clusters, load_clusters
-
-__all__ = ["IndexSettings", "IndexUnusableError", "IndexedDocument", "PassageIndex"]
+from ccjax.retrieval.vectors import Found, VectorView, build_clusters, clusters_path, load_clusters
 
 _log = logging.getLogger(__name__)
 
@@ -43,95 +35,63 @@ _RANK_OFFSET = 60
 _LEAST_SHARE = 0.5
 """Passages below this share of the best bm25 do not count as found by words in a search by both: most questions share a
 word with most passages, and ranks alone would say that the second is nearly as good as the only one with a number."""
-Result = TypeVar("Result")
-Hits = list[tuple[float, PassageRow]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _View:
-    """Consistent view for one search; rows up to `last_row` were seen."""
-
-    vectors: VectorView = VectorView()
-    num_passages: int = 0
-    last_row: int = 0
+@contextlib.contextmanager
+def _naming_damage() -> Iterator[None]:
+    """Translates SQLite errors: `IndexUnusableError` if the file is at fault, else OSError."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR:
+            raise OSError(f"the index: {error}") from None
+        raise IndexUnusableError(f"damaged: {error}") from None
 
 
 class PassageIndex:
     """Documents with one vector for each passage, or none. Thread-safe.
 
     A search sees every document as it is before or after a `write`, never in between.
+
+    Attributes:
+      catalog: the documents; only `write` changes them.
     """
 
-    def __init__(self, catalog: Catalog, settings: IndexSettings) -> None:
-        """Use `PassageIndex.open`."""
-        self.settings = settings
-        self._catalog = catalog
-        self._lock = threading.RLock()
-        self._view = _View()
-        self._noted: dict | None = None
-        self._stamp: int | None = None
-        self._filtered: dict[Filter, tuple[_View, np.ndarray]] = {}
-        self._sync()
-
-    @classmethod
-    def open(cls, directory: Path | None, settings: IndexSettings) -> PassageIndex:
+    def __init__(self, directory: Path | None, settings: IndexSettings) -> None:
         """Opens the index in `directory`, creating an empty one if there is none; None keeps it in memory.
 
         Raises:
           IndexUnusableError: it is damaged, or was not made with `settings`.
           OSError: its files cannot be opened or written.
         """
-        catalog = Catalog.open(directory, settings)
-        try:
-            with naming_damage():
-                return cls(catalog, settings)
-        except BaseException:
-            catalog.close()
-            raise
+        self.settings = settings
+        self._view = VectorView()
+        self._noted: str | None = None
+        self._stamp: int | None = None
+        # Of the last filters, in a view: those of earlier ones are searched for the last time.
+        self._allowed = functools.lru_cache(_MOST_FILTERS)(lambda view, where: self.catalog.rows(where))
+        with _naming_damage():
+            self.catalog = Catalog(directory, settings)
+            try:
+                self._sync()
+            except BaseException:
+                self.catalog.close()
+                raise
 
     def __len__(self) -> int:
-        return self._view.num_passages
+        return self._view.num_alive
 
     @property
     def is_clustered(self) -> bool:
         """False while all vectors are compared."""
-        return self._view.vectors.clusters is not None
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents, including those without passages."""
-        return self._read(self._catalog.count_documents)
-
-    def versions(self) -> dict[str, tuple[str, str]]:
-        """(version, source) of every document by document id, sorted."""
-        return self._read(self._catalog.versions)
-
-    def digests(self) -> dict[str, str]:
-        """The digests of sources stored by `write`."""
-        return self._read(self._catalog.digests)
-
-    def has(self, document_id: str) -> bool:
-        """True if the document exists."""
-        return self._read(lambda: self._catalog.has(document_id))
-
-    def document(self, document_id: str) -> list[PassageRow]:
-        """The passages of a document in reading order; empty if it is unknown."""
-        return self._read(lambda: self._catalog.document(document_id))
-
-    def some_of(self, document_id: str, numbers: Sequence[int]) -> list[PassageRow]:
-        """The passages of a document with these numbers; unknown ones are left out."""
-        return self._read(lambda: self._catalog.some_of(document_id, numbers))
-
-    def known_vectors(self, document_ids: Collection[str]) -> dict[str, np.ndarray]:
-        """Text -> vector, float32 [dim], of the passages of some documents."""
-        return self._read(lambda: self._catalog.known_vectors(document_ids))
+        return self._view.clusters is not None
 
     # -- searching ---------------------------------------------------------------------------------------------
 
     def search(
         self, text: str | Sequence[str] | None, vector: np.ndarray | None, top_k: int, *, where: Filter | None = None
-    ) -> Hits:
-        """(score, passage) of the `top_k` best passages, best first; fewer if fewer exist, match the filter or resemble
+    ) -> list[Passage]:
+        """The `top_k` best passages, best first; fewer if fewer exist, match the filter or resemble
         the query at all.
 
         Args:
@@ -143,8 +103,8 @@ class PassageIndex:
           Scores are inner products with `vector`, or without one bm25. The order of a search by both is that of the sum
           over both of 1 / (60 + rank), ties in order of arrival.
         """
-        ((hits, _),) = self.stages(text, vector, top_k, 1, where=where)
-        return hits
+        ((passages, _),) = self.stages(text, vector, top_k, 1, where=where)
+        return passages
 
     def stages(
         self,
@@ -154,7 +114,7 @@ class PassageIndex:
         num_stages: int,
         *,
         where: Filter | None = None,
-    ) -> Iterator[tuple[Hits, bool]]:
+    ) -> Iterator[tuple[list[Passage], bool]]:
         """Preliminary results of `search` after each of at most `num_stages` parts of the search by similarity, and
         whether they are final: then they equal those of `search`."""
         if vector is not None:
@@ -165,38 +125,21 @@ class PassageIndex:
         depth = top_k if text is None or vector is None else max(_DEPTH, top_k)
         while True:
             view = self._view
-            with self._lock:
-                by_words = self._catalog.search(text, depth, where) if text is not None and view.num_passages else []
+            with self.catalog.lock:
+                by_words = [] if text is None or not view.num_alive else self.catalog.search(text, depth, where)
                 allowed = None if where is None else self._allowed(view, where)
             if vector is not None:
                 by_words = [hit for hit in by_words if hit[0] >= _LEAST_SHARE * by_words[0][0]]
             near: Iterator[tuple[Found, ...]] = iter([(Found(is_final=True),)])
             if vector is not None and vector.any():
-                near = zip(*(view.vectors.stages(one, depth, num_stages, allowed) for one in vector), strict=True)
+                near = zip(*(view.stages(one, depth, num_stages, allowed) for one in vector), strict=True)
             for founds in near:
-                found = Found.nearest(founds, depth)
-                if (hits := self._passages(by_words, found, vector, top_k, view)) is None:
+                found = Found.best(founds, depth)
+                if (passages := self._passages(by_words, found, vector, top_k, view)) is None:
                     break
-                yield hits, found.is_final
+                yield passages, found.is_final
                 if found.is_final:
                     return
-
-    def neighbours(self, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All rows and the `count` rows most similar to each, (int64 [n], int64 [n, count]), in batches; see
-        `VectorView.neighbours`. Without vectors, by words."""
-        view = self._view
-        if not self.settings.dim:
-            for row, passage in self._read(lambda: list(self._catalog.texts())):
-                hits = self._read(lambda text=passage: self._catalog.search(text, count + 1))
-                others = [other for _, other in hits if other != row][:count]
-                yield np.array([row]), np.array([others + [-1] * (count - len(others))], np.int64)
-            return
-        for rows, vectors in self._batches(view.last_row)():
-            yield rows, view.vectors.neighbours(rows, vectors, count)
-
-    def keys(self) -> dict[int, tuple[str, int]]:
-        """Row -> document id and number of every passage."""
-        return self._read(self._catalog.keys)
 
     def _passages(
         self,
@@ -204,16 +147,16 @@ class PassageIndex:
         near: Found,
         vector: np.ndarray | None,
         top_k: int,
-        view: _View,
-    ) -> Hits | None:
+        view: VectorView,
+    ) -> list[Passage] | None:
         """The results; None if a passage was deleted since, so that `view` is out of date."""
         ranks: dict[int, float] = {}
         for ranking in (near.rows.tolist(), [row for _, row in by_words]):
             for rank, row in enumerate(ranking, 1):
                 ranks[row] = ranks.get(row, 0.0) + 1.0 / (_RANK_OFFSET + rank)
         best = sorted(ranks, key=lambda row: (-ranks[row], row))[:top_k]
-        with self._lock:
-            known = self._catalog.passages(best)
+        with self.catalog.lock:
+            known = self.catalog.passages(best)
             if len(known) < len(best):
                 if self._view is view:
                     self._sync()  # another process deleted it
@@ -221,19 +164,9 @@ class PassageIndex:
             scores = {row: score for score, row in by_words}
             if vector is not None:
                 scores = dict(zip(near.rows.tolist(), near.scores.tolist(), strict=True))
-                others = self._catalog.some_vectors([row for row in best if row not in scores])
+                others = self.catalog.some_vectors([row for row in best if row not in scores])
                 scores |= {row: float((vector @ other).max()) for row, other in others.items()}
-        return [(scores[row], known[row]) for row in best]
-
-    def _allowed(self, view: _View, where: Filter) -> np.ndarray:
-        """The rows that match a filter, ascending; those of the last filters are remembered."""
-        known, rows = self._filtered.pop(where, (None, np.empty(0, np.int64)))
-        if known is not view:
-            rows = self._catalog.rows(where)
-        self._filtered[where] = view, rows
-        while len(self._filtered) > _MOST_FILTERS:  # the least recently used one
-            self._filtered.pop(next(iter(self._filtered)))
-        return rows
+        return [dataclasses.replace(known[row], score=scores[row]) for row in best]
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -261,47 +194,43 @@ class PassageIndex:
             vectors = np.empty((0 if self.settings.dim else sum(counts), self.settings.dim), np.float32)
         if vectors.shape != wanted:
             raise ValueError(f"vectors: wanted {list(wanted)}, got {list(vectors.shape)}")
-        with self._lock:
-            with self._catalog.transaction():
-                gone = self._catalog.remove([*removed, *ids])
+        with self.catalog.lock:
+            with self.catalog.transaction():
+                gone = self.catalog.remove([*removed, *ids])
                 parts = np.split(vectors, np.cumsum(counts)[:-1]) if documents else []
-                rows = [self._catalog.add(document, part) for document, part in zip(documents, parts, strict=True)]
+                rows = [self.catalog.add(document, part) for document, part in zip(documents, parts, strict=True)]
                 for source, digest in (digests or {}).items():
-                    self._catalog.set_digest(source, digest)
-            if self._stamp != self._catalog.stamp:
+                    self.catalog.set_digest(source, digest)
+            if self._stamp != self.catalog.stamp:
                 self._sync()
-                return
-            view = self._view
-            seen = view.vectors.without(gone) if len(gone) else view.vectors
-            added = np.concatenate(rows) if rows else np.empty(0, np.int64)
-            if len(added) and self.settings.dim:
-                seen = seen.plus(added, vectors)
-            last_row = int(added[-1]) if len(added) else view.last_row
-            self._show(_View(seen, view.num_passages - len(gone) + len(added), last_row))
+            elif len(gone) or rows:
+                view = self._view.without(gone) if len(gone) else self._view
+                self._show(view.plus(np.concatenate(rows), vectors) if rows else view)
 
     def improve(self) -> bool:
         """Clusters the vectors if there are many and too much has changed; False if nothing was done. Takes minutes for
         a million passages; searches and writes continue meanwhile."""
-        view, path = self._view, self._catalog.path
-        if path is None or not self._is_due(view.vectors):
+        view, path, dim = self._view, self.catalog.path, self.settings.dim
+        if path is None or not dim or not self._is_due(view):
             return False
         noted = None
-        if view.vectors.num_alive >= LEAST_CLUSTERED:
-            num_rows = int(np.searchsorted(self._read(self._catalog.rows), view.last_row, side="right"))
-            noted = build_clusters(self._batches(view.last_row), num_rows, self.settings.dim, path.parent)
-        with self._lock:
-            with self._catalog.transaction():
-                self._catalog.set_value("clusters", noted)
-            self._noted = {}  # a damaged file may have been replaced by its like
+        if view.num_alive >= LEAST_CLUSTERED:
+            num_rows = int(np.searchsorted(self.catalog.rows(), view.last_row, side="right"))
+            batches = functools.partial(self.catalog.vectors, dim, last=view.last_row)
+            noted = build_clusters(batches, num_rows, dim, path.parent)
+        with self.catalog.lock:
+            with self.catalog.transaction():
+                self.catalog.set_value("clusters", noted)
+            self._noted = ""  # a damaged file may have been replaced by its like
             self._sync()
-            noted = self._noted or {}
+            noted = self._noted
         for other in path.parent.glob("vectors-*.faiss"):
-            if other.name != noted.get("file"):
+            if noted is None or other != clusters_path(path.parent, noted):
                 other.unlink(missing_ok=True)
         return True
 
-    def _is_due(self, vectors: VectorView) -> bool:
-        clusters, num_alive = vectors.clusters, vectors.num_alive
+    def _is_due(self, view: VectorView) -> bool:
+        clusters, num_alive = view.clusters, view.num_alive
         if clusters is None or num_alive < LEAST_CLUSTERED:
             return (clusters is None) == (num_alive >= LEAST_CLUSTERED)
         num_changed = num_alive - clusters.num_alive + len(clusters.rows) - clusters.num_alive
@@ -309,64 +238,39 @@ class PassageIndex:
 
     def close(self) -> None:
         """Frees the vectors and closes the file; no method may be called afterwards."""
-        with self._lock:
-            self._view = _View()
-            self._catalog.close()
+        with self.catalog.lock:
+            self._show(VectorView())
+            self.catalog.close()
 
     # -- in step with the catalog ------------------------------------------------------------------------------
 
-    def _show(self, view: _View) -> None:
+    def _show(self, view: VectorView) -> None:
         self._view = view
-        self._filtered.clear()  # cached selections would only keep earlier vectors alive
-
-    def _read(self, function: Callable[[], Result]) -> Result:
-        with self._lock:
-            return function()
-
-    def _batches(self, last_row: int) -> Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]:
-        """Rows and vectors up to a row, in batches; writes may happen in between."""
-
-        def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            after = 0
-            while True:
-                with self._lock:
-                    found = next(self._catalog.vectors(self.settings.dim, after=after), None)
-                if found is None:
-                    return
-                rows, vectors = found
-                after = int(rows[-1])
-                upto = int(np.searchsorted(rows, last_row, side="right"))
-                if upto:
-                    yield rows[:upto], vectors[:upto]
-                if upto < len(rows):
-                    return
-
-        return batches
+        self._allowed.cache_clear()  # which keeps earlier views alive
 
     def _sync(self) -> None:
         """Updates the view with what any process wrote."""
         view = self._view
-        with self._catalog.snapshot():
-            noted = self._catalog.get_value("clusters")
+        with self.catalog.transaction(writes=False):
+            noted = self.catalog.get_value("clusters")
             if noted != self._noted:
                 view, self._noted = self._clustered(noted), noted
-            new = list(self._catalog.vectors(self.settings.dim, after=view.last_row)) if self.settings.dim else []
-            alive = self._catalog.rows()
-            stamp = self._catalog.stamp
-        seen = view.vectors
-        for rows, vectors in new:
-            seen = seen.plus(rows, vectors)
-        last_row = max(view.last_row, int(alive[-1]) if len(alive) else 0)
-        self._show(_View(seen.only(alive), len(alive), last_row))
-        self._stamp = stamp
+            alive = self.catalog.rows()
+            new = alive[alive > view.last_row]
+            batches = [(new, np.empty((len(new), 0), np.float32))]
+            if self.settings.dim:
+                batches = list(self.catalog.vectors(self.settings.dim, after=view.last_row))
+            self._stamp = self.catalog.stamp
+        for rows, vectors in batches:
+            view = view.plus(rows, vectors)
+        self._show(view.only(alive))
 
-    def _clustered(self, noted: dict | None) -> _View:
-        """A view of the clusters alone; empty if their file is damaged, since it can be rebuilt."""
-        if noted is None or self._catalog.path is None:
-            return _View()
+    def _clustered(self, noted: str | None) -> VectorView:
+        """The clusters alone; nothing if their file is damaged, since it can be rebuilt."""
+        if noted is None or self.catalog.path is None:
+            return VectorView()
         try:
-            clusters = load_clusters(self._catalog.path.parent, noted)
+            return VectorView(clusters=load_clusters(self.catalog.path.parent, noted))
         except ValueError as error:
             _log.warning("all vectors are compared until the index is rebuilt: %s", error)
-            return _View()
-        return _View(VectorView(clusters=clusters), last_row=int(noted["last_row"]))
+            return VectorView()

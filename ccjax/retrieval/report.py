@@ -1,4 +1,4 @@
-"""What an update of the index changed, and what it could not use: told once, then counted."""
+"""What an update of the index changed, and what it could not use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import logging
 import re
-from collections.abc import Mapping, Sequence
 
 _MOST_TOLD = 20
 """Problems that are logged one by one at each refresh."""
@@ -51,25 +50,17 @@ class RefreshReport:
             told.append(f"{count} {kind}" + (f" ({suffixes})" if kind == UNSUPPORTED else ""))
         return "; ".join(told)
 
-
-class ProblemLog:
-    """Logs each problem once, until it changes."""
-
-    def __init__(self) -> None:
-        self._told: Mapping[str, str] = {}
-
-    def tell(self, problems: Sequence[tuple[str, str]], unsupported: Sequence[str]) -> None:
-        """Logs what was not there at the last call: (path, reason) one by one, most of them as a number, and the
-        suffixes of unsupported files in one line."""
-        now = dict(problems) | {suffix: UNSUPPORTED for suffix in unsupported}
-        new = [(name, reason) for name, reason in now.items() if self._told.get(name) != reason]
-        self._told = now
-        suffixes = [name or "none" for name, reason in new if reason == UNSUPPORTED]
-        failed = [(name, reason) for name, reason in new if reason != UNSUPPORTED]
-        for name, reason in failed[:_MOST_TOLD]:
-            _log.warning("skipped %s: %s", name, reason)
+    def log_new(self, before: RefreshReport) -> None:
+        """Logs the problems that `before` did not have: those of files one by one, most of them as a number, and the
+        suffixes of unsupported files in one line; and what was left out."""
+        known, suffixes = {*before.failed}, {suffix for suffix, _ in before.unsupported}
+        failed = [problem for problem in dict.fromkeys(self.failed) if problem not in known]
+        for path, reason in failed[:_MOST_TOLD]:
+            _log.warning("skipped %s: %s", path, reason)
         if len(failed) > _MOST_TOLD:
             more = len(failed) - _MOST_TOLD
             _log.warning("skipped %d more; report.failed and GET /v1/documents/problems have all", more)
-        if suffixes:
-            _log.warning("skipped files of types that are not read: %s", ", ".join(suffixes[:_MOST_TOLD]))
+        if new := [suffix or "none" for suffix, _ in self.unsupported if suffix not in suffixes]:
+            _log.warning("skipped files of types that are not read: %s", ", ".join(new[:_MOST_TOLD]))
+        for path, num_chars in self.left_out:
+            _log.warning("left out %d characters of base64, hex or minified code: %s", num_chars, path)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import regex
 
-from ccjax.retrieval.catalog import PassageRow
+from ccjax.retrieval.catalog import Passage
 
-Hits = list[tuple[float, PassageRow]]
 _NEAR = 0.9
 """Jaccard similarity of the sets of three consecutive words."""
 _SHINGLE = 3
 
 
-def distinct(hits: Hits, top_k: int) -> Hits:
-    """The first `top_k` of the hits without near-duplicates of earlier ones: passages of the same words, up to case,
+def distinct(passages: Sequence[Passage], top_k: int) -> list[Passage]:
+    """The first `top_k` of the passages without near-duplicates of earlier ones: those of the same words, up to case,
     blanks and punctuation, or of nearly the same ones with the same numbers and single letters ("Pump A")."""
-    chosen: Hits = []
+    chosen: list[Passage] = []
     known: list[tuple[list[str], frozenset[str], frozenset[tuple[str, ...]]]] = []
-    for hit in hits:
-        words = regex.findall(r"[\p{L}\p{M}\p{N}]+", hit[1].text.casefold())
+    for passage in passages:
+        words = regex.findall(r"[\p{L}\p{M}\p{N}]+", passage.text.casefold())
         telling = frozenset(word for word in words if len(word) == 1 or not word.isalpha())
         shingles = frozenset(tuple(words[at : at + _SHINGLE]) for at in range(len(words) - _SHINGLE + 1))
         if any(
@@ -29,34 +29,35 @@ def distinct(hits: Hits, top_k: int) -> Hits:
         ):
             continue
         known.append((words, telling, shingles))
-        chosen.append(hit)
+        chosen.append(passage)
         if len(chosen) == top_k:
             break
     return chosen
 
 
 def with_neighbours(
-    hits: Hits,
+    passages: Sequence[Passage],
     room: int,
     count_tokens: Callable[[str], int],
-    beside: Callable[[str, Sequence[int]], Sequence[PassageRow]],
-) -> Hits:
-    """The hits and the passages after and before them, those of the best hits first, each where it is read; they have
-    the score of their hit.
+    some_of: Callable[[str, Sequence[int]], Sequence[Passage]],
+) -> list[Passage]:
+    """The passages and those after and before them, of the best ones first, each where it is read; they have the score
+    of the passage that brings them.
 
     Args:
-      room: tokens of all together; hits stay even if they are more.
-      beside: the passages of a document with these numbers.
+      room: tokens of all together; the passages themselves stay even if they have more.
+      some_of: the passages of a document with some numbers.
     """
-    found, room = list(hits), room - sum(count_tokens(row.text) for _, row in hits)
-    present = {(row.document_id, row.number) for _, row in hits}
-    for score, row in hits:
-        near = {other.number: other for other in beside(row.document_id, (row.number + 1, row.number - 1))}
-        for number in (row.number + 1, row.number - 1):
-            if (other := near.get(number)) is None or (row.document_id, number) in present:
+    found, room = list(passages), room - sum(count_tokens(passage.text) for passage in passages)
+    present = {passage.passage_id for passage in passages}
+    for passage in passages:
+        near = {other.number: other for other in some_of(passage.document_id, (passage.number + 1, passage.number - 1))}
+        for number in (passage.number + 1, passage.number - 1):
+            if (other := near.get(number)) is None or other.passage_id in present:
                 continue
             if (size := count_tokens(other.text)) <= room:
                 room -= size
-                present.add((row.document_id, number))
-                found.insert(found.index((score, row)) + (number > row.number), (score, other))
+                present.add(other.passage_id)
+                other = dataclasses.replace(other, score=passage.score)
+                found.insert(found.index(passage) + (number > passage.number), other)
     return found

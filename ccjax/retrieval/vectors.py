@@ -44,24 +44,16 @@ class Found:
     scores: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32))
     is_final: bool = False
 
-    def merged(self, scores: np.ndarray, rows: np.ndarray, top_k: int, *, is_final: bool = False) -> Found:
-        """The best of both, equal ones by row; rows below 0 and scores of -inf are nothing."""
-        scores, rows = np.concatenate([self.scores, scores]), np.concatenate([self.rows, rows])
-        order = np.lexsort((rows, -scores))
-        order = order[(rows[order] >= 0) & (scores[order] > -np.inf)][:top_k]
-        return Found(rows[order], scores[order], is_final)
-
     @classmethod
-    def nearest(cls, founds: Sequence[Found], top_k: int) -> Found:
-        """The best of several searches; of a row that several found, the best score."""
-        if len(founds) == 1:
-            return founds[0]
-        best: dict[int, float] = {}
-        for found in founds:
-            for row, score in zip(found.rows.tolist(), found.scores.tolist(), strict=True):
-                best[row] = max(score, best.get(row, score))
-        rows, scores = np.array(list(best), np.int64), np.array(list(best.values()), np.float32)
-        return cls().merged(scores, rows, top_k, is_final=founds[0].is_final)
+    def best(cls, founds: Sequence[Found], top_k: int) -> Found:
+        """The best of several searches, equal ones by row, of a row the best score; final if the last of them is. Rows
+        below 0 and scores of -inf are nothing."""
+        rows = np.concatenate([found.rows for found in founds])
+        scores = np.concatenate([found.scores for found in founds])
+        order = np.lexsort((rows, -scores))
+        order = order[(rows[order] >= 0) & (scores[order] > -np.inf)]
+        order = order[np.sort(np.unique(rows[order], return_index=True)[1])][:top_k]
+        return cls(rows[order], scores[order], founds[-1].is_final)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +89,9 @@ class Clusters:
             yield dataclasses.replace(found, rows=self.rows[found.rows])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class VectorView:
-    """The vectors of all passages at one moment.
+    """All passages and their vectors, which may have 0 dimensions, at one moment.
 
     Attributes:
       rows: int64 [n], ascending, of the vectors in memory, all after those of `clusters`.
@@ -121,6 +113,12 @@ class VectorView:
     def num_alive(self) -> int:
         """Number of rows that are not deleted."""
         return self.num_clustered + int(np.count_nonzero(self.alive))
+
+    @property
+    def last_row(self) -> int:
+        """The last row, deleted or not; 0 without any."""
+        rows = self.rows if self.clusters is None or len(self.rows) else self.clusters.rows
+        return int(rows[-1]) if len(rows) else 0
 
     def plus(self, rows: np.ndarray, vectors: np.ndarray) -> VectorView:
         """With more rows, int64 [n], and their vectors, float32 [n, dim]. Small blocks are joined, so that a write
@@ -165,22 +163,19 @@ class VectorView:
         best = Found()
         if self.clusters is None:
             for start, end in _parts(len(self.rows), num_stages):
-                best = self._compared(best, query, top_k, start, end, allowed)
+                best = Found.best([best, self._compared(query, top_k, start, end, allowed)], top_k)
                 if end < len(self.rows):
                     yield best
         else:
-            known = self._compared(best, query, top_k, 0, len(self.rows), allowed)
-            best = known
+            best = known = Found.best([self._compared(query, top_k, 0, len(self.rows), allowed)], top_k)
             for found in self.clusters.stages(query, top_k, num_stages, allowed):
-                best = known.merged(found.scores, found.rows, top_k)
+                best = Found.best([known, found], top_k)
                 if not found.is_final:
                     yield best
         yield dataclasses.replace(best, is_final=True)
 
-    def _compared(
-        self, best: Found, query: np.ndarray, top_k: int, start: int, end: int, allowed: np.ndarray | None
-    ) -> Found:
-        """With the best of a part of the rows in memory, each compared."""
+    def _compared(self, query: np.ndarray, top_k: int, start: int, end: int, allowed: np.ndarray | None) -> Found:
+        """Of a part of the rows in memory those that may be the best, each compared."""
         scores, first = np.full(end - start, -np.inf, np.float32), 0
         for block in self.blocks:
             part = block[max(0, start - first) : max(0, end - first)]
@@ -195,32 +190,7 @@ class VectorView:
             worst = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
             near = scores >= worst
             scores, rows = scores[near], rows[near]
-        return best.merged(scores, rows, top_k)
-
-    def neighbours(self, rows: np.ndarray, vectors: np.ndarray, count: int) -> np.ndarray:
-        """int64 [n, count]: for each of `rows` [n], whose vectors are `vectors` [n, dim], the other rows most similar
-        to it, the nearest first, ties by row; -1 where fewer resemble it at all."""
-        vectors, parts = np.ascontiguousarray(vectors, np.float32), []
-        if self.clusters is not None:
-            index, known = self.clusters.index, self.clusters.rows
-            selector = _faiss.IDSelectorBitmap(np.packbits(self.clusters.alive, bitorder="little"))
-            params = _faiss.SearchParametersIVF(nprobe=index.nprobe, sel=selector)
-            scores, ids = index.search(vectors, count + 1, params=params)
-            parts.append((scores, np.where(ids < 0, -1, known[ids])))
-        start = 0
-        for block in self.blocks:
-            own = slice(start, start + len(block))
-            block, known, start = block[self.alive[own]], self.rows[own][self.alive[own]], own.stop
-            if len(block):
-                scores, ids = _faiss.knn(vectors, block, min(count + 1, len(block)), faiss.METRIC_INNER_PRODUCT)
-                parts.append((scores, known[ids]))
-        if not parts:
-            return np.full((len(rows), count), -1, np.int64)
-        scores, found = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
-        is_other = (found >= 0) & (found != rows[:, None]) & (scores > 0.0)
-        order = np.lexsort((found, np.where(is_other, -scores, np.inf)))[:, :count]
-        best = np.take_along_axis(np.where(is_other, found, -1), order, axis=1)
-        return np.pad(best, ((0, 0), (0, count - best.shape[1])), constant_values=-1)
+        return Found(rows, scores)
 
 
 def staged_search(
@@ -239,41 +209,24 @@ def staged_search(
       query: float32 [dim].
       selector: rows that may be found; None for all.
       num_probes: number of clusters to search instead of `index.nprobe`.
-
-    Raises:
-      ValueError: another kind of index or metric, a query of another length, or a number below 1.
     """
-    for name, value in (("top_k", top_k), ("num_stages", num_stages)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: wanted an integer of at least 1, got {value!r}")
-    if query.shape != (index.d,):
-        raise ValueError(f"query: wanted [{index.d}], got {query.shape}")
-    if not isinstance(index, faiss.IndexIVF) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
-        raise ValueError(f"index: wanted IVF with inner products, got {type(index).__name__}")
-    vector, probes = np.ascontiguousarray(query, np.float32)[None], min(num_probes or index.nprobe, index.nlist)
-    return _groups(index, vector, top_k, num_stages, selector, probes)
-
-
-def _groups(
-    index: Any, vector: np.ndarray, top_k: int, num_stages: int, selector: Any, num_probes: int
-) -> Iterator[Found]:
-    distances, clusters = index.quantizer.search(vector, num_probes)
+    vector, most = np.ascontiguousarray(query, np.float32)[None], min(num_probes or index.nprobe, index.nlist)
+    distances, clusters = index.quantizer.search(vector, most)
     best = Found()
-    for start, end in _parts(num_probes, num_stages):
+    for start, end in _parts(most, num_stages):
         own = [np.ascontiguousarray(part[:, start:end]) for part in (clusters, distances)]
         scores, rows = np.empty((1, top_k), np.float32), np.empty((1, top_k), np.int64)
         # The form that takes parameters: `search_preassigned` itself would need `index.nprobe` changed.
         params = _faiss.SearchParametersIVF(nprobe=end - start, sel=selector)
         pointers = [_faiss.swig_ptr(array) for array in (vector, *own, scores, rows)]
         index.search_preassigned_c(1, pointers[0], top_k, *pointers[1:], False, params)
-        best = best.merged(scores[0], rows[0], top_k, is_final=end == num_probes)
+        best = Found.best([best, Found(rows[0], scores[0], end == most)], top_k)
         yield best
 
 
-def build_clusters(batches: Batches, num_rows: int, dim: int, directory: Path) -> dict[str, Any]:
-    """Writes an IVF index of all rows of `batches` to a new file in `directory`; returns its `file` name, `sha256`,
-    `num_rows` and `last_row` for `load_clusters`. Takes minutes for a million rows.
-    """
+def build_clusters(batches: Batches, num_rows: int, dim: int, directory: Path) -> str:
+    """Writes an IVF index of all rows of `batches` to a new file in `directory`; returns the sha256 (hex) of the file,
+    which it is named by. Takes minutes for a million rows."""
     num_clusters = max(1, min(2 ** round(math.log2(4.0 * math.sqrt(num_rows))), num_rows // 16))
     is_sample = np.zeros(num_rows, np.bool_)
     is_sample[np.random.default_rng(0).permutation(num_rows)[: num_clusters * _POINTS_PER_CLUSTER]] = True
@@ -284,32 +237,36 @@ def build_clusters(batches: Batches, num_rows: int, dim: int, directory: Path) -
     index: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, num_clusters, faiss.METRIC_INNER_PRODUCT)
     index.cp.max_points_per_centroid, index.cp.min_points_per_centroid = _POINTS_PER_CLUSTER, 1
     index.train(np.concatenate(sample))
-    mapped, last_row = faiss.IndexIDMap(index), 0
+    mapped = faiss.IndexIDMap(index)
     for rows, vectors in batches():
         mapped.add_with_ids(vectors, rows)  # pyright: ignore[reportCallIssue]
-        last_row = int(rows[-1])
     temporary = directory / f".writing-{os.getpid()}.faiss"  # renamed when complete: no reader sees half a file
     try:
         faiss.write_index(mapped, str(temporary))
         with temporary.open("rb+") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
-        temporary.replace(directory / f"vectors-{digest[:16]}.faiss")
+        temporary.replace(clusters_path(directory, digest))
     finally:
         temporary.unlink(missing_ok=True)
-    return {"file": f"vectors-{digest[:16]}.faiss", "sha256": digest, "num_rows": mapped.ntotal, "last_row": last_row}
+    return digest
 
 
-def load_clusters(directory: Path, noted: dict[str, Any]) -> Clusters:
+def clusters_path(directory: Path, digest: str) -> Path:
+    """The file with this sha256 (hex)."""
+    return directory / f"vectors-{digest[:16]}.faiss"
+
+
+def load_clusters(directory: Path, digest: str) -> Clusters:
     """The clusters that `build_clusters` wrote, their vectors mapped into memory.
 
     Raises:
       ValueError: the file is missing or damaged.
     """
     try:
-        path = directory / Path(noted["file"]).name
+        path = clusters_path(directory, digest)
         with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != noted["sha256"]:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise ValueError(f"{path.name} does not have its recorded sha256")
         mapped = _faiss.read_index(str(path), faiss.IO_FLAG_MMAP)
     except (OSError, RuntimeError, KeyError, TypeError) as error:

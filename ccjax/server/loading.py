@@ -61,19 +61,9 @@ def open_documents(
         message = str(error).removeprefix("directory: ").removeprefix("embedder: ")
         raise ValueError(f"embedder: {message}") from error
     key = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
-    retriever = Retriever.open(
-        directory,
-        index_dir=options.index_dir or user_cache() / "index" / key,
-        search=options.search,
-        embedder=embedder,
-        count_tokens=token_counter(tokenizer),
-        chunk_tokens=options.chunk_tokens,
-        overlap_tokens=options.overlap_tokens,
-        exclude=options.docs_exclude,
-        outside_links=options.docs_links,
-        max_file_bytes=options.max_file_bytes,
-        progress=progress,
-    )
+    settings = {name: getattr(options, name) for name in DocumentOptions.model_fields}
+    settings |= {"embedder": embedder, "index_dir": options.index_dir or user_cache() / "index" / key}
+    retriever = Retriever.open(directory, count_tokens=token_counter(tokenizer), progress=progress, **settings)
     if not retriever.num_passages:
         failed, skipped = retriever.report.failed, retriever.report.skipped_text()
         retriever.close()

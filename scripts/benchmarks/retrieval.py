@@ -125,10 +125,10 @@ class _Bench:
         return figures
 
     def _open(self) -> PassageIndex:
-        return PassageIndex.open(self._directory, self._settings)
+        return PassageIndex(self._directory, self._settings)
 
     def _found(self, index: PassageIndex, vector: np.ndarray) -> set[tuple[str, int]]:
-        return {(row.document_id, row.number) for _, row in index.search(None, vector, self._top_k)}
+        return {(hit.document_id, hit.number) for hit in index.search(None, vector, self._top_k)}
 
     def _fill(self, index: PassageIndex, texts: Sequence[str], batches: Iterator[np.ndarray]) -> float:
         seconds, number = 0.0, 0
@@ -160,7 +160,7 @@ class _Bench:
         for text, vector in self._questions:
             start = time.perf_counter()
             seen = [
-                (time.perf_counter() - start, [(row.document_id, row.number) for _, row in hits])
+                (time.perf_counter() - start, [(hit.document_id, hit.number) for hit in hits])
                 for hits, _ in index.stages(text, vector, self._top_k, 8)
             ]
             first = next(
@@ -176,7 +176,7 @@ class _Bench:
 
     def _changes(self, index: PassageIndex, real: np.ndarray) -> dict[str, Any]:
         """Replaces one in a hundred documents and deletes one in a hundred, without clustering them anew."""
-        ids = sorted(index.versions())
+        ids = sorted(index.catalog.versions())
         replaced, removed = ids[0::100], ids[50::100]
         rng = np.random.default_rng(7)
         vectors = real[rng.integers(0, len(real), len(replaced))]

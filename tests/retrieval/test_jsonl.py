@@ -69,7 +69,7 @@ def test_a_collection_is_searched_like_files(tmp_path: Path) -> None:
     assert retriever.document_ids == ("sub/a.jsonl/7", "sub/a.jsonl/bees", "tea.md")
     (hit,) = retriever.search("bees in the hive", 1)
     assert (hit.document_id, hit.passage_id) == ("sub/a.jsonl/bees", "sub/a.jsonl/bees#0")
-    assert hit.path == str(tmp_path / "sub" / "a.jsonl") and hit.metadata == {"year": 2020, "tags": ["x"]}
+    assert hit.source == "sub/a.jsonl" and hit.metadata == {"year": 2020, "tags": ["x"]}
     old = retriever.search("the ocean off Canton", 9, filters={"type": "lt", "key": "year", "value": 2000})
     assert [passage.document_id for passage in old] == ["tea.md"]
     own = retriever.search("tea on the moon", 9, filters={"type": "eq", "key": "document_id", "value": "sub/a.jsonl/7"})
@@ -110,9 +110,6 @@ def test_collection_problems_are_reported_on_every_refresh(tmp_path: Path) -> No
     assert retriever.num_documents == 1
     collection(path, BEES)
     assert retriever.refresh() == RefreshReport()
-    with pytest.raises(DocumentError):
-        collection(path, "{")
-        open_retriever(tmp_path, strict=True)
 
 
 def test_unreadable_collection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

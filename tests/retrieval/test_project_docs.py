@@ -29,7 +29,7 @@ def retriever() -> Retriever:
         FOLDER,
         embedder=MiniLMEmbedder.find(),
         count_tokens=lambda text: len(text.split()) * 3 // 2,
-        exclude=["*.jsonl"],
+        docs_exclude=["*.jsonl"],
     )
 
 

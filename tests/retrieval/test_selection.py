@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_passages_above_the_score_are_found_behind_many_below_it(
 
     def scored(index: PassageIndex, *args, **options):
         for hits, is_all in stages(index, *args, **options):
-            yield [(0.1 if 1 < at < 15 else 0.9, row) for at, (_, row) in enumerate(hits)], is_all
+            yield [dataclasses.replace(hit, score=0.1 if 1 < at < 15 else 0.9) for at, hit in enumerate(hits)], is_all
 
     monkeypatch.setattr(PassageIndex, "stages", scored)
     assert len(found(tmp_path, "tide rises", 5, min_score=0.5)) == 5

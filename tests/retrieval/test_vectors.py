@@ -9,7 +9,7 @@ import faiss
 import numpy as np
 import pytest
 
-from ccjax.retrieval.vectors import Found, VectorView, build_clusters, load_clusters, staged_search
+from ccjax.retrieval.vectors import Found, VectorView, build_clusters, clusters_path, load_clusters, staged_search
 
 DIM, NUM_VECTORS = 16, 20_000
 
@@ -44,11 +44,11 @@ def clustered(tmp_path_factory: pytest.TempPathFactory) -> VectorView:
             part = slice(start, min(num, start + 4000))
             yield ROWS[part], VECTORS[part]
 
-    noted = build_clusters(batches, num, DIM, directory)
-    assert noted["num_rows"] == num and noted["last_row"] == ROWS[num - 1]
-    view = VectorView(clusters=load_clusters(directory, noted))
+    digest = build_clusters(batches, num, DIM, directory)
+    view = VectorView(clusters=load_clusters(directory, digest))
+    assert view.num_alive == num and view.last_row == ROWS[num - 1]
     with open("/proc/self/maps") as maps:
-        assert noted["file"] in maps.read()  # the file is mapped
+        assert str(clusters_path(directory, digest)) in maps.read()  # the file is mapped
     return view.plus(ROWS[num:], VECTORS[num:])
 
 
@@ -135,19 +135,6 @@ def test_deleted_rows_are_not_found_and_their_vectors_are_freed(view: VectorView
     assert nothing.num_alive == 0 and last(nothing.stages(QUERIES[0], 3)).rows.tolist() == []
 
 
-def test_neighbours_are_what_a_search_finds_without_the_row_itself(view: VectorView) -> None:
-    view = view.without(ROWS[:50])
-    rows, vectors = ROWS[100:140], VECTORS[100:140]
-    found = view.neighbours(rows, vectors, 4)
-    same = 0
-    for row, vector, others in zip(rows, vectors, found, strict=True):
-        wanted = [other for other in last(view.stages(vector, 5)).rows.tolist() if other != row][:4]
-        same += others.tolist() == wanted
-        assert row not in others
-    assert same >= 38  # two ways to sum
-    assert VectorView().neighbours(rows[:2], vectors[:2], 3).tolist() == [[-1] * 3] * 2
-
-
 def test_equal_scores_are_ordered_by_row_and_top_k_may_exceed_the_rows(flat: VectorView) -> None:
     view = VectorView().plus(np.arange(40), np.repeat(unit(1, 5), 40, axis=0))
     assert last(view.stages(unit(1, 5)[0], 40, 5)).rows.tolist() == list(range(40))
@@ -177,18 +164,3 @@ def test_last_stage_is_bit_identical_to_the_search_of_faiss(ivf, num_stages: int
         assert sorted(final.rows.tolist()) == sorted(rows[number].tolist())  # equal scores in any order
         np.testing.assert_array_equal(final.scores, scores[number])
         assert final.is_final and len(before) < num_stages
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"top_k": 0}, "top_k: wanted an integer of at least 1, got 0"),
-        ({"num_stages": 1.5}, "num_stages"),
-        ({"query": QUERIES[0][:4]}, r"query: wanted \[16\], got \(4,\)"),
-        ({"index": faiss.IndexFlatIP(DIM)}, "index: wanted IVF with inner products, got IndexFlatIP"),
-    ],
-)
-def test_error_names_the_bad_argument(ivf, change: dict, message: str) -> None:
-    arguments = {"index": ivf, "query": QUERIES[0], "top_k": 5, "num_stages": 2, **change}
-    with pytest.raises(ValueError, match=message):
-        staged_search(arguments.pop("index"), arguments.pop("query"), arguments.pop("top_k"), **arguments)
