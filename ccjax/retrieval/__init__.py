@@ -9,39 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ccjax.retrieval.catalog import Passage
-    from ccjax.retrieval.documents import DocumentError, LoadedDocument, load_document
-    from ccjax.retrieval.embedding import Embedder, MiniLMEmbedder, default_embedder
-    from ccjax.retrieval.report import RefreshReport
-    from ccjax.retrieval.retriever import Progress, Retriever
+    from ccjax.retrieval.catalog import Passage as Passage
+    from ccjax.retrieval.documents import DocumentError as DocumentError
+    from ccjax.retrieval.documents import LoadedDocument as LoadedDocument
+    from ccjax.retrieval.documents import load_document as load_document
+    from ccjax.retrieval.embedding import Embedder as Embedder
+    from ccjax.retrieval.embedding import MiniLMEmbedder as MiniLMEmbedder
+    from ccjax.retrieval.embedding import default_embedder as default_embedder
+    from ccjax.retrieval.report import RefreshReport as RefreshReport
+    from ccjax.retrieval.retriever import Retriever as Retriever
 
-_EXPORTS = {
-    "DocumentError": "documents",
-    "LoadedDocument": "documents",
-    "load_document": "documents",
-    "Embedder": "embedding",
-    "MiniLMEmbedder": "embedding",
-    "default_embedder": "embedding",
-    "Passage": "catalog",
-    "Progress": "retriever",
-    "RefreshReport": "report",
-    "Retriever": "retriever",
+_MODULES = {
+    "catalog": ("Passage",),
+    "documents": ("DocumentError", "LoadedDocument", "load_document"),
+    "embedding": ("Embedder", "MiniLMEmbedder", "default_embedder"),
+    "report": ("RefreshReport",),
+    "retriever": ("Retriever",),
 }
-__all__ = [
-    "DocumentError",
-    "Embedder",
-    "LoadedDocument",
-    "MiniLMEmbedder",
-    "Passage",
-    "Progress",
-    "RefreshReport",
-    "Retriever",
-    "default_embedder",
-    "load_document",
-]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

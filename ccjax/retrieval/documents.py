@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
+import json
 import re
 import stat
 import sys
@@ -23,6 +25,7 @@ _MOST = sys.float_info.max
 _MOST_FRONT_MATTER_CHARS = 65_536
 """YAML is parsed at 0.1 MB/s."""
 Value = str | float | bool
+_Read = Callable[[bytes], "LoadedDocument"]
 
 
 class DocumentError(ValueError):
@@ -130,17 +133,22 @@ def parse_document(path: Path, data: bytes) -> LoadedDocument:
         raise DocumentError(path, "the file is empty")
     try:
         loaded = _READERS[_kind(path)](data)
-    except UnicodeDecodeError as error:
-        raise DocumentError(path, f"not {error.encoding}: byte {error.start}, {error.reason}") from None
-    except ValueError as error:
-        raise DocumentError(path, str(error)) from None
-    except Exception as error:  # libraries raise more than they document, on broken files
-        raise DocumentError(path, f"cannot be parsed: {type(error).__name__}: {error}"[:400]) from None
+    except Exception as error:
+        raise DocumentError(path, reason_of(error)) from None
     text = cleaned(loaded.text).strip("\n").rstrip()
     if not text.strip():
         raise DocumentError(path, "no text besides a title" if loaded.title else "no text")
     title = " ".join(cleaned(loaded.title).split())
     return dataclasses.replace(loaded, title=title or _title_from_name(path), text=text)
+
+
+def reason_of(error: Exception) -> str:
+    """Why content could not be parsed; libraries raise more than they document, on broken files."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not {error.encoding}: byte {error.start}, {error.reason}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error}"
+    return str(error) if isinstance(error, ValueError) else f"cannot be parsed: {type(error).__name__}: {error}"[:400]
 
 
 def _title_from_name(path: Path) -> str:
@@ -196,55 +204,35 @@ def _without_front_matter(text: str) -> tuple[str, Mapping[str, Any]]:
     return (text[found.end() :], front) if isinstance(front, Mapping) else (text, {})
 
 
-def _read_html(data: bytes) -> LoadedDocument:
-    from ccjax.retrieval.html import read_html
-
-    text, notes = _decoded(data, is_html=True)
-    title, text = read_html(text)
-    return LoadedDocument(title, text, True, notes=notes)
-
-
-def _read_pdf(data: bytes) -> LoadedDocument:
-    from ccjax.retrieval.pdf import read_pdf
-
-    title, text, note = read_pdf(data)
-    return LoadedDocument(title, text, notes=() if note is None else (note,))
-
-
-def _read_other(name: str, **options: Any) -> Callable[[bytes], LoadedDocument]:
-    """A reader from `ccjax.retrieval.formats`, of text or of bytes."""
+def _reader(name: str, *, of_text: bool = False, markdown: bool = True, **options: Any) -> _Read:
+    """A function of this package, of text or of bytes, which returns title, text and maybe a note, or only a text. Its
+    module, and the library that it needs, are loaded when the first file is read."""
 
     def read(data: bytes) -> LoadedDocument:
-        import ccjax.retrieval.formats as formats
-
-        notes: tuple[str, ...] = ()
-        if name in ("read_rst", "read_csv"):
-            text, notes = _decoded(data)
-            found = getattr(formats, name)(text, **options)
-        else:
-            found = getattr(formats, name)(data)
-        if isinstance(found, tuple):
-            return LoadedDocument(found[0], found[1], True, notes=notes)
-        title, text = _without_title(found, None)
-        return LoadedDocument(title, text, True, notes=notes)
+        module, _, function = name.partition(".")
+        call = getattr(importlib.import_module(f"ccjax.retrieval.{module}"), function)
+        content, notes = _decoded(data, is_html=module == "html") if of_text else (data, ())
+        found = call(content, **options)
+        title, text, *more = _without_title(found, None) if isinstance(found, str) else found
+        return LoadedDocument(title, text, markdown, notes=(*notes, *filter(None, more)))
 
     return read
 
 
-_READERS: dict[str, Callable[[bytes], LoadedDocument]] = {
+_READERS: dict[str, _Read] = {
     **dict.fromkeys((".md", ".markdown"), _read_markdown),
     **dict.fromkeys((".txt", ".text", ".log", "README", "LICENSE"), _read_text),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
-    ".pdf": _read_pdf,
-    ".rst": _read_other("read_rst"),
-    ".csv": _read_other("read_csv"),
-    ".tsv": _read_other("read_csv", delimiter="\t"),
-    ".ipynb": _read_other("read_notebook"),
-    ".eml": _read_other("read_mail"),
-    ".docx": _read_other("read_docx"),
-    ".pptx": _read_other("read_pptx"),
-    ".xlsx": _read_other("read_xlsx"),
-    ".epub": _read_other("read_epub"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), _reader("html.read_html", of_text=True)),
+    ".pdf": _reader("pdf.read_pdf", markdown=False),
+    ".rst": _reader("formats.read_rst", of_text=True),
+    ".csv": _reader("formats.read_csv", of_text=True),
+    ".tsv": _reader("formats.read_csv", of_text=True, delimiter="\t"),
+    ".ipynb": _reader("formats.read_notebook"),
+    ".eml": _reader("formats.read_mail"),
+    ".docx": _reader("formats.read_docx"),
+    ".pptx": _reader("formats.read_pptx"),
+    ".xlsx": _reader("formats.read_xlsx"),
+    ".epub": _reader("formats.read_epub"),
 }
 
 

@@ -22,11 +22,8 @@ class Embedder(Protocol):
       dim: length of a vector.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dim(self) -> int: ...
+    name: str
+    dim: int
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Float32 [len(texts), dim], rows of L2 norm 1, or 0 for a text without any feature."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ccjax.retrieval.documents import DocumentError, LoadedDocument, cleaned, plain_metadata
+from ccjax.retrieval.documents import DocumentError, LoadedDocument, cleaned, plain_metadata, reason_of
 from ccjax.types import LONGEST_ID
 
 _LONGEST_ID = LONGEST_ID - 16
@@ -56,22 +56,13 @@ def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Collec
     try:
         with path.open("rb") as file:
             for number, line in enumerate(_lines(file, max_line_bytes), 1):
-                if line is None:
-                    yield DocumentError(
-                        f"{path}:{number}", f"too large: over the limit max_file_bytes={max_line_bytes}"
-                    )
-                elif line.strip():
-                    try:
+                try:
+                    if line is None:
+                        raise ValueError(f"too large: over the limit max_file_bytes={max_line_bytes}")
+                    if line.strip():
                         yield _parse(line.strip(), name)
-                    except UnicodeDecodeError as error:
-                        reason = f"not {error.encoding}: byte {error.start}, {error.reason}"
-                        yield DocumentError(f"{path}:{number}", reason)
-                    except json.JSONDecodeError as error:
-                        yield DocumentError(f"{path}:{number}", f"not JSON: {error}")
-                    except ValueError as error:
-                        yield DocumentError(f"{path}:{number}", str(error))
-                    except Exception as error:  # RecursionError, ...
-                        yield DocumentError(f"{path}:{number}", f"{type(error).__name__}: {error}")
+                except Exception as error:
+                    yield DocumentError(f"{path}:{number}", reason_of(error))
     except OSError as error:
         raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
 
