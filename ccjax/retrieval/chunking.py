@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -103,13 +104,7 @@ def split(
 class _Splitter:
     def __init__(self, title: str, count_tokens: Callable[[str], int], limit: int) -> None:
         self._title, self._count_tokens, self._limit = title, count_tokens, limit
-        self._known = {"": 0}
-
-    def _count(self, text: str) -> int:
-        """Tokens of a text that occurs often."""
-        if text not in self._known:
-            self._known[text] = self._count_tokens(text)
-        return self._known[text]
+        self._count = functools.cache(lambda text: count_tokens(text) if text else 0)  # of texts that occur often
 
     # -- units ---------------------------------------------------------------------------------------------------
 
@@ -154,8 +149,7 @@ class _Splitter:
         starts = block.rows or [row for row in range(block.start, block.end) if lines[row].strip()]
         starts[0], head, tail, num_first = block.start, "", "", 1
         if block.kind == "table":
-            above = units[-1].text.strip() if units and not units[-1].heading and lines[block.start - 1].strip() else ""
-            above = above or (units[-1].text.strip() if units and not units[-1].heading else "")
+            above = units[-1].text.strip() if units and not units[-1].heading else ""
             head, num_first = "\n".join(lines[block.start : block.start + 2]), 2
             if above and "\n" not in above and self._count(f"{above}\n\n{head}") <= self._limit // 2:
                 head = f"{above}\n\n{head}"
@@ -300,9 +294,8 @@ def _separated(lines: Sequence[str], start: int, end: int) -> str:
 
 def _parent(unit: _Unit) -> str:
     """The context without the unit's own heading."""
-    if not unit.heading or unit.context == unit.heading:
-        return "" if unit.heading else unit.context
-    return unit.context.removesuffix(f" > {unit.heading}")
+    own = f" > {unit.heading}" if unit.heading else ""
+    return f" > {unit.context}".removesuffix(own).removeprefix(" > ")
 
 
 def _parts(text: str, level: int) -> Iterator[str]:

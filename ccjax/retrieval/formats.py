@@ -20,7 +20,8 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from ccjax.retrieval.encoding import decode
-from ccjax.retrieval.html import read_html, table
+from ccjax.retrieval.html import read_html
+from ccjax.retrieval.markdown import fenced, table
 
 _MOST_UNPACKED_BYTES, _MOST_PARTS, _MOST_CELLS = 200_000_000, 20_000, 2_000_000
 _LONGEST_OUTPUT = 2000
@@ -78,20 +79,15 @@ def read_notebook(data: bytes) -> str:
         if cell.get("cell_type") != "code":
             parts.append(source)
             continue
-        parts.append(_fenced(source, language))
+        parts.append(fenced(source, language))
         for output in cell.get("outputs", []):
             shown = _text_of(output.get("text") or (output.get("data") or {}).get("text/plain") or "")
-            parts.append(_fenced(shown[:_LONGEST_OUTPUT], "") if shown.strip() else "")
+            parts.append(fenced(shown[:_LONGEST_OUTPUT]) if shown.strip() else "")
     return "\n\n".join(filter(None, parts))
 
 
 def _text_of(source: Any) -> str:
     return "".join(map(str, source)) if isinstance(source, list) else str(source)
-
-
-def _fenced(text: str, language: str) -> str:
-    marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{marks}{language}\n{text.rstrip()}\n{marks}"
 
 
 def read_mail(data: bytes) -> tuple[str, str]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from selectolax.lexbor import LexborHTMLParser
 
+from ccjax.retrieval.markdown import fenced, table
+
 _UNSEEN = (
     "head, script, style, noscript, template, svg, iframe, object, audio, video, canvas, select, button, datalist, "
     "nav, body > footer, body > header:not(:has(h1)), [hidden], [aria-hidden=true], dialog:not([open]), "
@@ -30,8 +32,7 @@ _MOST_MENUS = 1000
 """Elements that are looked at, as that takes time proportional to their text."""
 _DEEPEST = 24
 """Elements of the page that are written as a whole; deeper ones become plain text."""
-_MOST_COLUMNS, _LONGEST_REPEATED, _LONGEST_TARGET, _LONGEST_HEADER = 50, 200, 200, 240
-_ESCAPED = re.compile(r"(?<!\\)\|")
+_MOST_COLUMNS, _LONGEST_REPEATED, _LONGEST_TARGET = 50, 200, 200
 
 
 class _Cell(NamedTuple):
@@ -131,8 +132,7 @@ class _Writer:
         if not text.strip():
             return ""
         if tag == "pre":
-            marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-            return f"{marks}\n{text.replace(_BLOCK, '').replace(_LINE, chr(10))}\n{marks}"
+            return fenced(text.replace(_BLOCK, "").replace(_LINE, "\n"))
         if tag == "a":
             target = (node.attributes.get("href") or "").strip().replace(" ", "%20")
             is_told = target and len(target) <= _LONGEST_TARGET and not re.match(r"#|javascript:|data:", target, re.I)
@@ -189,15 +189,3 @@ def _table(rows: Sequence[Sequence[_Cell]]) -> str:
     columns = range(num_columns)
     header = [" ".join(dict.fromkeys(row.get(column, "") for row in grid[:num_header])) for column in columns]
     return table([header, *([row.get(at, "") for at in range(max(row) + 1)] for row in grid[num_header:])])
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its header first; if the header is too long to be repeated often, rows as `name: value`."""
-    rows = [[" ".join(_ESCAPED.sub(r"\\|", cell).split()) for cell in row] for row in rows]
-    if sum(map(len, rows[0])) > _LONGEST_HEADER:
-        pairs = (zip(rows[0], row, strict=False) for row in rows[1:])
-        return "\n".join(
-            "- " + "; ".join(f"{name}: {cell}" if name else cell for name, cell in row if cell) for row in pairs
-        )
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -1,10 +1,10 @@
-"""The blocks of Markdown as ranges of lines: headings, paragraphs, list items, tables and code."""
+"""Markdown: its blocks as ranges of lines (headings, paragraphs, list items, tables, code); tables and code as text."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -14,6 +14,8 @@ _PARSER.core.ruler.enableOnly(["normalize", "block"])
 _LEAVES = {"heading_open", "paragraph_open", "table_open", "fence", "code_block", "html_block", "hr"}
 _CODE_OR_COMMENT = re.compile(r"(?<!`)(`+)(?!`)[^\n]*?(?<!`)\1(?!`)|<!--(?s:.*?)-->")
 _NOTE = re.compile(r"(?m)^\[(?://|comment|_)\]:[ ]?#.*$")
+_BAR = re.compile(r"(?<!\\)\|")
+_LONGEST_HEADER = 240
 _LINK = re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)")
 
 
@@ -74,6 +76,24 @@ def without_comments(text: str) -> str:
         parts.append("\n".join(lines[start:behind]))
         end = behind
     return "\n".join(parts[:-1])
+
+
+def fenced(text: str, language: str = "") -> str:
+    """A block of code."""
+    marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{marks}{language}\n{text.rstrip()}\n{marks}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A table, its header first; if the header is too long to be repeated often, rows as `name: value`."""
+    rows = [[" ".join(_BAR.sub(r"\\|", cell).split()) for cell in row] for row in rows]
+    if sum(map(len, rows[0])) > _LONGEST_HEADER:
+        pairs = (zip(rows[0], row, strict=False) for row in rows[1:])
+        return "\n".join(
+            "- " + "; ".join(f"{name}: {cell}" if name else cell for name, cell in row if cell) for row in pairs
+        )
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def _lines(token: Token) -> tuple[int, int]:

@@ -117,9 +117,8 @@ class Retriever:
             raise ValueError(f"docs_dir: wanted a directory, got {str(docs_dir)!r}")
         if chosen.index_dir is not None and Path(chosen.index_dir).resolve() == docs_dir.resolve():
             raise ValueError(f"index_dir: wanted a directory other than docs_dir, got {chosen.index_dir!r}")
-        if chosen.overlap_tokens >= chosen.chunk_tokens:
-            limit = f"less than chunk_tokens={chosen.chunk_tokens}"
-            raise ValueError(f"overlap_tokens: wanted at least 0 and {limit}, got {chosen.overlap_tokens}")
+        sizes = {"chunk_tokens": chosen.chunk_tokens, "overlap_tokens": chosen.overlap_tokens}
+        split("", count_tokens=count_tokens, **sizes)  # refuses what does not go together
         if chosen.search == "lexical":
             embedder = None
         elif embedder is None and (embedder := default_embedder()) is None:
