@@ -64,13 +64,13 @@ TEXTS = {
     ],
 )
 def test_words_of_many_scripts_are_found(question: str, wanted: str) -> None:
-    index = PassageIndex.open(None, SETTINGS)
+    index = PassageIndex(None, SETTINGS)
     index.write([IndexedDocument(name, "", "v", (text,)) for name, text in TEXTS.items()])
-    assert index.search(question, None, 1)[0][1].document_id == wanted
+    assert index.search(question, None, 1)[0].document_id == wanted
 
 
 @pytest.mark.parametrize("question", ['"', "' OR 1", "NEAR(", "a*", "text:x", "^", "\x00", "(((", "x AND", "-- ;"])
 def test_no_question_is_read_as_a_query(question: str) -> None:
-    index = PassageIndex.open(None, SETTINGS)
+    index = PassageIndex(None, SETTINGS)
     index.write([IndexedDocument("d", "", "v", ("x or and near",))])
     assert len(index.search(question, None, 3)) <= 1
