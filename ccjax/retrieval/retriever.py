@@ -117,8 +117,8 @@ class Retriever:
             raise ValueError(f"docs_dir: wanted a directory, got {str(docs_dir)!r}")
         if chosen.index_dir is not None and Path(chosen.index_dir).resolve() == docs_dir.resolve():
             raise ValueError(f"index_dir: wanted a directory other than docs_dir, got {chosen.index_dir!r}")
-        sizes = {"chunk_tokens": chosen.chunk_tokens, "overlap_tokens": chosen.overlap_tokens}
-        split("", count_tokens=count_tokens, **sizes)  # refuses what does not go together
+        # Refuses sizes that do not go together.
+        split("", count_tokens=count_tokens, chunk_tokens=chosen.chunk_tokens, overlap_tokens=chosen.overlap_tokens)
         if chosen.search == "lexical":
             embedder = None
         elif embedder is None and (embedder := default_embedder()) is None:

@@ -57,6 +57,40 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
+class Block:
+    """Some rows in memory.
+
+    Attributes:
+      rows: int64 [n], ascending.
+      alive: bool [n], False for deleted rows.
+      vectors: float32 [n, dim].
+    """
+
+    rows: np.ndarray
+    alive: np.ndarray
+    vectors: np.ndarray
+
+    def kept(self, mask: np.ndarray) -> Block:
+        """With the rows of a mask; the vectors of deleted ones are freed once they are more than half."""
+        alive = self.alive & mask
+        if 2 * np.count_nonzero(alive) >= len(alive):
+            return dataclasses.replace(self, alive=alive)
+        return Block(self.rows[alive], alive[alive], self.vectors[alive])
+
+    def nearest(self, query: np.ndarray, top_k: int, allowed: np.ndarray | None) -> Found:
+        """The rows that may be among the best, as every row is compared; in no order."""
+        scores = np.empty(len(self.rows), np.float32)
+        pointers = [_faiss.swig_ptr(array) for array in (scores, query, self.vectors)]
+        _faiss.fvec_inner_products_ny(*pointers, len(query), len(self.rows))
+        chosen = self.alive if allowed is None else is_in(self.rows, allowed)
+        scores, rows = scores[chosen], self.rows[chosen]
+        if 4 * top_k < len(scores):
+            near = scores >= np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
+            scores, rows = scores[near], rows[near]
+        return Found(rows, scores)
+
+
+@dataclasses.dataclass(frozen=True)
 class Clusters:
     """An IVF index by inner product whose own ids count from 0.
 
@@ -91,44 +125,33 @@ class Clusters:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VectorView:
-    """All passages and their vectors, which may have 0 dimensions, at one moment.
+    """All passages and their vectors, which may have 0 dimensions, at one moment; rows ascend from the clusters to the
+    last block."""
 
-    Attributes:
-      rows: int64 [n], ascending, of the vectors in memory, all after those of `clusters`.
-      blocks: their vectors, float32 [*, dim].
-      alive: bool [n], False for deleted rows.
-    """
-
-    rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-    blocks: tuple[np.ndarray, ...] = ()
-    alive: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.bool_))
+    blocks: tuple[Block, ...] = ()
     clusters: Clusters | None = None
-
-    @property
-    def num_clustered(self) -> int:
-        """Number of rows of the clusters that are not deleted."""
-        return 0 if self.clusters is None else self.clusters.num_alive
 
     @property
     def num_alive(self) -> int:
         """Number of rows that are not deleted."""
-        return self.num_clustered + int(np.count_nonzero(self.alive))
+        num_clustered = 0 if self.clusters is None else self.clusters.num_alive
+        return num_clustered + sum(int(np.count_nonzero(block.alive)) for block in self.blocks)
 
     @property
     def last_row(self) -> int:
-        """The last row, deleted or not; 0 without any."""
-        rows = self.rows if self.clusters is None or len(self.rows) else self.clusters.rows
-        return int(rows[-1]) if len(rows) else 0
+        """The last row; 0 without any."""
+        last = self.blocks[-1] if self.blocks else self.clusters
+        return 0 if last is None else int(last.rows[-1])
 
     def plus(self, rows: np.ndarray, vectors: np.ndarray) -> VectorView:
         """With more rows, int64 [n], and their vectors, float32 [n, dim]. Small blocks are joined, so that a write
         copies little and a search reads few of them."""
-        blocks = list(self.blocks)
-        if blocks and len(blocks[-1]) < _BLOCK_ROWS:
-            vectors = np.concatenate([blocks.pop(), vectors])
-        alive = np.concatenate([self.alive, np.ones(len(rows), np.bool_)])
-        new = tuple(block for block in (*blocks, np.ascontiguousarray(vectors, np.float32)) if len(block))
-        return dataclasses.replace(self, rows=np.concatenate([self.rows, rows]), blocks=new, alive=alive)
+        blocks = [*self.blocks, Block(rows, np.ones(len(rows), np.bool_), np.ascontiguousarray(vectors, np.float32))]
+        if len(blocks) > 1 and len(blocks[-2].rows) < _BLOCK_ROWS:
+            last, new = blocks[-2:]
+            pairs = ((last.rows, new.rows), (last.alive, new.alive), (last.vectors, new.vectors))
+            blocks[-2:] = [Block(*map(np.concatenate, pairs))]
+        return VectorView(tuple(block for block in blocks if len(block.rows)), self.clusters)
 
     def only(self, alive: np.ndarray) -> VectorView:
         """With those of its rows that are in `alive` (int64, ascending)."""
@@ -139,58 +162,34 @@ class VectorView:
         return self._kept(lambda rows: ~is_in(rows, gone))
 
     def _kept(self, mask_of: Callable[[np.ndarray], np.ndarray]) -> VectorView:
-        """The vectors of deleted rows are freed once they are more than half."""
+        blocks = [block.kept(mask_of(block.rows)) for block in self.blocks]
         clusters = self.clusters
         if clusters is not None:
             clusters = Clusters(clusters.index, clusters.rows, clusters.alive & mask_of(clusters.rows))
-        kept = self.alive & mask_of(self.rows)
-        if 2 * np.count_nonzero(kept) >= len(kept):
-            return dataclasses.replace(self, alive=kept, clusters=clusters)
-        ends = np.cumsum([len(block) for block in self.blocks])[:-1]
-        parts = [block[own] for block, own in zip(self.blocks, np.split(kept, ends), strict=True)]
-        blocks = (np.concatenate(parts),) if kept.any() else ()
-        return VectorView(self.rows[kept], blocks, np.ones(int(kept.sum()), np.bool_), clusters)
+        return VectorView(tuple(block for block in blocks if len(block.rows)), clusters)
 
     def stages(
         self, query: np.ndarray, top_k: int, num_stages: int = 1, allowed: np.ndarray | None = None
     ) -> Iterator[Found]:
-        """The best rows for `query` (float32 [dim]) after each of at most `num_stages` parts of the work, at least one;
-        the last result does not depend on their number.
+        """The best rows for `query` (float32 [dim]) after each of at most `num_stages` parts of the work, at least one:
+        of clusters if there are any, else of blocks. The last result does not depend on their number.
 
         Args:
           allowed: rows that may be found, ascending, none of them deleted; None for all.
         """
-        best = Found()
-        if self.clusters is None:
-            for start, end in _parts(len(self.rows), num_stages):
-                best = Found.best([best, self._compared(query, top_k, start, end, allowed)], top_k)
-                if end < len(self.rows):
-                    yield best
-        else:
-            best = known = Found.best([self._compared(query, top_k, 0, len(self.rows), allowed)], top_k)
+        best, num_blocks = Found(), len(self.blocks)
+        for start, end in _parts(num_blocks, num_stages if self.clusters is None else 1):
+            nearest = (block.nearest(query, top_k, allowed) for block in self.blocks[start:end])
+            best = Found.best([best, *nearest], top_k)
+            if end < num_blocks:
+                yield best
+        if self.clusters is not None:
+            known = best
             for found in self.clusters.stages(query, top_k, num_stages, allowed):
                 best = Found.best([known, found], top_k)
                 if not found.is_final:
                     yield best
         yield dataclasses.replace(best, is_final=True)
-
-    def _compared(self, query: np.ndarray, top_k: int, start: int, end: int, allowed: np.ndarray | None) -> Found:
-        """Of a part of the rows in memory those that may be the best, each compared."""
-        scores, first = np.full(end - start, -np.inf, np.float32), 0
-        for block in self.blocks:
-            part = block[max(0, start - first) : max(0, end - first)]
-            if len(part):
-                into = scores[max(0, first - start) :][: len(part)]
-                pointers = [_faiss.swig_ptr(array) for array in (into, query, part)]
-                _faiss.fvec_inner_products_ny(*pointers, len(query), len(part))
-            first += len(block)
-        rows = self.rows[start:end]
-        scores[~(self.alive[start:end] if allowed is None else is_in(rows, allowed))] = -np.inf
-        if 4 * top_k < len(scores):
-            worst = np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
-            near = scores >= worst
-            scores, rows = scores[near], rows[near]
-        return Found(rows, scores)
 
 
 def staged_search(

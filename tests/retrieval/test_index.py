@@ -171,7 +171,7 @@ def test_blocks_stay_few_and_vectors_of_deleted_passages_are_freed() -> None:
         for n in range(200):
             index.write([IndexedDocument(f"d{n}", "t", tag, ("text",))], unit_vectors(1, seed=n))
             view = index._view
-            assert len(view.blocks) == 1 and len(view.blocks[0]) <= max(2, 2 * len(index))
+            assert len(view.blocks) == 1 and len(view.blocks[0].vectors) <= max(2, 2 * len(index))
     index.write(removed=[f"d{n}" for n in range(200)])
     assert len(index) == 0 and not index._view.blocks
 
@@ -378,8 +378,12 @@ def test_frequent_words_are_not_scored_where_there_are_rare_ones(monkeypatch: py
     assert len(index.search("often", None, 200)) == 100
 
 
-def test_the_last_stage_of_a_search_by_both_equals_the_search() -> None:
-    index = of_texts([f"word{n} {'even' if n % 2 == 0 else 'odd'}" for n in range(60)])
+def test_the_last_stage_of_a_search_by_both_equals_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ccjax.retrieval.vectors._BLOCK_ROWS", 15)
+    index = PassageIndex(None, SETTINGS)
+    for n in range(60):
+        text = f"word{n} {'even' if n % 2 == 0 else 'odd'}"
+        index.write([IndexedDocument(f"d{n}", "t", "v", (text,))], unit_vectors(60)[n : n + 1])
     for query in unit_vectors(5, seed=3):
         *before, last = index.stages("word7 odd", query, 5, 4)
         found, is_final = last
@@ -424,7 +428,7 @@ def test_clusters_are_made_from_a_passage_count_and_dropped_below_it(
     index.write([IndexedDocument("some", "t", "v", ("a",) * 20)], unit_vectors(20, 6))
     assert not index.improve()  # few changes
     index.write([IndexedDocument("many", "t", "v", ("a",) * 20)], unit_vectors(20, 7))
-    assert index.improve() and index._view.num_clustered == 340
+    assert index.improve() and index._view.clusters is not None and index._view.clusters.num_alive == 340
     index.write(removed=["d0.md"])
     assert index.improve() and not index.is_clustered and not list(tmp_path.glob("*.faiss"))
     assert len(names(index, unit_vectors(1)[0])) == 41
