@@ -110,7 +110,10 @@ class _Finder:
         """Reports any problem with a file, or with one document of it, so that the others are still read. Parsers raise
         more than they document (`RecursionError`, `OverflowError`, ...)."""
         try:
-            yield
+            try:
+                yield
+            except OSError as error:
+                raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
         except DocumentError as problem:
             cause = problem.__context__
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
@@ -133,7 +136,8 @@ class _Finder:
 
     def collection(self, name: str, path: Path) -> None:
         with self._reporting(path, name):
-            digest = jsonl.digest(path)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
             if self._known_digests.get(name) == digest:
                 self.present.update(self._of_source.get(name, []))
                 return

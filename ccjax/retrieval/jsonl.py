@@ -31,19 +31,6 @@ class CollectionLine:
     document: LoadedDocument
 
 
-def digest(path: Path) -> str:
-    """The sha256 (hex) of a collection.
-
-    Raises:
-      DocumentError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
-
-
 def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[CollectionLine | DocumentError]:
     """Yields the documents of a collection, or an error for each bad line; the file is never in memory as a whole.
 
@@ -51,20 +38,17 @@ def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[Collec
       name: the collection's own id, prefix of the ids of its documents.
 
     Raises:
-      DocumentError: the file cannot be read.
+      OSError: the file cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(_lines(file, max_line_bytes), 1):
-                try:
-                    if line is None:
-                        raise ValueError(f"too large: over the limit max_file_bytes={max_line_bytes}")
-                    if line.strip():
-                        yield _parse(line.strip(), name)
-                except Exception as error:
-                    yield DocumentError(f"{path}:{number}", reason_of(error))
-    except OSError as error:
-        raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file, max_line_bytes), 1):
+            try:
+                if line is None:
+                    raise ValueError(f"too large: over the limit max_file_bytes={max_line_bytes}")
+                if line.strip():
+                    yield _parse(line.strip(), name)
+            except Exception as error:
+                yield DocumentError(f"{path}:{number}", reason_of(error))
 
 
 def _lines(file: IO[bytes], max_bytes: int) -> Iterator[bytes | None]:
