@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def test_passage_includes_its_document_fields() -> None:
         "score": pytest.approx(1.0),
     }
     assert [row.text for row in index.catalog.document("d2.md")] == [f"text 2.{n} ü" for n in range(4)]
+    assert [row.number for row in index.catalog.document("d2.md", [2, 0, 9])] == [0, 2]
     assert index.catalog.document("else") == [] and index.catalog.has("d1.md") and not index.catalog.has("else")
     assert (
         index.catalog.versions() == {f"d{i}.md": (f"v{i}", f"d{i}.md") for i in range(3)}
@@ -240,6 +242,14 @@ def test_search_on_an_old_view_does_not_cache_a_stale_filter() -> None:
     index.write([IndexedDocument("d9.md", "t", "v", ("new",) * 9, "", {"n": 9})], unit_vectors(9), removed=["d0.md"])
     index._allowed(before, parse_filter(where))
     assert len(names(index, unit_vectors(1)[0], where=where)) == 1 + 4 + 9
+
+
+def test_filters_do_not_keep_earlier_views() -> None:
+    index = make()
+    names(index, unit_vectors(1)[0], where={"type": "gte", "key": "n", "value": 1})
+    before = weakref.ref(index._view)
+    index.write(removed=["d0.md"])
+    assert before() is None
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------
