@@ -77,12 +77,12 @@ class ReuseSettings(SettingsModel):
     model_config = ConfigDict(title="reuse")
 
     strategy: Strategy = Field(default=_PLANNER.strategy, description=_STRATEGY_HELP)
-    recompute_ratio: float | None = Field(default=None, ge=0, le=1)
+    recompute_ratio: Annotated[float | None, KEYWORD_ONLY] = Field(default=None, ge=0, le=1)
     """Share of tokens to recompute, instead of CacheCraft eq. 12."""
-    max_deviation: float | None = Field(default=None, ge=0)
+    max_deviation: Annotated[float | None, KEYWORD_ONLY] = Field(default=None, ge=0)
     """Recompute the tokens whose measured deviation of KV is larger than this, as many as there are, instead of a share
     (strategy "auto")."""
-    focus_window: Annotated[int | None, OrNone] = Field(default=_PLANNER.focus_window, ge=1)
+    focus_window: Annotated[int | None, OrNone, KEYWORD_ONLY] = Field(default=_PLANNER.focus_window, ge=1)
     """CacheCraft alg. 1: layers after which unfocused passages are dropped; none never drops them."""
     frame: Annotated[str, AfterValidator(_not_empty), Described("'default', 'none' or a text file")] = "default"
     """Text behind which the default strategy prepares passages, after the instructions: "default" (two
@@ -129,7 +129,7 @@ class CacheSettings(SettingsModel):
     share_computation: Annotated[bool | None, KEYWORD_ONLY] = None
     """Wait for chunks that another process on the same store is computing, at most as long as computing them here would
     take plus a second, instead of computing them too; without it where there is a `store_index`."""
-    order_after_s: float | None = Field(default=None, ge=0)
+    order_after_s: Annotated[float | None, KEYWORD_ONLY] = Field(default=None, ge=0)
     """Offer the work of requests that stay queued to idle processes, through `store_index`."""
     eviction_policy: Annotated[EvictionPolicy, KEYWORD_ONLY] = DEFAULT_POLICY
     """Which chunk variants a full tier evicts first."""
@@ -155,7 +155,7 @@ class BatchSettings(SettingsModel):
     reorder_window: Annotated[int, KEYWORD_ONLY] = Field(default=_SCHEDULER.reorder_window, ge=1)
     """Among this many queued requests of a user, the one with the most cached tokens per computed one goes first
     (RAGCache sec. 5.2); 1 for the order of arrival."""
-    flow_share: float = Field(default=_SCHEDULER.flow_share, gt=0)
+    flow_share: Annotated[float, KEYWORD_ONLY] = Field(default=_SCHEDULER.flow_share, gt=0)
     """A user may queue up to this many times the number of free queue slots."""
     max_decode_gap_ms: Annotated[float | None, KEYWORD_ONLY] = Field(default=None, ge=0)
     """Longest delay between two tokens of an answer that another request's prefill may cause, at least one layer of it;

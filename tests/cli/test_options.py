@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,9 @@ def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         serve_options(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--alpha" not in text and "paper" not in text, "keywords of the library only"
+    for keyword in ("alpha", "flow-share", "focus-window", "generator-device", "retrieval-stages"):
+        assert f"--{keyword}" not in text, "keywords of the library only"
+    assert "paper" not in text
     for names in (STRATEGIES, WEIGHT_FORMATS, KV_DTYPES):
         assert "{" + ",".join(names) + "}" in text
     for name, field in ServeOptions.model_fields.items():
@@ -96,7 +99,7 @@ def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[st
 
 
 def test_number_of_serve_options_is_limited() -> None:
-    assert len(options_of(ServeOptions)) <= 78
+    assert len(options_of(ServeOptions)) <= 70
 
 
 def test_precompute_options_match_server_options() -> None:
@@ -132,11 +135,12 @@ def test_a_generator_is_the_default_only_beside_replicas_on_accelerators():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as ray is imported
 def test_replicas_on_one_machine_get_an_index_by_which_orders_are_placed():
     pytest.importorskip("ray")
-    orders = ["--cluster", "ray", "--order-after-s", "2"]
-    options = serve_options([*orders, "--store", "file:///tmp/never"])
+    orders: dict[str, Any] = {"cluster": "ray", "order_after_s": 2}
+    options = ServeOptions(**orders, store="file:///tmp/never")
     engine = cluster_options(options, ServerSettings()).replica.engine
     assert engine["store_index"].startswith("sqlite://") and engine["order_after_s"] == 2.0
     assert engine["share_computation"]
-    for refused in (orders, [*orders, "--store", "s3://bucket", "--cluster-address", "10.0.0.1:6379"], orders[2:]):
-        with pytest.raises(StartupError, match="--order-after-s: wanted a store_index"):
-            serve_options(refused)
+    elsewhere = {**orders, "store": "s3://bucket", "cluster_address": "10.0.0.1:6379"}
+    for refused in (orders, elsewhere, {"order_after_s": 2}):
+        with pytest.raises(ValueError, match="order_after_s: wanted a store_index"):
+            ServeOptions(**refused)

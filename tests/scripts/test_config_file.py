@@ -20,14 +20,13 @@ allowed-hosts=a.example,*.b.example allowed-origins=https://a.example,app://b
 otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false
 warmup-all=true frame=none unprepared=compute compile-cache-dir=/compiled log-level=info docs=/documents
 index-dir=/index search=dense embedder=/encoder chunk-tokens=100 overlap-tokens=5
-docs-exclude=drafts/,*.log docs-links=true max-file-bytes=1MB top-k=2 min-score=0.1 context-tokens=900
-retrieval-stages=3 refresh-interval-s=60
+docs-exclude=drafts/,*.log docs-links=true max-file-bytes=1MB top-k=2 min-score=0.1 refresh-interval-s=60
 cluster=ray replicas=2:3 scale-down-after-s=60 cluster-address=10.0.0.1:6379 cluster-host=10.0.0.2
-cluster-port=6380 generators=2 generator-device=device model=random:tiny reuse=exact repair=false prepare=false
+cluster-port=6380 generators=2 model=random:tiny reuse=exact repair=false prepare=false
 dtype=bfloat16 tensor-parallel-size=2 quantization=int8 tokenizer=/tokenizer attention=xla max-model-len=4096
-strategy=cacheblend recompute-ratio=0.25 max-deviation=0.1 calibration=/calibration.json focus-window=4
-store=s3://bucket/prefix?endpoint=http://host:9000 store-index=redis://host:6379/1 flow-share=2.0 max-num-seqs=16
-max-num-batched-tokens=512 order-after-s=0.25 device-cache-bytes=8GiB gpu-memory-utilization=0.8
+strategy=cacheblend calibration=/calibration.json
+store=s3://bucket/prefix?endpoint=http://host:9000 store-index=redis://host:6379/1 max-num-seqs=16
+max-num-batched-tokens=512 device-cache-bytes=8GiB gpu-memory-utilization=0.8
 device-memory-bytes=80GB host-cache-bytes=1GiB disk-cache-bytes=1TB disk-kv-dtype=int8
 read-only=true shadow-ratio=0.01
 """.split()
@@ -152,7 +151,7 @@ def test_passwords_in_urls_are_not_printed(read):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--recompute-ratio", "-1"], "ccjax serve: error: --recompute-ratio: wanted"),
+        (["--shadow-ratio", "-1"], "ccjax serve: error: --shadow-ratio: wanted"),
         (["--top-k", "0"], "ccjax serve: error: --top-k: wanted"),
         (["--config", "missing.yaml"], "ccjax serve: error: --config: cannot read missing.yaml: No such file"),
     ],

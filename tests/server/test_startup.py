@@ -146,7 +146,7 @@ def test_invalid_byte_sizes_are_rejected(text: str) -> None:
     [
         (["--model", "no-such-model"], ["--model", "demo", "no-such-model"]),
         (["--strategy", "magic"], ["--strategy", "cachecraft", "magic"]),
-        (["--recompute-ratio", "-1"], ["--recompute-ratio", "-1"]),
+        (["--shadow-ratio", "-1"], ["--shadow-ratio", "-1"]),
         (["--max-model-len", "999999"], ["--max-model-len", "1024", "999999"]),
         (["--host-cache-bytes", "4000TiB"], ["--host-cache-bytes", "memory"]),
         (["--attention", "abacus"], ["--attention", "abacus"]),
@@ -162,7 +162,7 @@ def test_invalid_byte_sizes_are_rejected(text: str) -> None:
         (["--host", "no.such.host.invalid"], ["--host", "no.such.host.invalid"]),
         (["--port", "70000"], ["--port", "65535", "70000"]),
         (["--max-queue", "0"], ["--max-queue", "positive", "0"]),
-        (["--flow-share", "0"], ["--flow-share", "above 0", "0"]),
+        (["--gpu-memory-utilization", "0"], ["--gpu-memory-utilization", "above 0", "0"]),
         (["--request-timeout-s", "-1"], ["--request-timeout-s", "positive", "-1"]),
         (["--host-cache-bytes", "2XB"], ["--host-cache-bytes", "2GiB", "2XB"]),
         (["--modell", "x"], ["--modell"]),

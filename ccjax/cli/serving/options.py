@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from ccjax.cli.options import CommandSettings, parse
 from ccjax.config import DocumentOptions, EngineConfig
-from ccjax.config.base import Described, SettingsModel
+from ccjax.config.base import KEYWORD_ONLY, Described, SettingsModel
 from ccjax.config.values import FolderPath, Seconds
 from ccjax.loading.named import default_model
 from ccjax.policy.scheduling import SchedulerSettings
@@ -116,7 +116,7 @@ class ClusterSettings(SettingsModel):
     generators: int | None = Field(default=None, ge=0)
     """Engines that compute for waiting requests; without it 1 if there is a store with an index and replicas run on
     accelerators, which leave the CPU to it."""
-    generator_device: Literal["cpu", "device"] = "cpu"
+    generator_device: Annotated[Literal["cpu", "device"], KEYWORD_ONLY] = "cpu"
     """Where generators run: cpu, or device for one accelerator each."""
 
 
