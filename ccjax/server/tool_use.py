@@ -14,7 +14,7 @@ from ccjax.errors import RequestError
 from ccjax.text import CallForm, CallParser, ToolCall
 from ccjax.text.chat import checked_tools
 from ccjax.text.tool_calls import CallDelta
-from ccjax.text.tool_grammar import ANY_ARGUMENTS, calls_grammar, form_of_grammar
+from ccjax.text.tool_grammar import calls_grammar, form_of_grammar
 
 ALLOWED_TOOLS = "allowed_tools"
 _OF_OBJECTS = frozenset("type properties required additionalProperties description title $defs $schema strict".split())
@@ -53,7 +53,7 @@ class ToolUse:
 
     def form(self, form: CallForm) -> CallForm:
         """The form of the calls, given the model's own: another one if a grammar cannot express that."""
-        return form_of_grammar(form) if self.has_grammar else form
+        return form_of_grammar(form, self._schemas()) if self.has_grammar else form
 
     def parser(self, form: CallForm) -> CallParser:
         """A parser for one answer."""
@@ -66,28 +66,38 @@ class ToolUse:
 
         Raises:
           RequestError: a tool's parameters are no schema, `other` is a grammar of several rules, or the calls that the
-            model writes among other text cannot be told by a grammar.
+            model writes if it may choose cannot be told by a grammar.
         """
         if not self.has_grammar:
             return None
-        is_free = not self.must_call and other is None
+        schemas, is_free = self._schemas(), self._is_free
         if is_free and form == "pythonic":
-            wanted = "wanted false beside tool_choice auto: calls in Python among text have no grammar; use required"
             for number, tool in enumerate(self.tools):
-                if tool["function"].get("strict"):
+                own = {name: schema for name, schema in schemas.items() if name == tool["function"]["name"]}
+                if form_of_grammar(form, own) != form:
+                    wanted = "wanted false beside tool_choice auto: Python's keywords cannot express the parameters"
                     raise RequestError(f"tools[{number}].function.strict", wanted)
-            raise RequestError("tool_choice", wanted.replace("false beside tool_choice", "allowed_tools without mode"))
         or_else = None
         if not self.must_call and other is not None:
             or_else = other.grammar.removeprefix("start: ")
-            if or_else == other.grammar or "\n" in or_else:
+            if or_else == other.grammar or "\n" in or_else.removeprefix("TEXT\nTEXT: "):
                 raise RequestError("constraint", "wanted a schema, a regular expression or a list beside tools")
-        rules = {
-            function["name"]: ANY_ARGUMENTS if is_free and not function.get("strict") else _arguments_rule(function)
+        grammar = calls_grammar(
+            self.form(form), schemas, _json_rule, parallel=self.parallel, or_else=or_else, is_free=is_free
+        )
+        return Constraint(grammar)
+
+    @property
+    def _is_free(self) -> bool:
+        """True if the answer may be any text, of which only certain calls have to match something."""
+        return not self.must_call and not self.has_constraint
+
+    def _schemas(self) -> dict[str, Mapping[str, Any] | None]:
+        """Name -> schema of the arguments; None for any."""
+        return {
+            function["name"]: None if self._is_free and not function.get("strict") else _schema_of(function)
             for function in self._functions()
         }
-        grammar = calls_grammar(self.form(form), rules, parallel=self.parallel, or_else=or_else, is_free=is_free)
-        return Constraint(grammar)
 
     def _functions(self) -> list[Mapping[str, Any]]:
         """The definitions of the functions that may be called."""
@@ -170,13 +180,17 @@ def call_id(form: CallForm) -> str:
     return uuid.uuid4().hex[:9] if form == "mistral" else f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _arguments_rule(function: Mapping[str, Any]) -> str:
-    """The rule for a function's arguments. Without parameters there are none; an object has no properties but those of
+def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's arguments. Without parameters there are none; an object has no properties but those of
     its schema, unless that says so."""
     parameters = function.get("parameters") or {"properties": {}}
     closed = {"additionalProperties": False} if parameters.keys() <= _OF_OBJECTS and "properties" in parameters else {}
+    return {"type": "object", **closed, **parameters}
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
     try:
-        return Constraint.json({"type": "object", **closed, **parameters}).grammar.removeprefix("start: ")
+        return Constraint.json(schema).grammar.removeprefix("start: ")
     except RequestError as error:
         raise RequestError("tools", str(error).partition(": ")[2]) from error
 

@@ -19,7 +19,7 @@ def arguments_of_python(text: str) -> str | None:
         if not isinstance(call, ast.Call) or call.args:
             return None
         values = {keyword.arg: literal(keyword.value) for keyword in call.keywords if keyword.arg is not None}
-        return json.dumps(values, ensure_ascii=False) if len(values) == len(call.keywords) else None
+        return json.dumps(values, ensure_ascii=False, allow_nan=False) if len(values) == len(call.keywords) else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -33,25 +33,25 @@ def types_of(schema: Any) -> frozenset[str]:
 def as_json(text: str, types: frozenset[str]) -> str:
     """The JSON text of an argument: a value of one of the types (`types_of`), in JSON or as Python writes it, or else a
     string."""
-    value = _value(text)
+    value, written = _value(text)
     kind = _type_of(value)
     if kind == "integer" and "number" in types:
         kind = "number"
-    if kind == "string" or types == TEXT or ("string" in types and kind not in types):
-        value = text
-    return json.dumps(value, ensure_ascii=False)
+    is_text = kind == "string" or types == TEXT or ("string" in types and kind not in types)
+    return json.dumps(text, ensure_ascii=False) if is_text else written
 
 
-def _value(text: str) -> Any:
-    """What a text says in JSON or Python; itself if nothing."""
+def _value(text: str) -> tuple[Any, str]:
+    """What a text says in JSON or Python, and that as JSON; itself if nothing."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse), text.strip()
     except (ValueError, RecursionError):
         pass
     try:
-        return literal(ast.parse(text.strip(), mode="eval").body)
+        value = literal(ast.parse(text.strip(), mode="eval").body)
+        return value, json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return text
+        return text, ""
 
 
 def _refuse(constant: str) -> None:

@@ -315,19 +315,52 @@ def test_qwen3_coders_calls_come_in_pieces(client: openai.OpenAI, server: Server
     assert streamed(client) == ("Yes.", calls, ["tool_calls"])
 
 
-def test_strict_calls_among_text_have_no_grammar_in_python(client: openai.OpenAI, server: Server, monkeypatch) -> None:
+def test_strict_calls_in_python_and_in_tags(client: openai.OpenAI, server: Server, says, monkeypatch) -> None:
+    import openai
+
+    in_tags = "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+    for parser, call in (("pythonic", '[get_weather(city="Oslo")]'), ("qwen3_coder", in_tags)):
+        settings = server.service.settings.model_copy(update={"tool_call_parser": parser})
+        monkeypatch.setattr(server.service, "settings", settings)
+        for fields in ({"tools": STRICT}, {"tools": BOUNDED, "tool_choice": allowed("auto", "get_weather")}):
+            for text in (call, "No call."):
+                says(text)
+                choice = ask(client, **fields).choices[0]
+                assert choice.finish_reason == ("tool_calls" if text == call else "stop")
+                assert streamed(client, **fields)[2] == [choice.finish_reason]
+                if text == call:
+                    assert choice.message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+        says(call.replace("Oslo", "Bonn"))
+        with pytest.raises(openai.InternalServerError):  # which the schema does not have
+            ask(client, tools=STRICT)
+        says(call.replace("get_weather", "get_time"))
+        assert ask(client, tools=STRICT).choices[0].finish_reason == "tool_calls"
+        says(call)
+        assert ask(client, tools=BOUNDED, tool_choice="required").choices[0].finish_reason == "tool_calls"
+
+
+def test_what_python_cannot_express_is_refused_or_called_in_json(
+    client: openai.OpenAI, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import openai
 
     settings = server.service.settings.model_copy(update={"tool_call_parser": "pythonic"})
     monkeypatch.setattr(server.service, "settings", settings)
-    for fields, param in (
-        ({"tools": STRICT}, "tools[0].function.strict"),
-        ({"tools": BOUNDED, "tool_choice": allowed("auto", "get_time")}, "tool_choice"),
-    ):
-        with pytest.raises(openai.BadRequestError) as refused:
-            ask(client, **fields)
-        assert refused.value.param == param and "required" in str(refused.value)
-    assert ask(client, tools=STRICT, tool_choice="required", max_tokens=900).choices[0].finish_reason == "tool_calls"
+    schema = {"type": "object", "properties": {"from": {"type": "boolean"}}, "required": ["from"]}
+    tools = [BOUNDED[1], {"type": "function", "function": {"name": "find", "parameters": schema, "strict": True}}]
+    with pytest.raises(openai.BadRequestError, match="Python's keywords") as refused:
+        ask(client, tools=tools)
+    assert refused.value.param == "tools[1].function.strict"
+    named = {"type": "function", "function": {"name": "find"}}
+    (call,) = ask(client, tools=tools, tool_choice=named, max_tokens=200).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments).keys() == {"from"}
+
+
+def test_an_answer_is_a_call_or_one_of_a_list(client: openai.OpenAI, says) -> None:
+    fields = {"tools": BOUNDED, "extra_body": {"documents": [], "guided_choice": ["yes", "no"]}}
+    for text, reason in ((CALL, "tool_calls"), ("no", "stop")):
+        says(text)
+        assert ask(client, **fields).choices[0].finish_reason == reason
 
 
 TOOL = TOOLS[0]
