@@ -166,7 +166,9 @@ class Front:
         counts = await self._replicas.counts()
         is_ready = bool(counts.get("running")) and not self._is_draining
         status = "shutting down" if self._is_draining else "ready" if is_ready else "no replica runs"
-        await _send_json(send, 200 if is_ready else 503, {"status": status, "replicas": counts})
+        documents = self._reader.documents if is_ready else None
+        told = {} if documents is None else {"documents": documents}
+        await _send_json(send, 200 if is_ready else 503, {"status": status, "replicas": counts, **told})
 
     async def _metrics(self, call: Call, send: Send) -> None:
         answers = await self._replicas.answers(call, _EVERYWHERE_S)

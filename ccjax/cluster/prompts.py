@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from ccjax.cluster.calls import Call
 from ccjax.errors import RequestError
@@ -68,6 +69,11 @@ class PromptReader:
         self._tenant_salt = tenant_salt
         self._retriever = retriever
         self._settings = settings
+
+    @property
+    def documents(self) -> dict[str, Any] | None:
+        """How much of the replicas' documents is searchable; None without any, or if only replicas search them."""
+        return None if self._retriever is None else own_documents.index_summary(self._retriever)
 
     def read(self, call: Call, tenant: str = "") -> Seen:
         """Summary of a request; empty for other calls and for invalid requests, which the replica rejects."""

@@ -127,14 +127,16 @@ def test_waiting_deadline_does_not_apply_while_a_replica_is_live(begin, time, st
         assert answer.result().status_code == 200 and len(cluster.replicas.calls) == 1
 
 
-def test_readiness_reports_when_no_replica_runs(begin):
+def test_readiness_reports_when_no_replica_runs_and_what_is_indexed(begin, servers):
     with begin(1.0) as cluster:
         found = httpx.get(f"{cluster.url}/ready", timeout=60)
         assert (found.status_code, found.json()) == (503, {"status": "no replica runs", "replicas": NOBODY})
         assert httpx.get(f"{cluster.url}/health", timeout=60).status_code == 200
         cluster.replicas.states = {"running": 1, "starting": 1}
         found = httpx.get(f"{cluster.url}/ready", timeout=60)
-        assert (found.status_code, found.json()) == (200, {"status": "ready", "replicas": cluster.replicas.states})
+        documents = httpx.get(f"{servers[0].url}/ready", timeout=60).json()["documents"]
+        wanted = {"status": "ready", "replicas": cluster.replicas.states, "documents": documents}
+        assert (found.status_code, found.json()) == (200, wanted) and documents["num_passages"] > 0
 
 
 def test_without_replicas_broadcast_calls_fail_at_once_and_metrics_work(begin):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ccjax.models.llama3.sampling as model_sampling
+from ccjax.models.llama3.inputs import SamplingState
 from ccjax.models.llama3.sampling import adjust
 from ccjax.runner.adjustments import Adjustments, batched
 from ccjax.runner.sampling import SampleSpec, mask_of, sample_tokens
@@ -236,3 +239,24 @@ def test_rows_without_changes_are_sampled_as_in_a_batch_without_any():
     assert wanted[:4] + wanted[5:] == got[:4] + got[5:]
     alone = sample_tokens(logits[4:5], [mixed[4]])
     assert alone[0].token_id == got[4].token_id
+
+
+def test_a_batch_without_the_fields_computes_nothing_for_them(monkeypatch):
+    traced = []
+
+    def note(name):
+        function = getattr(model_sampling, name)
+        monkeypatch.setattr(model_sampling, name, lambda *given: traced.append((name, len(given))) or function(*given))
+
+    for name in ("adjust", "_bits", "_likeliest", "draw"):
+        note(name)
+    rows = np.zeros(2, np.float32)
+    state = SamplingState(rows, rows, np.zeros((2, 2), np.uint32), np.zeros(2, np.int32))  # pyright: ignore
+    adjustments = batched([following(SamplingParams(temperature=1.0, top_k=5))], 2, V)
+    told = {}
+    for name, more in (("plain", {}), ("all", {"allowed": np.zeros((2, 1), np.uint32), "adjustments": adjustments})):
+        traced.clear()
+        given = jax.tree.map(jnp.asarray, dataclasses.replace(state, **more))
+        jax.make_jaxpr(lambda logits, given=given: model_sampling.sample(logits, given, 0))(jnp.zeros((2, V)))
+        told[name] = {function: num_arguments for function, num_arguments in traced}
+    assert told["plain"] == {"draw": 4} and told["all"] == {"adjust": 2, "_bits": 2, "_likeliest": 2, "draw": 6}

@@ -9,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 
+import ccjax.runner.sampling
 from tests.server import patience
 from tests.server.conftest import Server
 from tests.server.test_bad_requests import assert_refused
@@ -96,6 +97,22 @@ def test_top_k_one_and_tiny_top_p_are_greedy(server, client, greedy) -> None:
     for fields in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-30}, {"top_p": 1e-300}):
         assert ids_of(server, chat(client, temperature=2.0, **fields)) == greedy, fields
     assert ids_of(server, chat(client, temperature=2.0, top_k=-1)) != greedy
+
+
+def test_fields_without_effect_cost_nothing(server, client, monkeypatch) -> None:
+    """The program of a batch in which no request has a field with an effect has no argument for any."""
+    states, step = [], ccjax.runner.sampling.sample_step
+    noted = lambda logits, state, **more: states.append(state) or step(logits, state, **more)  # noqa: E731
+    monkeypatch.setattr(ccjax.runner.sampling, "sample_step", noted)
+    neutral: dict[str, Any] = {
+        **{"top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1},
+        **{"logit_bias": {}, "min_tokens": 0, "bad_words": [], "stop_token_ids": [70], "skip_special_tokens": False},
+    }
+    for temperature, fields in ((0, {}), (1, neutral), (0, neutral | {"top_k": 5, "min_p": 0.5})):
+        chat(client, temperature=temperature, **fields)
+    assert len(states) >= 3 and all(state.allowed is None and state.adjustments is None for state in states)
+    chat(client, temperature=1, top_k=5)
+    assert states[-1].adjustments is not None
 
 
 def test_stop_tokens_end_the_answer(server, client, greedy) -> None:
