@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import pydantic_core
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request as HttpRequest
@@ -76,6 +77,11 @@ def parse_body(model: type[Model], data: bytes) -> Model:
     except UnicodeDecodeError as error:
         message = f"body: wanted UTF-8, got byte 0x{data[error.start]:02x} at offset {error.start}"
         raise ApiError(400, message, code="invalid_encoding") from None
+    if "NaN" in text or "Infinity" in text:  # Python's own JSON, which no answer may have either
+        try:
+            pydantic_core.from_json(text, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"body: wanted JSON, got {error}", code="invalid_json") from None
     try:
         return model.model_validate_json(text)
     except ValidationError as error:

@@ -223,6 +223,8 @@ REFUSED_OF: dict[str, dict[str, tuple[Any, ...]]] = {
         "background": (False,),
         "context_management": ([],),
         "conversation": (),
+        "function_call": (),
+        "functions": ([],),
         "image": (),
         "messages": (),
         "n": (1,),

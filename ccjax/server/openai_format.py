@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -97,12 +98,13 @@ class Formatter:
             first = self._first_chunk(delta)
             if first is not None:
                 yield first | null_usage
-        text, calls, reason = self._divided(delta)
-        if text or delta.logprobs:
-            logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
-            yield self._chunk(index, {"content": text}, logprobs, None) | null_usage
-        for call in calls:
-            yield self._chunk(index, call, None, None) | null_usage
+        contents, reason = self._divided(delta)
+        logprobs = self._logprobs(index, delta.logprobs) if delta.logprobs else None
+        if logprobs is not None and "content" not in (contents or [{}])[0]:
+            contents.insert(0, {"content": ""})
+        for content in contents:
+            yield self._chunk(index, content, logprobs, None) | null_usage
+            logprobs = None
         if delta.finish_reason is None:
             return
         last, response = self._chunk(index, {}, None, reason, delta.stop_reason), delta.response
@@ -161,19 +163,21 @@ class Formatter:
         told = {name: getattr(first, name) for name in names}
         return dataclasses.replace(response, **told, others=tuple(others))
 
-    def _divided(self, delta: Delta) -> tuple[str, list[dict[str, Any]], str | None]:
-        """Text, deltas of calls and the finish reason of a delta."""
+    def _divided(self, delta: Delta) -> tuple[list[dict[str, Any]], str | None]:
+        """Text and calls of a delta in their order, and its finish reason."""
         use = self._tool_use
         if use is None:
-            return delta.text, [], delta.finish_reason
+            return [{"content": delta.text}] if delta.text else [], delta.finish_reason
         if delta.index not in self._parsers:
             self._parsers[delta.index] = use.parser(self._call_form)
-        parser = self._parsers[delta.index]
-        text, calls = parser.push(delta.text)
-        if delta.finish_reason is not None:
-            rest, more = parser.finish()
-            text, calls = text + rest, calls + more
-        return text, list(use.deltas(calls, self._call_form)), self._reason(delta.finish_reason, parser.num_calls)
+        parser, contents = self._parsers[delta.index], list[dict[str, Any]]()
+        pieces = parser.in_order(delta.text, is_last=delta.finish_reason is not None)
+        for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
+            if not is_text:
+                contents += use.deltas(list(group), self._call_form)  # type: ignore[arg-type]
+            elif text := "".join(group):  # type: ignore[arg-type]
+                contents.append({"content": text})
+        return contents, self._reason(delta.finish_reason, parser.num_calls)
 
     def _reason(self, reason: str | None, num_calls: int) -> str | None:
         if reason != "stop" or not num_calls or self._tool_use is None:

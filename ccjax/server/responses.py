@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import Field, PrivateAttr
 
 from ccjax.errors import RequestError
 from ccjax.server.body import parse_body
 from ccjax.server.fields import REFUSED_OF, RESPONSES, refuse_unsupported
-from ccjax.server.schemas import Body, ChatBody
+from ccjax.server.schemas import Body, ChatBody, ReasoningEffort
 from ccjax.server.tool_use import ALLOWED_TOOLS
 
 NOT_KEPT = "this server keeps no responses: send the whole conversation as items of input"
@@ -71,6 +71,8 @@ class ResponsesBody(Body):
             fields["max_completion_tokens"] = self.max_output_tokens
         if self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ()):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if (effort := (self.reasoning or {}).get("effort")) is not None:
+            fields["reasoning_effort"] = effort
         fields |= _response_format(self.text or {})
         if self.tools:
             fields["tools"] = [_tool(number, tool) for number, tool in enumerate(self.tools)]
@@ -99,8 +101,10 @@ class ResponsesBody(Body):
             if name not in _INCLUDED:
                 raise RequestError(f"include[{number}]", f"wanted one of {_INCLUDED}, got {name!r}")
         for name, value in (self.reasoning or {}).items():
-            if value not in (None, "none"):
-                raise RequestError(f"reasoning.{name}", f"wanted none: the model answers at once, got {value!r}")
+            if name != "effort" and value is not None:
+                raise RequestError(f"reasoning.{name}", f"wanted none: reasoning is not told apart, got {value!r:.80}")
+            if name == "effort" and value not in (None, *get_args(ReasoningEffort)):
+                raise RequestError("reasoning.effort", f"wanted one of {get_args(ReasoningEffort)}, got {value!r:.80}")
 
     def _messages(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each message of the chat, with the name of what its content was made of."""

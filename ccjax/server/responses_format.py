@@ -46,6 +46,8 @@ class ResponsesFormatter:
         self._base = about | _echo(body)
         self._numbers = itertools.count()
         self._items: list[_Text | _Call] = []
+        self._early_logprobs: list[Object] = []
+        """Of tokens before the first text or call."""
         self._finish_reason = ""
         self._extra: Object = {}
         self._has_begun = False
@@ -56,13 +58,11 @@ class ResponsesFormatter:
 
     def answer(self, response: Answer) -> Object:
         """The response object."""
-        chat = self._chat.answer(response)
-        (choice,) = chat["choices"]
-        list(self._parts(choice["message"], choice["logprobs"]))
-        if not self._items:
-            self._items.append(_Text(0))
-        self._finish_reason = choice["finish_reason"]
-        return self._whole(chat)
+        (choice,) = response.choices
+        about = {name: getattr(choice, name) for name in ("finish_reason", "stop_reason", "prompt_logprobs")}
+        whole = Delta(choice.text, choice.token_ids, choice.logprobs or (), response, **about)
+        *_, (_, fields) = self._events(whole)
+        return fields["response"]
 
     def chunks(self, delta: Delta, *, include_usage: bool = True) -> Iterator[Object]:
         """The events of one delta; the last one has the whole response, which always includes the usage."""
@@ -90,20 +90,25 @@ class ResponsesFormatter:
                 self._finish_reason = choice["finish_reason"] or self._finish_reason
             if "reuse" in chunk:
                 if not self._items:  # an answer without text
-                    yield from self._begin(_Text(0))
+                    yield from self._parts({"content": ""}, None, is_last=True)
                 whole = self._whole(chunk)
                 yield from self._items[-1].end(whole["output"][-1]["status"])
                 yield f"response.{whole['status']}", {"response": whole}
 
-    def _parts(self, message: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[Event]:
-        """The events of the text and the calls in a message of a chat, or in a part of one."""
-        found = (logprobs or {}).get("content") or []
-        if message.get("content") or found:
-            if not self._items:
-                yield from self._begin(_Text(0))
-            item = self._items[0]
-            assert isinstance(item, _Text)
-            yield item.add(message.get("content") or "", found)
+    def _parts(
+        self, message: Mapping[str, Any], logprobs: Mapping[str, Any] | None, *, is_last: bool = False
+    ) -> Iterator[Event]:
+        """The events of the text and the calls in a part of a chat's message. Log-probabilities are those of texts."""
+        text, found = message.get("content") or "", (logprobs or {}).get("content") or []
+        if not self._items:
+            self._early_logprobs += found
+            found = self._early_logprobs
+        item = self._items[-1] if self._items else None
+        if (text or is_last) and not isinstance(item, _Text):
+            item = _Text(len(self._items))
+            yield from self._begin(item)
+        if isinstance(item, _Text) and (text or found):
+            yield item.add(text, found)
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
             if function.get("name"):  # the first part of a call has its name
@@ -243,7 +248,7 @@ def _echo(body: ResponsesBody) -> Object:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,

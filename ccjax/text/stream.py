@@ -42,7 +42,7 @@ class IncrementalDecoder:
             border -= _MAX_CHARACTER_TOKENS
             if border - self._emitted < _MAX_CHARACTER_TOKENS:
                 return ""
-            settled = self._tokenizer.decode(self._ids[self._start : border])
+            settled = self._tokenizer.decode(self._ids[self._start : border], skip_special=self._skip_special)
             if not after.startswith(settled):
                 return ""
             after = settled

@@ -102,28 +102,28 @@ class CallParser:
         self._begin = 0
         """Where the object or marker began that will be text if it is no call."""
         self._space = ""
-        self._text: list[str] = []
-        self._calls: list[CallDelta] = []
+        self._pieces: list[str | CallDelta] = []
         self._shown = True
         self.num_calls = 0
         self._steps = self._run()
 
-    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+    def push(self, text: str, *, is_last: bool = False) -> tuple[str, list[CallDelta]]:
         """Takes the next piece; returns the text and the pieces of calls that it completes."""
-        self._read.buffer += text
-        return self._advanced()
+        pieces = self.in_order(text, is_last=is_last)
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        return text, [piece for piece in pieces if isinstance(piece, CallDelta)]
 
     def finish(self) -> tuple[str, list[CallDelta]]:
         """What was held back, when no more comes."""
-        self._read.is_closed = True
-        out = self._advanced()
-        return (out[0] if self.num_calls else out[0] + self._space, out[1])
+        return self.push("", is_last=True)
 
-    def _advanced(self) -> tuple[str, list[CallDelta]]:
+    def in_order(self, text: str, *, is_last: bool = False) -> list[str | CallDelta]:
+        """As `push`, in the order of the answer."""
+        self._read.buffer += text
+        self._read.is_closed = self._read.is_closed or is_last
         next(self._steps, None)
-        text, calls = "".join(self._text), self._calls
-        self._text, self._calls = [], []
-        return text, calls
+        pieces, self._pieces = self._pieces, []
+        return [*pieces, self._space] if is_last and not self.num_calls else pieces
 
     # -- the whole answer; each step waits (yields) where it needs more text ------------------------------------
 
@@ -154,7 +154,7 @@ class CallParser:
     def _say(self, text: str) -> None:
         text = self._space + text
         said = text.rstrip()
-        self._text.append(said)
+        self._pieces.append(said)
         self._space = text[len(said) :]
 
     # -- calls in JSON -----------------------------------------------------------------------------------------
@@ -286,14 +286,14 @@ class CallParser:
         self._space = ""
         self._shown = self._parallel or not self.num_calls
         if self._shown:
-            self._calls.append(CallDelta(self.num_calls, name))
+            self._pieces.append(CallDelta(self.num_calls, name))
             self.num_calls += 1
         self._pass_on(arguments)
         self._begin = self._read.at
 
     def _pass_on(self, arguments: str) -> None:
         if arguments and self._shown:
-            self._calls.append(CallDelta(self.num_calls - 1, None, arguments))
+            self._pieces.append(CallDelta(self.num_calls - 1, None, arguments))
         self._begin = self._read.at
 
     # -- calls in Python ---------------------------------------------------------------------------------------

@@ -169,10 +169,14 @@ def test_malformed_bodies_are_rejected_with_400(server: Server) -> None:
         answer = patience.post(f"{server.url}{CHAT}", content=content, headers=headers)
         error = assert_refused(answer, 400, None, *words)
         assert error["code"] == code and "body" in error["message"]
-    # NaN is no temperature.
-    body = json.dumps({"messages": QUESTION, "temperature": float("nan")})
+    # Which Python's json reads, and no answer may have.
+    tool = {"type": "function", "name": "f", "parameters": {"minimum": float("nan")}}
     headers = {"Content-Type": "application/json; charset=utf-8"}
-    assert_refused(patience.post(f"{server.url}{CHAT}", content=body, headers=headers), 400, "temperature", "0 to 2")
+    for path, fields in ((CHAT, {"temperature": float("inf"), "messages": QUESTION}), ("/v1/responses", {"tools": [tool]})):
+        body = json.dumps({"input": "Who?", "max_output_tokens": 16} | fields)
+        assert_refused(patience.post(f"{server.url}{path}", content=body, headers=headers), 400, None, "body", "JSON")
+    said = [{"role": "user", "content": "What is NaN, or Infinity?"}]
+    assert patience.post(f"{server.url}{CHAT}", json={"messages": said, "max_tokens": 1}).status_code == 200
     assert_serves(server)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from ccjax.engine import Delta
 from ccjax.errors import RequestError
+from ccjax.requests import Choice
 from ccjax.server.responses import ResponsesBody
 from ccjax.server.responses_format import ResponsesFormatter
 from tests.server.conftest import Server
@@ -181,15 +183,6 @@ class _Calls:
         yield {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"}]}
         yield {"choices": [], "usage": self.usage, "reuse": {}}
 
-    def answer(self, response: Any) -> dict[str, Any]:
-        calls = [
-            {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-            for name, function, arguments in (("c1", "find", '{"a":1}'), ("c2", "get", "{}"))
-        ]
-        message = {"role": "assistant", "content": "I look.", "tool_calls": calls}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "tool_calls"}
-        return {"choices": [choice], "usage": self.usage, "reuse": {}}
-
 
 def test_calls_of_functions_are_items() -> None:
     calls: Any = _Calls()
@@ -213,7 +206,8 @@ def test_calls_of_functions_are_items() -> None:
         "completed",
     ]
     assert [event["output_index"] for event in events if "output_index" in event] == [0] * 6 + [1] * 5 + [2] * 4
-    streamed, whole = events[-1]["response"], formatter().answer(None)  # type: ignore[arg-type]
+    answer = types.SimpleNamespace(choices=[Choice("", (), "stop")])
+    streamed, whole = events[-1]["response"], formatter().answer(answer)  # type: ignore[arg-type]
     for response in (streamed, whole):
         assert [(item["type"], item["status"]) for item in response["output"]] == [
             ("message", "completed"), ("function_call", "completed"), ("function_call", "completed")
@@ -243,7 +237,9 @@ def test_calls_of_functions_are_items() -> None:
         ({"max_output_tokens": 100_000}, None, "max_model_len"),
         ({"max_output_tokens": 0}, "max_output_tokens", "0"),
         ({"include": ["everything"]}, "include[0]", "everything"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "high"),
+        ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", "extreme"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "auto"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "xml"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "low"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
@@ -266,6 +262,12 @@ def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
     extra = {"background": False, "truncation": "disabled", "include": ["reasoning.encrypted_content"], "tools": []}
     found = respond(client, **more, prompt_cache_key="k", service_tier="auto", store=False, extra=extra)
     assert found.output_text == respond(client).output_text
+
+
+def test_effort_is_a_variable_of_the_template_as_in_chats() -> None:
+    body = {"input": "x", "reasoning": {"effort": "low"}}
+    chat = ResponsesBody.model_validate_json(json.dumps(body)).as_chat()
+    assert chat.rendering().variables == {"reasoning_effort": "low", "enable_thinking": True}
 
 
 def test_no_response_is_kept(server: Server) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ccjax.text import IncrementalDecoder
 from tests.server.conftest import Server
 from tests.server.patience import post
 from tests.server.test_tools import CALL, FUNCTIONS, TOOLS, TWO, USER, says, server
@@ -74,6 +75,34 @@ def test_a_stream_has_the_items_of_the_whole_response(client: openai.OpenAI, say
         if event.type == "response.function_call_arguments.done":
             pieces = [e.delta for e in events if e.type.endswith("arguments.delta") and e.item_id == event.item_id]
             assert "".join(pieces) == event.arguments
+
+
+@pytest.mark.parametrize("is_cut_finely", [True, False])
+def test_text_and_calls_keep_their_order(client: openai.OpenAI, says: Any, monkeypatch: Any, is_cut_finely: bool) -> None:
+    """Of which the end of a call and the text behind it may come at once."""
+    says(f"{TWO} Done.\n{CALL}")
+    if not is_cut_finely:
+        monkeypatch.setattr(IncrementalDecoder, "push", lambda *_: "")
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+    whole, events = respond(client, **fields), list(respond(client, stream=True, **fields))
+    parts = {"message": lambda item: item.content[0].text, "function_call": lambda item: item.name}
+    for response in (whole, events[-1].response):
+        told = [parts[item.type](item) for item in response.output]
+        assert told == ["Let me see.", "get_weather", "get_time", " Done.", "get_weather"]
+    begun = {event.item.id: place for place, event in enumerate(events) if event.type.endswith("item.added")}
+    ended = {event.item.id: place for place, event in enumerate(events) if event.type.endswith("item.done")}
+    for place, event in enumerate(events):
+        if (item_id := getattr(event, "item_id", None)) is not None:
+            assert begun[item_id] < place < ended[item_id], event
+    first = events[-1].response.output[0].content[0]
+    assert first.logprobs and all(entry.token for entry in first.logprobs)
+
+
+def test_a_call_alone_has_no_message_before_it(client: openai.OpenAI, says: Any) -> None:
+    says(CALL)
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+    for response in (respond(client, **fields), list(respond(client, stream=True, **fields))[-1].response):
+        assert [item.type for item in response.output] == ["function_call"]
 
 
 def test_a_schema_constrains_the_text(client: openai.OpenAI) -> None:

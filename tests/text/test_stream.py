@@ -70,6 +70,17 @@ def test_special_tokens_have_no_text(loaded):
     assert "".join(pieces_of(tokenizer, [end, *ids, end, end])) == tokenizer.decode(ids)
 
 
+def test_special_tokens_are_shown_at_once_before_bytes_that_are_no_text(loaded):
+    tokenizer = loaded["byte level"]
+    special = min(tokenizer.special_ids)
+    byte = next(token for token in range(500) if tokenizer.token_bytes(token) == b"\xff")
+    ids = [special, *[byte] * 12]
+    decoder = IncrementalDecoder(tokenizer, skip_special=False)
+    pieces = [decoder.push(token) for token in ids]
+    assert len("".join(pieces)) > len(tokenizer.decode([special], skip_special=False)), "not all is held to the end"
+    assert "".join(pieces) + decoder.flush() == tokenizer.decode(ids, skip_special=False)
+
+
 @given(ids=st.lists(st.integers(0, 499), max_size=80))
 def test_arbitrary_byte_level_tokens_stream_to_the_decoded_text(loaded, ids):
     """Also bytes that are no UTF-8: what an untrained model writes."""

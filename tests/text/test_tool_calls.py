@@ -54,6 +54,9 @@ CASES: list[tuple[CallForm, str, str, list[ToolCall]]] = [
         '{"name": "g", "arguments": {}}',
         [ToolCall("f", "{}")],
     ),
+    ("qwen3_coder", tagged("f", a="1e400", b='{"x":1}'), "", [ToolCall("f", '{"a": 1e400, "b": {"x":1}}')]),
+    ("qwen3_coder", tagged("f", b="{'x': 1e400}"), "", [ToolCall("f", '{"b": "{\'x\': 1e400}"}')]),
+    ("pythonic", "[f(a=1e400)]", "[f(a=1e400)]", []),
     ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [ToolCall("f", '{"a": 1}')]),
     (
         "mistral",
