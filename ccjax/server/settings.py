@@ -47,8 +47,8 @@ class ServerSettings(SettingsModel):
     served_model_name: Annotated[Text, Described(metavar="NAME")] | None = None
     """Model name in the API; the name of its directory if not given."""
     api_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
-    """Bearer token for the API; health, readiness, metrics, the page's files and /docs need none. Without any key no
-    token is needed."""
+    """Bearer token for the API; health, readiness, metrics, the page's files and /openapi.json need none. Without any
+    key no token is needed."""
     admin_key: Annotated[Text, Described(metavar="KEY")] | None = Field(default=None, repr=False)
     """Bearer token for /v1/cache/...; without any such key these endpoints are disabled."""
     api_key_file: FilePath | None = None

@@ -73,17 +73,20 @@ async def detokenize(engine: Engine, body: DetokenizeBody) -> dict[str, Any]:
     """
     refuse_unsupported(body.model_extra, DETOKENIZE)
     tokenizer, size = _tokenizer(engine), engine.model_config.vocab_size
-    for place, token in enumerate(body.tokens):
-        if not 0 <= token < size:
-            raise RequestError(f"tokens[{place}]", f"wanted a token from 0 to {size - 1}, got {token}")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special=False)
-    return {"prompt": text}
+    return {"prompt": await asyncio.to_thread(_decode, tokenizer, body.tokens, size)}
 
 
 def _tokenizer(engine: Engine) -> Tokenizer:
     if engine.tokenizer is None:
         raise RequestError("model", "wanted a model with tokenizer files for text; this one takes token ids only")
     return engine.tokenizer
+
+
+def _decode(tokenizer: Tokenizer, tokens: list[int], vocab_size: int) -> str:
+    for place, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"tokens[{place}]", f"wanted a token from 0 to {vocab_size - 1}, got {token}")
+    return tokenizer.decode(tokens, skip_special=False)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str, add_special_tokens: bool) -> list[int]:

@@ -16,10 +16,9 @@ Rules = list[str]
 
 TEXT_TO_TAG = r"text_to_tag[lazy]: /(.|\n)*<\/parameter>/"
 """A rule for a text and the tag behind it."""
-_OF_OBJECTS = frozenset(
-    "type properties required additionalProperties description title examples default strict $defs definitions $schema".split()
-)
 _NOTES = frozenset("type description title default examples".split())
+_SHARED = frozenset(("$defs", "definitions"))
+_OF_OBJECTS = _NOTES | _SHARED | frozenset("properties required additionalProperties strict $schema".split())
 _SCALARS = frozenset("string integer number boolean null".split())
 _TAG_NAME = re.compile(r"[^<>\n]+")
 _ANY_TAGS = r'(/<parameter=[^<>\n]+>\n/ text_to_tag "\n")*'
@@ -99,7 +98,9 @@ def _properties(parameters: Mapping[str, Any] | None) -> dict[str, tuple[Mapping
         return None
     if not all(place.startswith(("$defs/", "definitions/")) for place in _references(parameters)):
         return None
-    shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    shared = {name: parameters[name] for name in _SHARED & parameters.keys()}
+    if not all(isinstance(schemas, Mapping) for schemas in shared.values()):
+        return None
     found = {name: {} if schema is True else schema for name, schema in properties.items()}
     if not all(isinstance(schema, Mapping) for schema in found.values()):
         return None
@@ -123,7 +124,7 @@ def _tagged_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str | None:
     target = _target(schema)
     types, read_types = types_of(target), types_of(schema)
     values = target.get("enum", [target["const"]] if "const" in target else None)
-    if isinstance(values, list) and target.keys() <= {*_NOTES, "enum", "const", "$defs", "definitions"}:
+    if isinstance(values, list) and target.keys() <= {*_NOTES, *_SHARED, "enum", "const"}:
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         pairs = zip(values, texts, strict=True)
         if all("</parameter>" not in text and json.loads(as_json(text, read_types)) == value for value, text in pairs):
@@ -137,15 +138,16 @@ def _tagged_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str | None:
 def _target(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a property refers to, if it does nothing else; itself otherwise."""
     _, shared, name = (*str(schema.get("$ref", "")).split("/"), "", "")[:3]
-    target = (schema.get(shared) or {}).get(name) if schema.keys() <= {*_NOTES, "$ref", "$defs", "definitions"} else None
+    target = schema.get(shared, {}).get(name) if schema.keys() <= {*_NOTES, *_SHARED, "$ref"} else None
     return target if isinstance(target, Mapping) else schema
 
 
 def _is_free(schema: Any) -> bool:
     """True if every value of the types in the schema is right."""
-    if not isinstance(schema, Mapping) or not schema.keys() <= {*_NOTES, "anyOf", "oneOf", "$defs", "definitions"}:
+    if not isinstance(schema, Mapping) or not schema.keys() <= {*_NOTES, *_SHARED, "anyOf", "oneOf"}:
         return False
-    return all(_is_free(part) for key in ("anyOf", "oneOf") for part in schema.get(key) or ())
+    parts = [schema[key] for key in ("anyOf", "oneOf") if key in schema]
+    return all(isinstance(part, list) and all(map(_is_free, part)) for part in parts)
 
 
 def _python_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str:

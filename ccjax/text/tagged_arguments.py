@@ -24,7 +24,8 @@ def types_of(schema: Any) -> frozenset[str]:
     if isinstance(values, list):
         return frozenset(map(_type_of, values))
     for key in ("anyOf", "oneOf"):
-        parts = [types_of(part) for part in schema.get(key) or ()]
+        given = schema.get(key)
+        parts = [types_of(part) for part in given] if isinstance(given, list) else []
         if parts:
             return frozenset().union(*parts) if all(parts) else frozenset()
     return frozenset()

@@ -172,7 +172,8 @@ def test_malformed_bodies_are_rejected_with_400(server: Server) -> None:
     # Which Python's json reads, and no answer may have.
     tool = {"type": "function", "name": "f", "parameters": {"minimum": float("nan")}}
     headers = {"Content-Type": "application/json; charset=utf-8"}
-    for path, fields in ((CHAT, {"temperature": float("inf"), "messages": QUESTION}), ("/v1/responses", {"tools": [tool]})):
+    asked = {CHAT: {"temperature": float("inf"), "messages": QUESTION}, "/v1/responses": {"tools": [tool]}}
+    for path, fields in asked.items():
         body = json.dumps({"input": "Who?", "max_output_tokens": 16} | fields)
         assert_refused(patience.post(f"{server.url}{path}", content=body, headers=headers), 400, None, "body", "JSON")
     said = [{"role": "user", "content": "What is NaN, or Infinity?"}]

@@ -78,7 +78,9 @@ def test_a_stream_has_the_items_of_the_whole_response(client: openai.OpenAI, say
 
 
 @pytest.mark.parametrize("is_cut_finely", [True, False])
-def test_text_and_calls_keep_their_order(client: openai.OpenAI, says: Any, monkeypatch: Any, is_cut_finely: bool) -> None:
+def test_text_and_calls_keep_their_order(
+    client: openai.OpenAI, says: Any, monkeypatch: Any, is_cut_finely: bool
+) -> None:
     """Of which the end of a call and the text behind it may come at once."""
     says(f"{TWO} Done.\n{CALL}")
     if not is_cut_finely:

@@ -125,11 +125,18 @@ WEATHER = {
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
     "required": ["days"],
-    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"], "additionalProperties": False}},
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
 }
 PIECES = {
     "qwen3_coder": {
-        "city": "<parameter=city>\nKöln,\n\"<b>\"\n</parameter>\n",
+        "city": '<parameter=city>\nKöln,\n"<b>"\n</parameter>\n',
         "unit": "<parameter=unit>\nnull\n</parameter>\n",
         "days": "<parameter=days>\n3\n</parameter>\n",
         "hourly": "<parameter=hourly>\ntrue\n</parameter>\n",
@@ -190,6 +197,8 @@ def test_arguments_come_in_the_order_of_the_schema_without_those_that_are_not_ne
         ({"properties": {"a": {"type": "integer"}}, "required": ["a"], "maxProperties": 1}, False, False),
         ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, False, False),
         ({"additionalProperties": {"type": "integer"}}, False, False),
+        ({"properties": {"a": {"anyOf": 5}}, "required": ["b"]}, False, False),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": 5, "required": ["b"]}, False, False),
         ({"type": "object"}, True, True),
     ],
 )
