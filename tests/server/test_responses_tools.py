@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ccjax.text import IncrementalDecoder
+from ccjax.text import StopStrings
 from tests.server.conftest import Server
 from tests.server.patience import post
 from tests.server.test_tools import CALL, FUNCTIONS, TOOLS, TWO, USER, says, server
@@ -84,7 +84,7 @@ def test_text_and_calls_keep_their_order(
     """Of which the end of a call and the text behind it may come at once."""
     says(f"{TWO} Done.\n{CALL}")
     if not is_cut_finely:
-        monkeypatch.setattr(IncrementalDecoder, "push", lambda *_: "")
+        monkeypatch.setattr(StopStrings, "push", _hold)
     fields: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
     whole, events = respond(client, **fields), list(respond(client, stream=True, **fields))
     parts = {"message": lambda item: item.content[0].text, "function_call": lambda item: item.name}
@@ -98,6 +98,12 @@ def test_text_and_calls_keep_their_order(
             assert begun[item_id] < place < ended[item_id], event
     first = events[-1].response.output[0].content[0]
     assert first.logprobs and all(entry.token for entry in first.logprobs)
+
+
+def _hold(stops: StopStrings, text: str, **_: Any) -> str:
+    """Of `StopStrings.push`: holds all back."""
+    stops._held += text
+    return ""
 
 
 def test_a_call_alone_has_no_message_before_it(client: openai.OpenAI, says: Any) -> None:
