@@ -68,12 +68,13 @@ class ChunkCache:
         expected_share: Callable[[float], float],
         *,
         disk_link: ThrottledLink | None = None,
+        device_link: ThrottledLink | None = None,
     ) -> ChunkCache:
         """Opens the store, its index of variants, and what works on them.
 
         Args:
           expected_share: as for `VariantIndex`.
-          disk_link: throttles reads from the disk tier.
+          disk_link, device_link: throttle reads from the disk tier, and copies of stored KV to the device.
 
         Raises:
           StoreIdentityError, StoreUnavailableError: the store has another format version, or cannot be opened.
@@ -105,7 +106,7 @@ class ChunkCache:
             max_variants=config.max_variants,
             expected_share=expected_share,
         )
-        planner = PrefillPlanner(device.model, store, variants, rates, config, frame, device.pool)
+        planner = PrefillPlanner(device.model, store, variants, rates, config, frame, device.pool, device_link)
         capture = PrefillCapture(device.model, store, variants, planner, config)
         runs = None
         if frame.documents and config.stores_chunks:

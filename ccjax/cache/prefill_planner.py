@@ -31,6 +31,7 @@ from ccjax.runner.device_memory import longest
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.pool import DevicePool, num_pages
 from ccjax.store.errors import ShardCorruptError, ShardNotFoundError
+from ccjax.store.throttle import ThrottledLink
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
 from ccjax.store.usage import DEVICE, DISK, HOST
@@ -62,12 +63,13 @@ class PrefillPlanner:
         config: EngineConfig,
         frame: PassageFrame,
         pool: DevicePool | None = None,
+        link: ThrottledLink | None = None,
     ) -> None:
         prepares = config.unprepared == "prepare" and config.stores_chunks
         limit = longest(model.config, config)
         self.prepared = PreparedPassages(frame, variants, prepares=prepares, max_model_len=limit)
         self._model = model
-        self._pool = pool
+        self._pool, self._link = pool, link
         self._store = store
         self._variants = variants
         self.settings = config.planner_settings(model.config.num_layers)
@@ -132,9 +134,7 @@ class PrefillPlanner:
         loader = LayerLoader(
             ticket,
             plan,
-            shape=self._model.context_shape(plan),
-            dtype=self._model.dtype,
-            num_layers=num_layers,
+            kv_spec=self._store.kv_spec,
             wait_limit=wait_limit,
             pool=self._pool,
             skip=skip,
@@ -142,7 +142,8 @@ class PrefillPlanner:
             lead={"layerwise": 1, "alg2": plan.preload_depth, "sync": num_layers}[self._loading],
             on_merge=self.rates.tiers[HOST].add,
             turn=self._model.turned,
-            placement=self._model.context_placement,
+            placement=self._model.rows_placement,
+            link=self._link,
             on_layer=on_layer,
         )
         self._loaders = [

@@ -52,7 +52,7 @@ class Engine:
     """A loaded model with its chunk-caches. Thread-safe; requests run together, in one batch.
 
     Use as a context manager or call `close`, which completes pending writes to the disk tier. `disk_link` throttles
-    reads from the disk tier, for tests and benchmarks of slow disks.
+    reads from the disk tier, `device_link` copies of stored KV to the device, for tests and benchmarks of slow ones.
 
     Attributes:
       documents: operations on cached documents: warm, pin, invalidate, erase, list.
@@ -61,7 +61,14 @@ class Engine:
       call_form: the form in which the model is expected to call tools.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, *, disk_link: ThrottledLink | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        disk_link: ThrottledLink | None = None,
+        device_link: ThrottledLink | None = None,
+    ) -> None:
         self.config = config = with_pool(model.config, config)
         self.model_name = model.name
         self.tokenizer: Tokenizer | None = model.tokenizer
@@ -82,7 +89,13 @@ class Engine:
 
         self._device = Device.open(model, config)
         self._chunks = chunks = ChunkCache.open(
-            model, self._device, config, frame, lambda cci: expected_share(expected, cci), disk_link=disk_link
+            model,
+            self._device,
+            config,
+            frame,
+            lambda cci: expected_share(expected, cci),
+            disk_link=disk_link,
+            device_link=device_link,
         )
         self.rates = chunks.rates
         self._loop = loop = BatchLoop(self._device, chunks, config)

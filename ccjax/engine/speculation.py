@@ -62,8 +62,8 @@ class SpeculativeAnswer:
     """The answer to one request, started speculatively from the passages that `offer` reports. One thread calls
     `offer`; another may call `start`, after the last offer, and `close`.
 
-    Chunks that a wrong answer computed completely stay cached: if the final list contains some of them, in any order,
-    only the rest has to be computed.
+    Passages that a wrong answer prepared stay cached, and are prepared further if the next list has them: of that, in
+    any order, only the rest has to be computed.
 
     Attributes:
       num_started: answers started before the search was complete.
@@ -99,18 +99,20 @@ class SpeculativeAnswer:
         request, which `start` will report."""
         own = self._attempt is not None and not self._attempt.has_started
         step = self._policy.next_step(_keys(documents), is_final=False, num_pending=self._num_pending() - own)
-        if step.give_up:
-            self._give_up()
+        begun = None
         if step.begin and not self._is_closed:
-            attempt = _Attempt(tuple(documents))
+            begun = _Attempt(tuple(documents))
             try:
-                attempt.cancel = self._submit(self._request_of(documents), attempt.take, on_start=attempt.begin)
+                begun.cancel = self._submit(self._request_of(documents), begun.take, on_start=begun.begin)
+                self.num_started += 1
             except (RequestError, OverloadError, DeadlineError):  # the request with the final passages may succeed
                 self._policy.refused()
-                return
-            self.num_started += 1
+                begun = None
+        if step.give_up:  # only now: so what is being computed of passages of both goes on
+            self._give_up()
+        if begun is not None:
             with self._lock:
-                self._attempt = attempt
+                self._attempt = begun
             if self._is_closed:  # closed meanwhile, so nothing else would cancel the attempt
                 self._give_up()
 
@@ -124,8 +126,10 @@ class SpeculativeAnswer:
                 self._attempt = None
             attempt.release(emit, on_start)
             return attempt.cancel
-        self.close()
-        return self._submit(request, emit, on_start=on_start)
+        try:
+            return self._submit(request, emit, on_start=on_start)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Cancels a speculative answer that `start` has not released, even one from an `offer` still running. May be

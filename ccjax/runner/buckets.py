@@ -20,6 +20,17 @@ def slot_bucket(num_tokens: int) -> int:
     return 3 * size // 4 if size > 4096 and num_tokens <= 3 * size // 4 else size
 
 
+def load_buckets(num_rows: int) -> list[int]:
+    """Sizes of the pieces in which `num_rows` rows are copied to the device: powers of two from 256 on, which are also
+    sizes of contexts; with padding of less than 256 rows or at most an eighth."""
+    sizes, left = [], -(-num_rows // 256) * 256
+    while left > 0:
+        size = 1 << (left - 1).bit_length()
+        sizes.append(size // 2 if size - left > num_rows // 8 else size)
+        left -= sizes[-1]
+    return sizes
+
+
 def question_bucket(num_tokens: int) -> int:
     """Rows that the tokens of questions are padded to: powers of two from 16."""
     return max(16, 1 << (num_tokens - 1).bit_length())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 
 from ccjax.runner.device_model import DeviceModel
 from ccjax.runner.job import Contexts, PrefillJob
+from ccjax.runner.plan_rows import padded_to
 from ccjax.runner.pool import DevicePool
 
 
@@ -24,7 +24,7 @@ class ContextLoader:
     def __init__(self, model: DeviceModel, pool: DevicePool, job: PrefillJob, contexts: Contexts) -> None:
         self._model, self._pool = model, pool
         self._job, self._contexts = job, contexts
-        self._slots: jax.Array | None = None
+        self._slots: list[jax.Array] = []
         self._num_written = 0
 
     def is_ready(self, layer: int) -> bool:
@@ -40,20 +40,12 @@ class ContextLoader:
         if layer < self._num_written:  # the layer is run again, after another job failed in it
             return
         try:
-            k, v = self._contexts.take(layer)
+            pieces = self._contexts.take(layer)
         except Exception as error:
             raise JobFailedError(self._job) from error
-        slots = self._slots
-        if slots is None:
-            slots = self._slots = self._model.put(self._slots_to_load(len(k)))
-        self._pool.write_rows(layer, slots, k, v)
+        if not self._slots:
+            slots, nowhere = self._job.pages.slots, self._pool.num_slots
+            self._slots = [self._model.put(padded_to(slots[rows.positions], len(rows.k), nowhere)) for rows in pieces]
+        for slots, rows in zip(self._slots, pieces, strict=True):
+            self._pool.write_rows(layer, slots, rows.k, rows.v)
         self._num_written = layer + 1
-
-    def _slots_to_load(self, num_slots: int) -> np.ndarray:
-        """For each slot of the context, the pool slot that its loaded row is written to, or `pool.num_slots`."""
-        job, slots = self._job, np.full(num_slots, self._pool.num_slots, np.int32)
-        for index, segment in enumerate(job.plan.segments):
-            if segment.action == "reuse" and index not in job.pages.shared:
-                where = slice(segment.start, segment.start + segment.num_tokens)
-                slots[where] = job.pages.slots[where]
-        return slots

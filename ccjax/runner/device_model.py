@@ -14,9 +14,7 @@ from ccjax.models.llama3.paged_steps import rotation_step
 from ccjax.models.llama3.params import Params
 from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
 from ccjax.models.llama3.steps import rotate_step
-from ccjax.runner.buckets import slot_bucket
 from ccjax.runner.compiled_sizes import CompiledSizes
-from ccjax.types import PrefillPlan
 
 
 class DeviceModel:
@@ -25,7 +23,7 @@ class DeviceModel:
     Attributes:
       top: the weights outside the layers, kept separately because a jitted call flattens every leaf passed to it.
       mesh: the mesh of the weights; None for a single device.
-      context_placement: the placement of a layer's context [S, K, H], for `jax.device_put`.
+      rows_placement: the placement of a layer's loaded keys or values [N, K, H], for `jax.device_put`.
       settings: what its steps are compiled for.
       sizes: the sizes that steps are padded to.
     """
@@ -43,7 +41,7 @@ class DeviceModel:
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
         self.mesh = mesh_of(params)
-        self.context_placement = placement(self.mesh, KV_ROWS)
+        self.rows_placement = placement(self.mesh, KV_ROWS)
         self.settings = StepSettings(config, implementation, self.mesh)
         self.sizes = CompiledSizes() if sizes is None else sizes
 
@@ -54,10 +52,6 @@ class DeviceModel:
     def rotation(self, positions: jax.Array) -> jax.Array:
         """Cosines and sines of positions, for the steps of all layers."""
         return rotation_step(positions, settings=self.settings)
-
-    def context_shape(self, plan: PrefillPlan) -> tuple[int, int, int]:
-        """The shape [S, K, H] of a layer's context, with S padded."""
-        return slot_bucket(plan.num_tokens), self.config.num_kv_heads, self.config.head_dim
 
     def turned(self, k: np.ndarray, shift: int) -> np.ndarray:
         """Rotates keys before RoPE [T, K, H] by `shift` positions, which may be negative."""

@@ -4,7 +4,8 @@ drop."""
 from __future__ import annotations
 
 import collections
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -26,8 +27,21 @@ from ccjax.runner.plan_rows import (
 from ccjax.types import PrefillPlan
 
 
+class LoadedRows(NamedTuple):
+    """Loaded KV of one layer.
+
+    Attributes:
+      positions: [n], of the tokens in the prompt; the same in all layers.
+      k, v: [N, K, H], keys before RoPE and values, on the device; rows from n on are padding.
+    """
+
+    positions: np.ndarray
+    k: jax.Array
+    v: jax.Array
+
+
 class Contexts(Protocol):
-    """Source of the reused variants' KV, merged layer by layer.
+    """Source of the reused variants' KV, layer by layer.
 
     Attributes:
       waited_s: seconds that `take` has waited so far.
@@ -39,9 +53,8 @@ class Contexts(Protocol):
         """True if `take` of the layer would not wait."""
         ...
 
-    def take(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """Returns keys before RoPE and values [S, K, H] of a layer, zeros where nothing is loaded; called once per
-        layer, in order."""
+    def take(self, layer: int) -> Sequence[LoadedRows]:
+        """Returns the rows of a layer, in as many pieces for each; called once per layer, in order."""
         ...
 
 

@@ -238,7 +238,7 @@ class DevicePool(MemoryTier[PagedShard]):
         """Compiles the steps that gather and compare `num_slots` slots."""
         slots = self.put_slots(np.full(num_slots, self.num_slots, np.int32))
         kv = self.gather(0, slots)
-        jax.block_until_ready((self.gather(0, slots, kv), deviation_step(*kv, *kv, np.int32(1))))
+        jax.block_until_ready(deviation_step(*kv, *kv, np.int32(1)))
 
     def pages(self, layer: int) -> KVPages:
         """The pages of a layer, for compiling steps; the next `update` may invalidate them."""
@@ -286,12 +286,9 @@ class DevicePool(MemoryTier[PagedShard]):
                 number = np.int32(layer)
                 self._layers[layer] = write_pages_step(pages, on_device, number, on_device_slots, mesh=self._mesh)
 
-    def gather(
-        self, layer: int, slots: jax.Array, others: tuple[jax.Array, jax.Array] | tuple[None, None] = (None, None)
-    ) -> tuple[jax.Array, jax.Array]:
-        """Gathers keys before RoPE and values `[S, K, H]` of one layer; see
-        `ccjax.models.llama3.steps.read_pages_step`."""
-        return self.read(layer, lambda pages: read_pages_step(pages, slots, *others))
+    def gather(self, layer: int, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Gathers keys before RoPE and values `[S, K, H]` of one layer; zeros for slots past the end."""
+        return self.read(layer, lambda pages: read_pages_step(pages, slots))
 
     def read(self, layer: int, step: Callable[[KVPages], Read]) -> Read:
         """Returns the result of `step` for the pages of a layer, which it leaves unchanged."""

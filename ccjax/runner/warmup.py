@@ -227,7 +227,7 @@ def _compile_layer(model: DeviceModel, pool: DevicePool, step: Any, inputs: Step
 
 def _compile_context(model: DeviceModel, pool: DevicePool, num_slots: int) -> None:
     shape = (num_slots, model.config.num_kv_heads, model.config.head_dim)
-    none = jax.device_put(np.zeros(shape, model.dtype), model.context_placement)  # as in `LayerLoader`
+    none = jax.device_put(np.zeros(shape, model.dtype), model.rows_placement)  # as in `LayerLoader`
     slots = _nowhere(model, pool, num_slots)
     if model.mesh is None:
         write_rows_step.lower(pool.pages(0), slots, none, none, mesh=None).compile()

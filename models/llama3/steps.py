@@ -54,16 +54,9 @@ def write_pages_step(
 
 
 @jax.jit
-def read_pages_step(
-    pages: KVPages, slots: Int[Array, "S"], k_other: Float[Array, "S K H"] | None, v_other: Float[Array, "S K H"] | None
-) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
-    """Keys and values of one layer as stored: from the pages at `slots`; for slots past the end from `*_other`, or
-    zeros if that is None."""
-    k, v = read_slots(pages.k, slots), read_slots(pages.v, slots)
-    if k_other is None or v_other is None:
-        return k, v
-    is_paged = (slots < pages.num_slots)[:, None, None]
-    return jnp.where(is_paged, k, k_other), jnp.where(is_paged, v, v_other)
+def read_pages_step(pages: KVPages, slots: Int[Array, "S"]) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
+    """Keys and values of one layer as stored in the pages at `slots`; zeros for slots past the end."""
+    return read_slots(pages.k, slots), read_slots(pages.v, slots)
 
 
 @jax.jit

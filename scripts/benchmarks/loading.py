@@ -1,15 +1,15 @@
-"""Loads hidden by computing (Cache-Craft fig. 29, eq. 16): prefill over passages in memory or on a slow disk.
+"""Loads hidden by computing (Cache-Craft fig. 29, eq. 16): prefill over passages in memory or behind a slow link.
 
-The prompt and the options are those of `ttft`, state `prepared`. The disk is real, behind a link (`store/throttle.py`)
-slowed so that loading takes 0.5, 1, 2 or 4 times as long as the prefill over KV in host memory. A request waits in the
-queue for 0.54 of that time (fig. 29) where reading begins while it does. The first row is the default: KV in host
-memory, layer by layer.
+The prompt and the options are those of `ttft`, state `prepared`. The link (`store/throttle.py`) is the one to the disk
+or, with `--link device`, the one from host memory to the device, slowed so that loading takes 0.5, 1, 2 or 4 times as
+long as the prefill over KV in host memory. A request waits in the queue for 0.54 of that time (fig. 29) where reading
+from disk begins while it does. The first row is the default: KV in host memory, layer by layer.
 
 Keys of --json, besides those of every benchmark (`bench.py --help`):
-  model, dtype, context_tokens, passages, repetitions; kv_bytes (loaded by a request)
+  model, dtype, context_tokens, link, passages, repetitions; kv_bytes (loaded by a request)
   cases[]: `tier` (host, disk); `loading`: sync (load all, then compute), layerwise (a layer runs once its own KV is
     loaded), alg2 (the first layer waits for the KV of Lp layers); `queue_s` (0: reading begins with the prefill);
-    `load_s` (to load everything at the link's rate, null for host); `prefill_s`, `runs_s` (loading included; median and
+    `load_s` (to load all at the link's rate, null without one); `prefill_s`, `runs_s` (loading included; median and
     all runs); `wait_s` (part of it in which the device waited for KV); `hidden_share`: 1 - (prefill_s - that of the
     first case) / load_s; `allowed_share`: the most that this way can hide, layerwise eq. 16 without its rounding;
     `lost_loads`: loads that failed or were abandoned; if not 0, the row is not comparable
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default=default_model(), help="as with ccjax serve (default: its default, %(default)s)")
     add("--context-tokens", type=positive_int, default=1024, help="approximately (%(default)s)")
+    add("--link", choices=("disk", "device"), default="disk", help="which link is slow (%(default)s)")
     add("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0], help="of loading to prefill (%(default)s)")
     add("--repetitions", type=positive_int, default=5, help="runs per case; the median counts (%(default)s)")
 
@@ -88,19 +89,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         def case(tier: str, loading: Any, **more: Any) -> LoadingCase:
             link = None if "load_s" not in more else ThrottledLink(kv_bytes / more["load_s"])
-            budgets = {} if link is None else {"host_cache_bytes": 1}  # nothing is promoted from the slow disk
-            settings = config.replace(read_only=True, loading=loading, **budgets)
-            return LoadingCase(tier, loading, stack.enter_context(Engine(model, settings, disk_link=link)), **more)
+            budgets = {"host_cache_bytes": 1} if tier == "disk" else {}  # nothing is promoted from the slow disk
+            settings = config.replace(read_only=True, loading=loading, device_cache_bytes=0, **budgets)
+            links = {"disk_link" if tier == "disk" else "device_link": link}
+            return LoadingCase(tier, loading, stack.enter_context(Engine(model, settings, **links)), **more)
 
         cases = [case("host", "layerwise")]
         for _ in range(3):  # compiles, and promotes the KV to memory
             cases[0].measure(request)
         prefill_s, kv_bytes = cases[0].reports[-1].prefill_s, cases[0].reports[-1].loaded_bytes
+        tier = "disk" if arguments.link == "disk" else "host"
         compute = cases[0].engine.generate(QUESTION, documents, max_new_tokens=1, reuse="off").reuse
         for ratio in arguments.ratios:
             load_s = ratio * prefill_s
             for loading, is_queued in WAYS:
-                cases.append(case("disk", loading, load_s=load_s, queue_s=QUEUE_SHARE * load_s if is_queued else 0.0))
+                if is_queued and tier == "host":  # only reads from disk begin in the queue
+                    continue
+                cases.append(case(tier, loading, load_s=load_s, queue_s=QUEUE_SHARE * load_s if is_queued else 0.0))
                 # Else the time to compute is unknown, and a slow load is soon abandoned.
                 cases[-1].engine.rates.compute.add(compute.computed_tokens, compute.prefill_s)
         for number in range(repetitions + 1):
@@ -111,7 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = [_row(loading_case, base_s, model.config.num_layers, repetitions) for loading_case in cases]
     _print(rows, base_s)
     about = {"model": arguments.model, "dtype": config.dtype, "context_tokens": cases[0].reports[0].prompt_tokens}
-    about |= {"passages": NUM_PASSAGES, "repetitions": repetitions, "kv_bytes": kv_bytes}
+    about |= {"link": arguments.link, "passages": NUM_PASSAGES, "repetitions": repetitions, "kv_bytes": kv_bytes}
     return {"benchmark": "loading", **environment(), **about, "cases": rows}
 
 

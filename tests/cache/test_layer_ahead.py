@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ccjax.cache.contexts import LayerLoader, _zeros
+from ccjax.cache.contexts import LayerLoader, _aligned
 from ccjax.cache.reads import LoadFailedError
 from ccjax.engine import Request, SamplingParams
+from ccjax.runner.buckets import load_buckets, slot_bucket
 from ccjax.runner.cancellation import PrefillCancelledError
+from ccjax.runner.job import LoadedRows
 from ccjax.store.arrays import ShardReader
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.throttle import ThrottledLink
@@ -27,11 +31,12 @@ ANSWER = SamplingParams(max_new_tokens=5, logprobs=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cpu_backend_uses_the_context_buffer_without_a_copy(dtype):
-    for num_slots in (256, 2048, 2049):
-        zeros = _zeros((num_slots, 2, 16), np.dtype(jnp.dtype(dtype)))
-        assert zeros.shape == (num_slots, 2, 16) and zeros.dtype == dtype and not zeros.any()
-        assert jax.device_put(zeros).unsafe_buffer_pointer() == zeros.ctypes.data
+def test_cpu_backend_uses_the_buffers_without_a_copy(dtype):
+    for num_rows in (256, 2048, 2049):
+        rows = _aligned((num_rows, 2, 16), np.dtype(jnp.dtype(dtype)))
+        assert rows.shape == (num_rows, 2, 16) and rows.dtype == dtype
+        assert jax.device_put(rows).unsafe_buffer_pointer() == rows.ctypes.data
+        assert jax.device_put(rows[256:]).unsafe_buffer_pointer() == rows[256:].ctypes.data or num_rows == 256
 
 
 def load_threads() -> list[threading.Thread]:
@@ -164,14 +169,16 @@ def test_all_loading_methods_give_bit_identical_results(depth, lead):
             return True
 
         def take(self, layer):
-            merged = np.zeros((2, *model.context_shape(plan())), np.float32)
-            for segment in plan().segments:
-                if segment.variant_id is not None:
-                    kv = ticket.kv[segment.variant_id][layer]
-                    merged[:, segment.start : segment.start + segment.num_tokens] = kv
-            return tuple(np.array(part) for part in merged)
+            reused = [segment for segment in plan().segments if segment.variant_id is not None]
+            return [
+                LoadedRows(
+                    np.arange(segment.start, segment.start + segment.num_tokens),
+                    *(jnp.array(part, copy=True) for part in ticket.kv[segment.variant_id][layer]),
+                )
+                for segment in reused
+            ]
 
-    wanted = run_plan(model, tokens, plan(), contexts=_on_device(AllAtOnce()))
+    wanted = run_plan(model, tokens, plan(), contexts=AllAtOnce())
     with loader(model, plan(depth), ticket, lead=lead) as contexts:
         got = run_plan(model, tokens, plan(depth), contexts=contexts)
     np.testing.assert_array_equal(got.last_logits, wanted.last_logits)
@@ -179,12 +186,6 @@ def test_all_loading_methods_give_bit_identical_results(depth, lead):
     ticket.kv["b"][3, 1, 5] += 1e-3
     wrong = run_reusing(model, tokens, plan(), lambda variant, first, last: ticket.kv[variant][first:last])
     assert (wrong.last_logits != wanted.last_logits).any()
-
-
-def _on_device(contexts):
-    take = contexts.take
-    contexts.take = lambda layer: tuple(jnp.array(part, copy=True) for part in take(layer))
-    return contexts
 
 
 def test_failed_read_stops_the_prefill_before_its_layer_runs():
@@ -323,6 +324,106 @@ def _without(of_chunks, discarded):
         chunk: tuple(meta for meta in metas if meta.variant_id not in discarded)
         for chunk, metas in of_chunks(chunks).items()
     }
+
+
+def test_only_reused_rows_are_put_on_the_device(monkeypatch):
+    """One passage of 30 tokens is known, in a prompt of more than 2,000."""
+    known, question = SEGMENTS[2], SEGMENTS[-1]
+    long = draw_segments(np.random.default_rng(1), [2000])[1]
+    put: list[int] = []
+    take = LayerLoader.take
+
+    def counted(contexts, layer):
+        pieces = take(contexts, layer)
+        put.append(sum(rows.k.nbytes + rows.v.nbytes for rows in pieces))
+        return pieces
+
+    with MODEL.engine() as engine:
+        engine.run(Request(segments=[SEGMENTS[0], known, question], sampling=ANSWER))
+        monkeypatch.setattr(LayerLoader, "take", counted)
+        link = _Noted()
+        monkeypatch.setattr(engine._chunks.planner, "_link", link)
+        reuse = engine.run(Request(segments=[SEGMENTS[0], known, long, question], sampling=ANSWER)).reuse
+    assert reuse.loaded_bytes == (7 + 30) * MODEL.token_bytes
+    assert put == link.num_bytes == [256 * MODEL.token_bytes // NUM_LAYERS] * NUM_LAYERS
+
+
+class _Noted:
+    """A link that only notes the bytes that pass it."""
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+
+    def __call__(self, read, num_bytes):
+        self.num_bytes.append(num_bytes)
+        return read
+
+
+def test_a_layer_is_merged_while_the_one_before_it_is_copied():
+    """The copy of each layer ends only once the next one is being merged."""
+    ticket, model = SteeredTicket(), MODEL.device_model()
+    ticket.arrive(NUM_LAYERS)
+    merged: list[int] = []
+    read_layers = ticket.read_layers
+
+    def noted(variant_id, first, last, *, timeout_s=None):
+        with ticket.changed:
+            merged.append(first)
+            ticket.changed.notify_all()
+        return read_layers(variant_id, first, last, timeout_s=timeout_s)
+
+    class Link:
+        num_copied = 0
+
+        def __call__(self, read, num_bytes):
+            self.num_copied += 1
+            if self.num_copied < NUM_LAYERS:
+                ticket.wait_for(lambda: self.num_copied in merged)
+            return read
+
+    ticket.read_layers = noted
+    with loader(model, plan(), ticket, link=Link()) as contexts:
+        for layer in range(NUM_LAYERS):
+            for positions, k, v in contexts.take(layer):
+                wanted = np.concatenate([ticket.kv[name][layer] for name in "aba"], axis=1)
+                assert len(positions) == wanted.shape[1] == 73
+                np.testing.assert_array_equal(np.asarray(k)[:73], wanted[0])
+                np.testing.assert_array_equal(np.asarray(v)[:73], wanted[1])
+    assert contexts._copies._shutdown and not load_threads()
+
+
+def test_memory_of_copied_layers_is_used_again(monkeypatch):
+    ticket, model = SteeredTicket(), MODEL.device_model()
+    ticket.arrive(NUM_LAYERS)
+    with loader(model, plan(), ticket, link=_Noted()) as contexts:
+        monkeypatch.setattr(contexts, "_is_copied", True)
+        places = {contexts._buffers(layer)[0].ctypes.data for layer in range(NUM_LAYERS)}
+    assert len(places) == 2
+
+
+@given(st.integers(0, 70_000))
+def test_pieces_of_a_load_are_few_and_hardly_padded(num_rows):
+    sizes = load_buckets(num_rows)
+    assert all(size >= 256 and size.bit_count() == 1 and size == slot_bucket(size) for size in sizes)
+    assert 0 <= sum(sizes) - num_rows <= max(255, num_rows // 8 + 255) and len(sizes) <= 5
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_slow_link_to_the_device_is_measured_and_given_up():
+    """Half a second for the KV of this prompt, which computing takes some milliseconds for."""
+    request = Request(segments=SEGMENTS, sampling=ANSWER)
+    link = ThrottledLink(2 * 256 * MODEL.token_bytes)
+    with MODEL.engine(device_link=link) as engine:
+        wanted = engine.run(dataclasses.replace(request, reuse="off"))
+        engine.run(dataclasses.replace(request, reuse="off"))  # measured, now that it is compiled
+        engine.run(request)
+        for _ in range(5):
+            loaded = engine.run(request)
+            assert loaded.reuse.given_up_loads == 0
+        assert engine.rates.tiers["host"].cost.seconds(loaded.reuse.loaded_bytes) > 0.4
+        computed = engine.run(request)
+    assert computed.reuse.given_up_loads > 0 and computed.reuse.loaded_bytes < loaded.reuse.loaded_bytes
+    assert computed.token_ids == wanted.token_ids
 
 
 @pytest.mark.parametrize("mode", ["exact", "bounded"])

@@ -79,10 +79,12 @@ class TinyModel:
     def device_model(self) -> DeviceModel:
         return DeviceModel(self.loaded.params, self.config)
 
-    def engine(self, *, disk_link: ThrottledLink | None = None, **settings: Any) -> Engine:
+    def engine(
+        self, *, disk_link: ThrottledLink | None = None, device_link: ThrottledLink | None = None, **settings: Any
+    ) -> Engine:
         # No share of an accelerator's memory: other processes run their tests on it, too.
         config = EngineConfig(**{"max_model_len": 4096, "device_cache_bytes": 0, **settings})
-        return Engine(self.loaded, config, disk_link=disk_link)
+        return Engine(self.loaded, config, disk_link=disk_link, device_link=device_link)
 
 
 class After:
@@ -136,8 +138,8 @@ def loader(model: DeviceModel, plan: PrefillPlan, ticket: Any, **settings: Any) 
     """A loader of a plan's variants for `run_plan`; it waits at most 5 s for a chunk."""
     wait_limit = WaitLimit(None)
     wait_limit.expect({segment.variant_id: segment.num_tokens for segment in plan.segments if segment.variant_id})
-    settings = {"wait_limit": wait_limit, "num_layers": model.config.num_layers, **settings}
-    return LayerLoader(ticket, plan, shape=model.context_shape(plan), dtype=model.dtype, **settings)
+    settings = {"wait_limit": wait_limit, **settings}
+    return LayerLoader(ticket, plan, kv_spec=kv_spec_of(model.config, str(model.dtype)), **settings)
 
 
 def run_plan(

@@ -61,13 +61,10 @@ class Batch:
         if any(s.action == "reuse" and n not in pages.shared for n, s in enumerate(plan.segments)):
             wait_limit = WaitLimit(None)
             wait_limit.expect({one.variant_id: one.num_tokens for one in plan.segments if one.variant_id})
-            model = engine._device.model
             contexts = LayerLoader(
                 ticket,
                 plan,
-                shape=model.context_shape(plan),
-                dtype=model.dtype,
-                num_layers=model.config.num_layers,
+                kv_spec=engine._chunks.store.kv_spec,
                 wait_limit=wait_limit,
                 pool=self.pool,
                 skip=pages.shared,

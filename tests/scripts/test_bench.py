@@ -125,20 +125,24 @@ def test_bad_options_print_a_one_line_error(options, words):
     assert all(word in error for word in words), error
 
 
-def test_loading_shows_what_each_way_hides(monkeypatch):
+@pytest.mark.parametrize("link", ["disk", "device"])
+def test_loading_shows_what_each_way_hides(monkeypatch, link):
     """No load is late or too slow for what computing takes here."""
     monkeypatch.setattr(load_plan, "loads_to_give_up", lambda loads, hidden_s, habit: frozenset())
     monkeypatch.setattr(reads, "longest_load_wait_s", lambda num_tokens, seconds_per_token: 3600.0)
-    _, figures = in_process.figures("loading", "--model", "demo")
+    _, figures = in_process.figures("loading", "--model", "demo", "--link", link)
     host, *others = figures["cases"]
     assert (host["tier"], host["loading"], host["load_s"]) == ("host", "layerwise", None)
-    assert [(row["loading"], row["queue_s"] > 0) for row in others] == list(loading.WAYS)
+    ways = [way for way in loading.WAYS if link == "disk" or not way[1]]
+    assert figures["link"] == link and {row["tier"] for row in others} == {"disk" if link == "disk" else "host"}
+    assert [(row["loading"], row["queue_s"] > 0) for row in others] == ways
     for row in others:
         assert row["hidden_share"] == 1 - (row["prefill_s"] - host["prefill_s"]) / row["load_s"]
         # The link is real: without time in the queue nothing is quicker than loading.
         assert row["queue_s"] or all(run_s > row["load_s"] for run_s in row["runs_s"])
         assert row["lost_loads"] == 0
-    assert others[0]["allowed_share"] == 0.0 < others[2]["allowed_share"] < others[4]["allowed_share"]
+    of = {(row["loading"], row["queue_s"] > 0): row["allowed_share"] for row in others}
+    assert of["sync", False] == 0.0 < of["layerwise", False] < of.get(("layerwise", True), 1.0)
 
 
 def test_least_exposed_time_is_equation_16_and_that_of_a_simulated_pipeline():

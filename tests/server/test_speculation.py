@@ -248,6 +248,23 @@ def test_own_queued_request_does_not_count_as_pending() -> None:
     assert len(submit.asked) == 2 and submit.cancelled == [0]
 
 
+def test_the_next_answer_is_submitted_before_the_wrong_one_is_cancelled() -> None:
+    """So that passages of both, which are being prepared, have someone who wants them."""
+    submit, order = Recorded(), []
+
+    def noted(*args, **how):
+        cancel = submit(*args, **how)
+        number = len(submit.asked)
+        order.append(("asked", number))
+        return lambda: (order.append(("cancelled", number)), cancel())
+
+    speculation = SpeculativeAnswer(noted, request_of, int, max_pending=1)
+    speculation.offer(DOCUMENTS)
+    speculation.offer(DOCUMENTS[::-1])
+    speculation.start(request_of(DOCUMENTS), lambda event: None, on_start=lambda: None)
+    assert order == [("asked", 1), ("asked", 2), ("cancelled", 1), ("asked", 3), ("cancelled", 2)]
+
+
 def test_closed_speculation_starts_no_requests() -> None:
     submit = Recorded()
     speculation = begun(submit)

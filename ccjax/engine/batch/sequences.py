@@ -104,12 +104,20 @@ class Sequences:
             if sequence_id in self._by_id:  # else it ended with another late sequence of its group
                 self.fail(self._by_id[sequence_id], too_late())
         for sequence in self.all():
-            if sequence.sequence_id in self._by_id and sequence.group.is_cancelled():
+            is_there = sequence.sequence_id in self._by_id
+            if is_there and sequence.group.is_cancelled() and not self._is_wanted(sequence.group):
                 self.fail(sequence, CancelledError())
         for sequence in tuple(self._held):
             if sequence.is_wait_over():
                 self._held.remove(sequence)
                 self._plan(sequence)
+
+    def _is_wanted(self, group: SequenceGroup) -> bool:
+        """True for a preparation of a passage of another request: of a search's next answer, where this one's first
+        passages have changed."""
+        keys = {key for key, preparing in self._preparing.items() if preparing is group}
+        others = (other for other in self._by_id.values() if other.group is not group) if keys else ()
+        return any(not keys.isdisjoint(other.chunk_ids) and not other.group.is_cancelled() for other in others)
 
     def refresh_unstarted(self) -> None:
         """Ends cancelled and late sequences that never left the queue. This is safe while another thread has paused the
