@@ -224,16 +224,27 @@ def test_decoding_continues_between_the_layers_of_a_long_prefill():
     assert all("token" in events[a:b] for a, b in zip(layers, layers[1:], strict=False))
 
 
-def test_a_short_prompt_runs_before_the_next_layer_of_a_long_one():
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_short_prompt_runs_before_the_next_layer_of_a_long_one(is_awaited):
+    """Also while a thread waits for the end of the long one, to use what requests use."""
     random = np.random.default_rng(9)
     long, short = draw_segments(random, [300, 200]), draw_segments(random, [10])
     ends, others, run_layer = [], [], pack_module.Pack.run_layer
     with MODEL.engine(max_num_batched_tokens=128) as engine, pytest.MonkeyPatch.context() as patch:
         wanted = [engine.run(ask(segments, "off")) for segments in (long, short)]
 
+        def pause():
+            with engine._loop.exclusive():
+                ends.append("pause")
+
+        waiting = threading.Thread(target=pause)
+
         def noted(pack):
             run_layer(pack)
             if not others:
+                if is_awaited:
+                    waiting.start()
+                    wait_until(lambda: engine._loop._num_pausing)
                 others.append(Client(engine, ask(short, "off"), lambda: ends.append("short")))
 
         patch.setattr(pack_module.Pack, "run_layer", noted)
@@ -242,6 +253,9 @@ def test_a_short_prompt_runs_before_the_next_layer_of_a_long_one():
         for one, other in zip(got, wanted, strict=True):
             check(one, other)
         assert ends[0] == "short", "the long prompt has packs of 128 of its 500 tokens"
+        if is_awaited:
+            waiting.join()
+            assert "pause" in ends
         settled(engine)
 
 

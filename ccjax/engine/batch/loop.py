@@ -272,8 +272,9 @@ class BatchLoop:
           interrupts: before the next layer of the running pack.
         """
         sequences, now_s = self._sequences, time.perf_counter()
-        # A thread that wants to pause the loop waits for the prefills in progress, so none is admitted.
-        free_pages = 0 if self._num_pausing else sequences.pages.num_pages
+        # A thread that wants to pause the loop waits for the prefills in progress, so none is admitted, but short ones
+        # that end before the running pack goes on: a long prompt takes minutes.
+        free_pages = 0 if self._num_pausing and not interrupts else sequences.pages.num_pages
         with self._changed:
             self._accept_new()
             how = {"shared_pages": sequences.shared_pages, "interrupts": interrupts}
