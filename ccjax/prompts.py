@@ -189,8 +189,11 @@ def assemble(
         if builder is not None and request.truncate_prompt_tokens is None:
             _check_length(request, builder, max_model_len)
         segments, droppable, early_question = _from_text(request, builder, tenant_tag(request.cache_salt), find)
-    wanted = request.sampling.max_new_tokens
-    reserve = wanted if wanted is not None else int(answer)
+    wanted = request.sampling.max_new_tokens if answer else 0
+    if wanted is not None and wanted >= max_model_len:  # whatever the prompt is
+        message = f"wanted fewer than {max_model_len} tokens (max_model_len), prompt included, got {wanted}"
+        raise ContextLengthError("max_new_tokens", message)
+    reserve = 1 if wanted is None else wanted
     if request.truncate_prompt_tokens is not None:
         kept = request.truncate_prompt_tokens if request.truncate_prompt_tokens > 0 else max_model_len - reserve
         cut = sum(len(segment.chunk.token_ids) for segment in segments) - kept

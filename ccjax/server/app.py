@@ -140,19 +140,19 @@ def _api_routes(service: Service) -> APIRouter:
         service.check_model(name)
         return _model(service)
 
-    @router.post("/tokenize", openapi_extra=describe(TokenizeBody))
-    async def tokens(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> dict[str, Any]:
+    @router.post("/tokenize", openapi_extra=describe(TokenizeBody), response_model=dict[str, Any])
+    async def tokens(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))]) -> Response:
         service.check_model(body.model)
-        return await tokenize(service.backend.engine, body)
+        return await _as_json(await tokenize(service.backend.engine, body))
 
-    @router.post("/detokenize", openapi_extra=describe(DetokenizeBody))
-    async def text(body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]) -> dict[str, Any]:
+    @router.post("/detokenize", openapi_extra=describe(DetokenizeBody), response_model=dict[str, Any])
+    async def text(body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]) -> Response:
         service.check_model(body.model)
-        return await detokenize(service.backend.engine, body)
+        return await _as_json(await detokenize(service.backend.engine, body))
 
-    @router.post("/v1/embeddings", openapi_extra=describe(EmbeddingsBody))
-    async def embeddings(body: Annotated[EmbeddingsBody, Depends(json_body(EmbeddingsBody))]) -> dict[str, Any]:
-        return await service.backend.vectors.answer(body, service.backend.model)
+    @router.post("/v1/embeddings", openapi_extra=describe(EmbeddingsBody), response_model=dict[str, Any])
+    async def embeddings(body: Annotated[EmbeddingsBody, Depends(json_body(EmbeddingsBody))]) -> Response:
+        return await _as_json(await service.backend.vectors.answer(body, service.backend.model))
 
     @router.post("/v1/rerank", include_in_schema=False)
     async def rerank() -> None:
@@ -178,6 +178,11 @@ def _api_routes(service: Service) -> APIRouter:
         raise ApiError(404, f"response_id: {NOT_KEPT}", param="response_id", code="not_found")
 
     return router
+
+
+async def _as_json(content: dict[str, Any]) -> Response:
+    """A response with as much as millions of numbers, written outside of the event loop."""
+    return await asyncio.to_thread(JSONResponse, content)
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -235,7 +240,7 @@ async def _generate(
         assert job.response is not None
         await _add_trace(service, job, job.response, formatter)
         telemetry.end()
-        return JSONResponse(formatter.answer(job.response))
+        return await _as_json(await asyncio.to_thread(formatter.answer, job.response))
     except JobCancelledError:
         telemetry.end()
         return Response(status_code=_CLIENT_DISCONNECTED)

@@ -345,14 +345,13 @@ class Service:
         own = body.own_documents()
         if own is not None and body.retrieval:
             raise RequestError("retrieval", "wanted one of documents and retrieval, got both")
-        if not await asyncio.to_thread(body.searches):
+        is_without = passages is None and backend.retriever is None and not body.retrieval
+        if is_without or not await asyncio.to_thread(body.searches):
             return own or ()
         if passages is not None:
             return passages
         if backend.retriever is None:
-            if body.retrieval:
-                raise RequestError("retrieval", "this server has no documents of its own; send documents")
-            return ()
+            raise RequestError("retrieval", "this server has no documents of its own; send documents")
         with self.metrics.retrieval_time.time():
             found = await asyncio.to_thread(own_documents.search, backend.retriever, body, self.settings, begun)
         return found or ()  # without a question the engine reports what is wrong with it

@@ -73,8 +73,8 @@ class ToolUse:
         schemas, is_free = self._schemas(), self._is_free
         if is_free and form == "pythonic":
             for number, tool in enumerate(self.tools):
-                own = {name: schema for name, schema in schemas.items() if name == tool["function"]["name"]}
-                if form_of_grammar(form, own) != form:
+                name = tool["function"]["name"]
+                if name in schemas and form_of_grammar(form, {name: schemas[name]}) != form:
                     wanted = "wanted false beside tool_choice auto: Python's keywords cannot express the parameters"
                     raise RequestError(f"tools[{number}].function.strict", wanted)
         or_else = None
@@ -101,7 +101,8 @@ class ToolUse:
 
     def _functions(self) -> list[Mapping[str, Any]]:
         """The definitions of the functions that may be called."""
-        return [tool["function"] for tool in self.tools if tool["function"]["name"] in self.names]
+        names = frozenset(self.names)
+        return [tool["function"] for tool in self.tools if tool["function"]["name"] in names]
 
     def message(self, calls: Sequence[ToolCall], form: CallForm) -> dict[str, Any]:
         """The fields of a message with these calls."""
@@ -169,8 +170,9 @@ class ToolFields(BaseModel):
             wanted = dataclasses.replace(wanted, allowed=(name,), parallel=False)
         if not definitions:
             raise RequestError(field, f"wanted tools with {choice!r:.80}, got none")
+        known = frozenset(use.names)
         for name in wanted.names:
-            if name not in use.names:
+            if name not in known:
                 raise RequestError(field, f"wanted one of {use.names}, got {name!r:.80}")
         return wanted
 

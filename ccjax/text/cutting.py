@@ -39,7 +39,7 @@ _LEAST_CHARS, _MOST_CHARS = 400, 2000
 """Length of the parts that longer blocks are divided into."""
 _ONE_OF = 3
 """One of so many ends of sentences, chosen by the words before it, divides a long block."""
-_COUNTED_CHARS, _CONTEXT_CHARS = 100, 1000
+_COUNTED_CHARS, _CONTEXT_CHARS, _SEEN_CHARS = 100, 1000, 100_000
 
 
 def blocks_of(text: str) -> list[tuple[int, int]]:
@@ -54,8 +54,9 @@ def blocks_of(text: str) -> list[tuple[int, int]]:
 
 
 def has_context(text: str) -> bool:
-    """True if a text looks like retrieved context: its passages of 100 characters or more have 1,000 or more in all."""
-    lengths = (end - start for start, end in blocks_of(text))
+    """True if a text looks like retrieved context: its passages of 100 characters or more have 1,000 or more in all. Of
+    a text that is longer than most contexts only the beginning is looked at."""
+    lengths = (end - start for start, end in blocks_of(text[:_SEEN_CHARS]))
     return len(text) >= _CONTEXT_CHARS and sum(n for n in lengths if n >= _COUNTED_CHARS) >= _CONTEXT_CHARS
 
 

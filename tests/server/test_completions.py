@@ -201,6 +201,16 @@ def tokens_ids(server: Server, messages: Any, **more: Any) -> list[int]:
     return patience.post(f"{server.url}/tokenize", json={"messages": messages, **more}).json()["tokens"]
 
 
+def test_tokens_of_a_prompt_that_leaves_no_room_for_an_answer_are_told(server: Server) -> None:
+    def counted(num_words: int) -> Any:
+        messages = [{"role": "user", "content": "word " * num_words}]
+        return patience.post(f"{server.url}/tokenize", json={"messages": messages})
+
+    few, more = (counted(num).json()["count"] for num in (10, 20))
+    longest = 10 + (server.engine.max_model_len - few) * 10 // (more - few)
+    assert server.engine.max_model_len - 10 < counted(longest).json()["count"] <= server.engine.max_model_len
+
+
 ASKED = {"messages": QUESTION, "max_tokens": 2}
 BAD_CHATS = [
     ({"continue_final_message": True}, "continue_final_message", ["assistant", "user"]),

@@ -234,7 +234,7 @@ def test_calls_of_functions_are_items() -> None:
         ({"instructions": "a", "input": [{"role": "user", "content": " "}]}, "input[0].content", "blank"),
         ({"input": 3}, "input", "3"),
         ({"input": " "}, "input", "blank"),
-        ({"max_output_tokens": 100_000}, None, "max_model_len"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens", "max_model_len"),
         ({"max_output_tokens": 0}, "max_output_tokens", "0"),
         ({"include": ["everything"]}, "include[0]", "everything"),
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort", "extreme"),

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from ccjax.engine.answer import Answer
+from ccjax.server.tool_use import ToolUse
 from ccjax.text.chat import tools_text
 from scripts.benchmarks.wrappers import Turn, in_tools
 from tests.server.conftest import DOCUMENTS, Server
@@ -354,6 +355,20 @@ def test_what_python_cannot_express_is_refused_or_called_in_json(
     named = {"type": "function", "function": {"name": "find"}}
     (call,) = ask(client, tools=tools, tool_choice=named, max_tokens=200).choices[0].message.tool_calls
     assert json.loads(call.function.arguments).keys() == {"from"}
+
+
+def test_names_are_collected_as_often_for_many_tools_as_for_a_few(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, counts = ToolUse.names, []
+    monkeypatch.setattr(ToolUse, "names", property(lambda use: counts.append(1) or names.fget(use)))  # type: ignore
+    found = []
+    for num in (2, 20):
+        counts.clear()
+        tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(num)]
+        ask(client, tools=tools, tool_choice="required", parallel_tool_calls=False)
+        found.append(len(counts))
+    assert found[0] == found[1] > 0
 
 
 def test_an_answer_is_a_call_or_one_of_a_list(client: openai.OpenAI, says) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ccjax.text.cutting as cutting
 from ccjax.errors import ContextLengthError
 from ccjax.loading.model import DEMO_MODEL
 from ccjax.prompts import assemble
@@ -163,6 +164,13 @@ def test_passages_of_a_message_are_not_dropped_to_make_the_prompt_fit(builder):
 def sentences(first: int, count: int) -> str:
     numbers = range(first, first + count)
     return " ".join(f"Boat {n} carried {7 * n % 50} crates of herring to the port of Elm." for n in numbers)
+
+
+def test_whether_a_text_has_context_takes_no_longer_for_a_longer_one(monkeypatch):
+    assert has_context("Hello there, world. " * 60) and not has_context("Hello there, world. " * 40)
+    seen = []
+    monkeypatch.setattr(cutting, "blocks_of", lambda text: seen.append(text) or blocks_of(text))
+    assert cutting.has_context("Hello there, world. " * 500_000) and len(seen[0]) <= 100_000
 
 
 def test_a_long_text_is_cut_at_the_same_places_wherever_it_begins():
