@@ -225,7 +225,7 @@ class Service:
             with field_names(body.argument_names()), backend.worker.thread.paused():
                 documents = await self._documents(backend, body, begun, passages)
                 found_s = time.perf_counter()
-                request = request_of(documents)
+                request = await asyncio.to_thread(request_of, documents)
                 prompt = await asyncio.to_thread(backend.engine.assemble, request)
                 with refusals_of_worker():
                     start = functools.partial(backend.engine.submit, prompt=prompt) if begun is None else begun.start
@@ -342,7 +342,7 @@ class Service:
         begun: SpeculativeAnswer | None,
         passages: Sequence[Document] | None,
     ) -> Sequence[Document]:
-        own = body.own_documents()
+        own = await asyncio.to_thread(body.own_documents)
         if own is not None and body.retrieval:
             raise RequestError("retrieval", "wanted one of documents and retrieval, got both")
         is_without = passages is None and backend.retriever is None and not body.retrieval

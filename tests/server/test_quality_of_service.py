@@ -21,6 +21,7 @@ from ccjax.errors import DeadlineError, DeviceMemoryError, OverloadError
 from ccjax.server import ServerSettings
 from ccjax.server.errors import as_api_error
 from ccjax.server.listening import listen
+from ccjax.server.openai_format import Formatter
 from ccjax.server.schemas import ChatBody
 from tests.polling import wait_until
 from tests.server import patience
@@ -208,18 +209,27 @@ def test_time_before_queueing_counts_towards_the_timeout(narrow: Server, monkeyp
     assert ask(narrow, timeout_s=5000).status_code == 200 and 0 < left[0] <= 5000 - 0.05
 
 
-def test_prompt_is_tokenized_once_and_not_on_the_event_loop(narrow: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assemble, calls = narrow.engine.assemble, []
+def test_work_that_grows_with_a_body_is_not_done_on_the_event_loop(
+    narrow: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
 
-    def noted(*args: Any, **options: Any) -> Any:
-        with pytest.raises(RuntimeError, match="no running event loop"):
-            asyncio.get_running_loop()
-        calls.append(args)
-        return assemble(*args, **options)
+    def note(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
 
-    monkeypatch.setattr(narrow.engine, "assemble", noted)
+        def noted(*args: Any, **options: Any) -> Any:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            calls.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(narrow.engine, "assemble")
+    for owner, name in ((ChatBody, "own_documents"), (ChatBody, "to_request"), (Formatter, "answer")):
+        note(owner, name)
     assert ask(narrow).status_code == 200
-    assert len(calls) == 1
+    assert calls == ["own_documents", "to_request", "assemble", "answer"], "each once"
 
 
 def test_request_fields_set_flow_priority_and_timeout() -> None:
