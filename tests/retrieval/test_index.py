@@ -346,7 +346,7 @@ def test_an_index_without_vectors_is_searched_by_words(tmp_path: Path) -> None:
 
 
 def test_results_of_both_searches_are_joined_by_reciprocal_rank() -> None:
-    """By similarity d3, d0, d1, d2, by words d1: worth 1/61 + 1/63, then 1/61, 1/62, 1/64."""
+    """By similarity d3, d0, d1, d2, by words d1: worth 1/6 + 1/8, then 1/6, 1/7, 1/9."""
     index = PassageIndex(None, SETTINGS)
     vectors = np.zeros((4, 8), np.float32)
     vectors[:, 0], vectors[:, 1] = (0.8, 0.6, 0.0, 1.0), (0.6, 0.8, 1.0, 0.0)
