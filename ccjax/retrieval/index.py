@@ -31,9 +31,9 @@ _MOST_FILTERS = 16
 _DEPTH = 50
 """Results of either search that are joined, at least."""
 _RANK_OFFSET = 5
-"""Of reciprocal rank fusion (Cormack, Clarke, Buettcher, SIGIR 2009), the sum over searches of 1 / (offset + rank). Their
-60 is for many searches; of two it prefers what both find late to what one finds first. 3 to 10 are alike, and find more
-than 60 in two of four collections and no less in the others."""
+"""Of reciprocal rank fusion (Cormack, Clarke, Buettcher, SIGIR 2009), the sum over searches of 1 / (offset + rank).
+Their 60 is for many searches; of two it prefers what both find late to what one finds first. 3 to 10 are alike: they
+find more than 60 in two of four collections and no less in the others."""
 _LEAST_SHARE = 0.3
 """Passages below this share of the best bm25 do not count as found by words in a search by both: most questions share a
 word with most passages, and ranks alone would say that the second is nearly as good as the only one with a number."""
