@@ -26,13 +26,13 @@ SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
 def main(url: str, start_file: str, seconds: str) -> None:
     """Runs the worker."""
     with few_shapes(), TinyModel().engine(store=url, share_computation=True) as engine:
+        # Neither claims nor waits time out, however slow the machine is: a claim that did would not be released.
+        sharing.claim_s = sharing.longest_shared_wait_s = lambda *_: 3600.0
         for seed in range(2):  # the second one measures; the system prompt must differ as well
             own = draw_segments(np.random.default_rng([time.time_ns(), seed]), LENGTHS)
             engine.generate_from_tokens(own, max_new_tokens=4)
             engine.generate_from_tokens(own, max_new_tokens=4)
         engine.cache.flush()
-        # Neither claims nor waits time out, however slow the machine is.
-        sharing.claim_s = sharing.longest_shared_wait_s = lambda *_: 3600.0
         if float(seconds):
             run_layer = Pack.run_layer
 
