@@ -354,8 +354,11 @@ def _methods(request: Request) -> list[str]:
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
-        if request.method == "OPTIONS" and isinstance(error, HTTPException) and error.status_code == 405:
-            return Response(status_code=204, headers={"Allow": ", ".join(_methods(request))})
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            allow = {"Allow": ", ".join(_methods(request))}
+            if request.method == "OPTIONS":
+                return Response(status_code=204, headers=allow)
+            error = HTTPException(405, error.detail, allow)
         return _refusal(service, request, error).response()
 
     async def gone(_: Request, __: Exception) -> Response:

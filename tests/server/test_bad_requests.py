@@ -56,7 +56,7 @@ BAD_FIELDS = [
     ({"documents": [{"text": "word " * 3000}]}, "documents", [str(MAX_MODEL_LEN), "1 documents"]),
     ({"documents": [{"text": "Anna lives in Paris. " * 3}] * 60}, "documents", [str(MAX_MODEL_LEN), "60 documents"]),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", [str(MAX_MODEL_LEN)]),
-    ({"max_tokens": MAX_MODEL_LEN}, "messages", [str(MAX_MODEL_LEN)]),
+    ({"max_tokens": MAX_MODEL_LEN}, "max_tokens", [str(MAX_MODEL_LEN)]),
     ({"max_tokens": -5}, "max_tokens", ["positive", "-5"]),
     ({"max_tokens": 0}, "max_tokens", ["positive", "0"]),
     ({"max_completion_tokens": -1}, "max_completion_tokens", ["positive", "-1"]),
@@ -190,7 +190,7 @@ def test_unsupported_content_types_paths_and_methods_are_rejected(server: Server
     assert_refused(patience.get(f"{server.url}/v1/nothing"), 404, None)
     response = patience.get(f"{server.url}{CHAT}")
     assert_refused(response, 405, None)
-    assert response.headers["allow"] == "POST"
+    assert response.headers["allow"] == "POST, OPTIONS"
     assert_serves(server)
 
 

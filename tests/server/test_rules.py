@@ -108,9 +108,12 @@ def test_head_options_and_trailing_slashes_are_served(server: Server) -> None:
         assert head.status_code == 200 and head.content == b""
         assert head.headers["content-length"] == whole.headers["content-length"]
     assert httpx.head(f"{server.url}/v1/chat/completions", timeout=60).status_code == 405
-    for path, methods in {"v1/chat/completions": {"POST"}, "v1/models": {"GET", "HEAD"}}.items():
-        options = httpx.options(f"{server.url}/{path}", timeout=60)
-        assert options.status_code == 204 and set(options.headers["allow"].split(", ")) == {*methods, "OPTIONS"}
+    answers = {"v1/chat/completions": {"POST"}, "v1/models": {"GET", "HEAD"}, "v1/cache/pins/x": {"PUT", "DELETE"}}
+    for path, methods in answers.items():
+        for method, status in (("OPTIONS", 204), ("PATCH", 405)):
+            answer = httpx.request(method, f"{server.url}/{path}", timeout=60)
+            assert answer.status_code == status, method
+            assert set(answer.headers["allow"].split(", ")) == {*methods, "OPTIONS"}
     assert httpx.options(f"{server.url}/v1/nothing", timeout=60).status_code == 404
     assert get(f"{server.url}/v1/models/").json() == get(f"{server.url}/v1/models").json()
     assert post(f"{server.url}/v1/chat/completions/", json=QUESTION).status_code == 200
