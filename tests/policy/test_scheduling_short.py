@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ccjax.policy.scheduling import Scheduler, SequenceWork
+from ccjax.policy.scheduling import Scheduler, SequenceWork, StepCosts
 from tests.policy.scheduling_builders import COSTS, build, decode, start
 
 PACK = 90
@@ -37,6 +37,16 @@ def test_short_prompts_run_before_the_next_layer_of_a_long_pack():
     assert scheduler.pack_done(2.0) == ("b", "c", "d")
     assert scheduler.pack_done(3.0) == () and scheduler.num_decoding == 3
     assert names(scheduler.next_pack(3.0, 1000, COSTS)) == ["long"]
+
+
+def test_packs_that_are_smaller_than_they_might_be_are_interrupted_too():
+    scheduler = build(work("long", 9000), max_num_batched_tokens=8192, num_pages=1000)
+    slow = StepCosts(token_s=1e-3, decode_step_s=0.01)
+    assert scheduler.next_pack(0.0, 1000, slow).pieces[0].num_tokens == 1024
+    scheduler.add(work("short", 341))
+    scheduler.add(work("too long", 342))
+    assert scheduler.may_interrupt(1.0)
+    assert names(scheduler.next_pack(1.0, 1000, slow, interrupts=True)) == ["short"]
 
 
 def test_a_long_prompt_keeps_a_third_of_the_time():

@@ -12,7 +12,7 @@ PACK_S, LEAST_PACK = 0.5, 1024
 """Packs are halved while they would take longer than `PACK_S` seconds, though not below `LEAST_PACK` tokens: prompts
 that are not short wait until they end."""
 SHORT_SHARE = 3
-"""A prompt is short if a pack has room for this many of it."""
+"""A prompt is short if any pack of a long prompt, halved ones too, has room for this many of it."""
 DECODE_SHARE = 1 / 3
 """Largest share of device time for decoding if the default gap would leave less than the rest for queued prompts."""
 
@@ -142,7 +142,7 @@ class SchedulerSettings:
     @property
     def short_tokens(self) -> int:
         """Most computed tokens of a short prompt, which overtakes longer ones of its flow and interrupts packs."""
-        return self.max_num_batched_tokens // SHORT_SHARE
+        return min(self.max_num_batched_tokens, LEAST_PACK) // SHORT_SHARE
 
     def pack_tokens(self, token_s: float) -> int:
         """Most computed tokens of a pack while one takes `token_s` seconds."""
