@@ -37,5 +37,3 @@ class DocumentOptions(SettingsModel):
     """auto (the installed one), or a directory of a sentence-transformers model."""
     chunk_tokens: int = Field(default=200, ge=1)
     """Longest passage, in tokens."""
-    overlap_tokens: int = Field(default=0, ge=0)
-    """Tokens by which adjacent passages may overlap."""

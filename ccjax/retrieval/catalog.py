@@ -20,7 +20,7 @@ from ccjax.retrieval.filters import Filter
 from ccjax.retrieval.words import TOKENIZER, indexed_text, question_terms
 from ccjax.types import Document
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _FILE = "passages.sqlite"
 _ROWS_AT_ONCE = 8192
 _PATIENCE_S = 60.0
@@ -69,7 +69,6 @@ class IndexSettings:
     embedder: str
     dim: int
     chunk_tokens: int
-    overlap_tokens: int
     token_probe: tuple[int, ...]
     format_version: int = FORMAT_VERSION
 

@@ -71,7 +71,6 @@ def split(
     *,
     count_tokens: Callable[[str], int],
     chunk_tokens: int,
-    overlap_tokens: int = 0,
     title: str = "",
     markdown: bool = False,
 ) -> list[str]:
@@ -84,21 +83,16 @@ def split(
     Takes time proportional to the text.
 
     Args:
-      overlap_tokens: most tokens from the end of a passage that are in the next one as well.
       markdown: whether the text is Markdown; else it consists of paragraphs.
 
     Raises:
-      ValueError: `chunk_tokens` or `overlap_tokens` is out of range, or one character alone exceeds `chunk_tokens`.
+      ValueError: `chunk_tokens` is less than 1 or than what one character takes.
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: wanted at least 1, got {chunk_tokens}")
-    if not 0 <= overlap_tokens < chunk_tokens:
-        raise ValueError(
-            f"overlap_tokens: wanted at least 0 and less than chunk_tokens={chunk_tokens}, got {overlap_tokens}"
-        )
     splitter = _Splitter(title, count_tokens, chunk_tokens)
     units = list(splitter.markdown_units(text) if markdown else splitter.text_units(text))
-    return [passage for some in splitter.parts(units, overlap_tokens) for passage in splitter.rendered(some)]
+    return [passage for some in splitter.parts(units) for passage in splitter.rendered(some)]
 
 
 class _Splitter:
@@ -212,7 +206,7 @@ class _Splitter:
 
     # -- passages ------------------------------------------------------------------------------------------------
 
-    def parts(self, units: Sequence[_Unit], overlap: int) -> Iterator[Sequence[_Unit]]:
+    def parts(self, units: Sequence[_Unit]) -> Iterator[Sequence[_Unit]]:
         """The units of each passage: the partition of least cost, found from the front (dynamic programming)."""
         sums = [0, *itertools.accumulate(unit.tokens for unit in units)]
         least = min(LEAST_TOKENS, self._limit // 5, sums[-1])
@@ -229,7 +223,7 @@ class _Splitter:
                 start = lead[begin] if lead[begin] < end else begin
                 first, body = units[start], sums[end] - sums[begin]
                 size = body + self._count(first.context) + self._count(first.head + units[end - 1].tail)
-                if size > self._limit - overlap and start < end - 1:
+                if size > self._limit and start < end - 1:
                     break
                 cost = costs[begin] + _PASSAGE + _UNFILLED * max(0.0, 1 - size / self._limit) ** 2
                 cost += (units[begin].cost if begin else 0.0) + (_TOO_SHORT if body < least else 0.0)
@@ -243,15 +237,8 @@ class _Splitter:
         borders = [len(units)]
         while borders[-1] > 0:
             borders.append(begins[borders[-1]])
-        last = 0
         for begin, end in itertools.pairwise(reversed(borders)):
-            start = begin
-            while start > last + 1 and units[start - 1].context == units[begin].context:
-                if sums[begin] - sums[start - 1] > overlap:
-                    break
-                start -= 1
-            yield units[start:end]
-            last = begin
+            yield units[begin:end]
 
     def rendered(self, units: Sequence[_Unit]) -> Iterator[str]:
         """The text of a passage; more than one if it exceeds the limit, as counts of parts do not always add up."""

@@ -75,7 +75,6 @@ class Retriever:
             embedder="" if embedder is None else embedder.name,
             dim=0 if embedder is None else embedder.dim,
             chunk_tokens=options.chunk_tokens,
-            overlap_tokens=options.overlap_tokens,
             token_probe=tuple(count_tokens(text) for text in _TOKEN_PROBES),
         )
         self._rebuilt: str | None = None
@@ -117,8 +116,6 @@ class Retriever:
             raise ValueError(f"docs_dir: wanted a directory, got {str(docs_dir)!r}")
         if chosen.index_dir is not None and Path(chosen.index_dir).resolve() == docs_dir.resolve():
             raise ValueError(f"index_dir: wanted a directory other than docs_dir, got {chosen.index_dir!r}")
-        # Refuses sizes that do not go together.
-        split("", count_tokens=count_tokens, chunk_tokens=chosen.chunk_tokens, overlap_tokens=chosen.overlap_tokens)
         if chosen.search == "lexical":
             embedder = None
         elif embedder is None and (embedder := default_embedder()) is None:
@@ -315,7 +312,6 @@ class Retriever:
             loaded.text,
             count_tokens=self._count_tokens,
             chunk_tokens=self._options.chunk_tokens,
-            overlap_tokens=self._options.overlap_tokens,
             title=loaded.title,
             markdown=loaded.markdown,
         )

@@ -67,7 +67,7 @@ class ServerSettings(SettingsModel):
     min_score: float | None = None
     """Least score of passages to retrieve: similarity to the question, -1 to 1, or bm25 in a search by words alone;
     without it the best are retrieved, however bad they are."""
-    context_tokens: Annotated[int, KEYWORD_ONLY] = Field(default=0, ge=0)
+    context_tokens: int = Field(default=0, ge=0)
     """As far as retrieved passages have no more tokens than this together, those before and after them are added."""
     retrieval_stages: Annotated[int, KEYWORD_ONLY] = Field(default=1, ge=1)
     """Stages of a search; after each, an answer may begin from the passages found so far (RAGCache sec. 5.3). With 1 it

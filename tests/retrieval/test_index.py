@@ -19,7 +19,7 @@ from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, Ind
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import PassageIndex
 
-SETTINGS = IndexSettings(embedder="e-1", dim=8, chunk_tokens=200, overlap_tokens=0, token_probe=(9, 12, 7))
+SETTINGS = IndexSettings(embedder="e-1", dim=8, chunk_tokens=200, token_probe=(9, 12, 7))
 
 
 def documents(num_passages: Sequence[int], tag: str = "") -> list[IndexedDocument]:

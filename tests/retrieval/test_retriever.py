@@ -133,8 +133,6 @@ def test_bad_settings_are_refused(docs: Path) -> None:
         open_retriever(docs / "moon.md")
     with pytest.raises(ValueError, match="chunk_tokens: wanted a positive integer, got 0"):
         open_retriever(docs, chunk_tokens=0)
-    with pytest.raises(ValueError, match="overlap_tokens: wanted at least 0"):
-        open_retriever(docs, overlap_tokens=8)
     with pytest.raises(ValueError, match="index_dir: wanted a directory other than docs_dir"):
         open_retriever(docs, index_dir=docs / "sea" / "..")
 
@@ -284,10 +282,9 @@ def test_index_directory_inside_documents_is_not_indexed(docs: Path) -> None:
         ({"embedder": CountingEmbedder(dim=256)}, "dim 512 -> 256"),
         ({"embedder": None, "search": "lexical"}, "embedder 'counting-1' -> ''"),
         ({"chunk_tokens": 5}, "chunk_tokens 8 -> 5"),
-        ({"overlap_tokens": 2}, "overlap_tokens 0 -> 2"),
         ({"count_tokens": lambda text: len(text) // 4}, "token_probe"),
     ],
-    ids=["embedder", "dim", "lexical", "chunk_tokens", "overlap_tokens", "tokenizer"],
+    ids=["embedder", "dim", "lexical", "chunk_tokens", "tokenizer"],
 )
 def test_other_settings_rebuild_the_index(
     docs: Path, tmp_path: Path, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture

@@ -19,7 +19,7 @@ request-timeout-s=1e2 page=false log-format=json tool-call-parser=mistral
 allowed-hosts=a.example,*.b.example allowed-origins=https://a.example,app://b
 otlp-traces-endpoint=http://traces:4318/v1/traces warmup=false
 warmup-all=true frame=none unprepared=compute compile-cache-dir=/compiled log-level=info docs=/documents
-index-dir=/index search=dense embedder=/encoder chunk-tokens=100 overlap-tokens=5
+index-dir=/index search=dense embedder=/encoder chunk-tokens=100 context-tokens=900
 docs-exclude=drafts/,*.log docs-links=true max-file-bytes=1MB top-k=2 min-score=0.1 refresh-interval-s=60
 cluster=ray replicas=2:3 scale-down-after-s=60 cluster-address=10.0.0.1:6379 cluster-host=10.0.0.2
 cluster-port=6380 generators=2 model=random:tiny reuse=exact repair=false prepare=false

@@ -284,7 +284,7 @@ def test_a_dry_run_and_refusals_leave_nothing_behind(run_here, docs, tmp_path):
 
 
 def test_document_options_match_those_of_the_server():
-    given = ["--chunk-tokens", "50", "--overlap-tokens", "5", "--index-dir", "/i", "--search", "lexical"]
+    given = ["--chunk-tokens", "50", "--index-dir", "/i", "--search", "lexical"]
     flags = ["--store", "file:///s", "--documents", "/d", "--frame", "none", *given]
     (settings,) = precompute._settings(parse(precompute.PrecomputeOptions, flags, prog="x"))
     assert settings.documents == part(serve_options(["--docs", "/d", *given]), DocumentOptions)
