@@ -251,11 +251,11 @@ def _check_length(request: Request, builder: PromptBuilder, max_model_len: int) 
     for message in request.messages if isinstance(request.messages, Sequence) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         contents += content if isinstance(content, list) else [content]
-    texts = (part.get("text") if isinstance(part, Mapping) else part for part in contents)
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in contents]
     documents = [] if request.truncate else [document.text for document in request.documents]
     argument = "prompt" if request.messages is None else "messages"
-    for name, given in ((argument, texts), ("documents", documents)):
-        least = builder.least_tokens(text for text in given if isinstance(text, str))
+    for name, given in ((argument, texts), ("documents", documents), ("tools", list(request.tools))):
+        least = builder.least_tokens(given)
         if least > max_model_len:
             message = f"wanted at most {max_model_len} tokens (max_model_len), got at least {least}"
             if name == "documents":

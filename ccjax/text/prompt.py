@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ccjax.text.chat import (
@@ -152,10 +152,10 @@ class PromptBuilder:
         """True if a text has more words, besides tags."""
         return len(_WORD.findall(_TAG.sub(" ", self._tokenizer.decode(token_ids)))) > num_words
 
-    def least_tokens(self, texts: Iterable[str]) -> int:
-        """A number of tokens that the texts have at least, known without tokenizing them."""
+    def least_tokens(self, value: Any) -> int:
+        """A number of tokens that the texts in a JSON value have at least, known without tokenizing them."""
         longest = self._tokenizer.longest_token
-        return 0 if longest is None else sum(len(text.strip()) // longest for text in texts)
+        return 0 if longest is None else sum(len(text.strip()) // longest for text in _strings(value))
 
     def document_ids(self, document: Document) -> tuple[int, ...]:
         """Ids of one document, independent of its place in the prompt; never a control token. The title is in front,

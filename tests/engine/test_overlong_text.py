@@ -10,11 +10,13 @@ from ccjax.types import Document
 
 LONG = "Where is the harbour? " * 100_000
 SHORT = [{"role": "user", "content": "Where is it?"}]
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"enum": [LONG, 1, None]}}}
 OVERLONG = {
     "prompt": Request(prompt=LONG),
     "messages": Request(messages=[*SHORT, {"role": "assistant", "content": LONG}, *SHORT]),
     "messages of parts": Request(messages=[{"role": "user", "content": [{"type": "text", "text": LONG}] * 2}]),
     "documents": Request(messages=SHORT, documents=(Document("Here."), Document(LONG))),
+    "tools": Request(messages=SHORT, tools=[TOOL]),
 }
 
 
