@@ -1,4 +1,5 @@
-"""Decode: tokens per second of answers with the default options, one and eight requests at once, and of llama.cpp.
+"""Decode: tokens per second of answers with the default options, one and eight requests at once, free and by a JSON
+schema, and of llama.cpp.
 
 Counted while all requests are being decoded. llama.cpp runs in the same process, on all cores, with the model's file
 and with the same weights in float32. The ways run one after the other, since an idle server of llama.cpp takes time
@@ -6,8 +7,8 @@ from others: use a machine that is otherwise idle.
 
 Keys of --json, besides those of every benchmark (`bench.py --help`):
   model, dtype, prompt_tokens, answer_tokens, repetitions
-  cases[]: `way` (default | llama.cpp, float32 | llama.cpp, the model's file), `requests` (at once), `tokens_per_s` (of
-    all answers; median), `runs`
+  cases[]: `way` (default | default, JSON schema | llama.cpp, float32 | llama.cpp, the model's file), `requests` (at
+    once), `tokens_per_s` (of all answers; median), `runs`
   skipped[]: what was left out, and why; empty with --no-peers
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ccjax.cli.values import positive_int
-from ccjax.engine import Engine, Request, SamplingParams
+from ccjax.engine import Constraint, Engine, Request, SamplingParams
 from ccjax.evaluation.pages import show
 from ccjax.loading.devices import with_dtype
 from ccjax.loading.named import default_model
@@ -30,6 +31,9 @@ from ccjax.server.loading import load_engine
 from scripts.benchmarks import peers
 from scripts.benchmarks.common import environment, median, stages
 
+ROW = {"name": {"type": "string", "minLength": 5}, "size": {"type": "number"}, "open": {"type": "boolean"}}
+ROWS = {"type": "array", "minItems": 1000, "items": {"type": "object", "properties": ROW, "required": list(ROW)}}
+"""A schema of answers that do not end."""
 QUICK = {"requests": [1, 2], "prompt_tokens": 8, "answer_tokens": 4, "repetitions": 1}
 
 
@@ -60,6 +64,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         with load_engine(arguments.model, {"read_only": True}) as engine:
             measure("default", lambda *sizes: _rate(engine, *sizes))
+            measure("default, JSON schema", lambda *sizes: _rate(engine, *sizes, constraint=Constraint.json(ROWS)))
         if not arguments.no_peers:
             file, reason = peers.gguf_file(arguments.model)
             skipped += [f"llama.cpp: {reason}"] if reason else []
@@ -81,15 +86,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"benchmark": "decode", **environment(), **about, "cases": cases, "skipped": skipped}
 
 
-def _rate(engine: Engine, count: int, num_prompt_tokens: int, num_answer_tokens: int) -> float:
+def _rate(
+    engine: Engine, count: int, num_prompt_tokens: int, num_answer_tokens: int, constraint: Constraint | None = None
+) -> float:
     """Tokens per second of all answers while all of them are being decoded."""
     times: list[list[float]] = [[] for _ in range(count)]
+    sampling = SamplingParams(num_answer_tokens, ignore_eos=constraint is None, constraint=constraint)
 
     def ask(number: int) -> None:
-        request = Request(
-            segments=[[], peers.prompt(number, num_prompt_tokens)],
-            sampling=SamplingParams(num_answer_tokens, ignore_eos=True),
-        )
+        request = Request(segments=[[], peers.prompt(number, num_prompt_tokens)], sampling=sampling)
         for delta in engine.stream(request):
             times[number] += [time.perf_counter()] * len(delta.token_ids)
 
