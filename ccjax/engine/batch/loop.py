@@ -39,6 +39,8 @@ from ccjax.runner.sampling import SampledToken, sample_tokens
 
 logger = logging.getLogger(__name__)
 
+_SLOW_LAYER_S = 0.05
+"""Layers that take longer are not queued on the device behind each other: what interrupts them would wait for all."""
 _LOOK_S = 0.002
 _PAUSED_LOOK_S = 0.05
 """Interval of checks for cancelled requests while another thread has paused the loop."""
@@ -334,12 +336,16 @@ class BatchLoop:
         tracers = [sequence.group.tracer for sequence, _ in pieces if sequence.group.tracer is not None]
         ends_s = [started_s]  # of the layers, for the traces
         under_way: collections.deque[tuple[int, jax.Array]] = collections.deque()
+        ended_s, layer_s = started_s, 0.0
 
         def wait_for_oldest() -> None:
+            nonlocal ended_s, layer_s
             num_layers, hidden = under_way.popleft()
             jax.block_until_ready(hidden)
+            now_s = time.perf_counter()
+            ended_s, layer_s = now_s, now_s - ended_s
             if tracers and num_layers == len(ends_s):
-                ends_s.append(time.perf_counter())
+                ends_s.append(now_s)
 
         while not pack.is_done and pack in sequences.packs:
             if not pack.is_ready():
@@ -348,7 +354,7 @@ class BatchLoop:
                     if pack not in sequences.packs or pack.is_done:  # lost pages; or the step took them from the pack
                         break
                 pack.wait()  # time that a load takes while the device is busy does not count as waiting
-            if len(under_way) > 1:  # the host must not run ahead of the device
+            while len(under_way) > (layer_s < _SLOW_LAYER_S):  # the host must not run ahead of the device
                 wait_for_oldest()
             try:
                 pack.run_layer()
