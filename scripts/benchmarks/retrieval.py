@@ -96,7 +96,7 @@ class _Bench:
     def __init__(self, directory: Path, top_k: int, questions: Sequence[tuple[str, np.ndarray]], say: Say) -> None:
         self._directory, self._top_k = directory, top_k
         self._questions, self._say = questions, say
-        self._settings = IndexSettings("benchmark", len(questions[0][1]), 200, 0, ())
+        self._settings = IndexSettings("benchmark", len(questions[0][1]), 200, ())
 
     def run(self, texts: Sequence[str], real: np.ndarray, num_passages: int) -> dict[str, Any]:
         index = self._open()

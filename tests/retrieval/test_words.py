@@ -8,7 +8,7 @@ from ccjax.retrieval.catalog import IndexedDocument, IndexSettings
 from ccjax.retrieval.index import PassageIndex
 from ccjax.retrieval.words import indexed_text, question_terms
 
-SETTINGS = IndexSettings("", 0, 200, 0, ())
+SETTINGS = IndexSettings("", 0, 200, ())
 
 
 @pytest.mark.parametrize(
