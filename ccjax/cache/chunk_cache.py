@@ -83,7 +83,7 @@ class ChunkCache:
         profile = profile_of(loaded.fingerprint, loaded.directory, config.prefill_profile)
         grid = None if profile is None else profile.grid
         if grid is None and make_policy(config.eviction_policy).needs_profile:
-            grid = KeptProfile(loaded.fingerprint).read()
+            grid = KeptProfile(loaded.fingerprint, config.tensor_parallel_size).read()
         costs = MeasuredCosts(rates, grid)
         identity = StoreIdentity(loaded.fingerprint, config.tenant_salt)
         store = TieredStore.open(

@@ -122,7 +122,7 @@ class Engine:
             config, chunks, warmer, loop, max_model_len=limit, vocab_size=model.config.vocab_size
         )
         self.call_form: CallForm = "hermes" if self._builder is None else self._builder.call_form
-        kept = KeptProfile(model.fingerprint)
+        kept = KeptProfile(model.fingerprint, config.tensor_parallel_size)
         self._profile = CoarseProfile(
             config, chunks.costs, kept, background, max_model_len=limit, vocab_size=model.config.vocab_size
         )

@@ -87,15 +87,16 @@ def profile_of(model: str, beside: Path | None, named: str | None) -> PrefillPro
 
 
 class KeptProfile:
-    """The coarse profile of a model on this kind of device, beside JAX's compiled steps; without a directory for these
-    nothing is kept.
+    """The coarse profile of a model on so many of these devices, beside JAX's compiled steps; without a directory for
+    these nothing is kept.
 
     Args:
       model: fingerprint of the model.
+      num_devices: devices that it is split over.
     """
 
-    def __init__(self, model: str) -> None:
-        self._model, self._device = model, jax.devices()[0].device_kind
+    def __init__(self, model: str, num_devices: int = 1) -> None:
+        self._model, self._device = model, f"{num_devices} x {jax.devices()[0].device_kind}"
         name = hashlib.sha256(f"{model} {self._device}".encode()).hexdigest()[:16]
         directory = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
         self._path = None if directory is None else Path(directory) / f"prefill-{name}.json"

@@ -138,6 +138,13 @@ def test_a_profile_that_cannot_be_measured_is_given_up(compiled, monkeypatch, ca
         assert not one.profile_one() and not caplog.records
 
 
+def test_a_profile_belongs_to_a_number_of_devices(compiled):
+    grid = PrefillGrid((0, 500), (10, 400), ((1.0, 2.0), (1.0, 2.0)))
+    KeptProfile("some model", 2).write(grid)
+    assert KeptProfile("some model", 2).read() == grid
+    assert KeptProfile("some model").read() is None
+
+
 def test_the_profile_decides_what_is_evicted(compiled):
     """Where a prefill takes a fixed time, a passage that was computed with few other tokens costs more for each of its
     own; where time grows faster than tokens it costs less. Either way the cheapest one is evicted."""
