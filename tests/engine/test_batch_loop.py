@@ -224,20 +224,6 @@ def test_decoding_continues_between_the_layers_of_a_long_prefill():
     assert all("token" in events[a:b] for a, b in zip(layers, layers[1:], strict=False))
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_slow_layers_are_not_queued_behind_each_other(is_slow):
-    events, run_layer, wait = [], pack_module.Pack.run_layer, loop_module.jax.block_until_ready
-    with MODEL.engine() as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_module, "_SLOW_LAYER_S", 0.0 if is_slow else 1e9)
-        patch.setattr(pack_module.Pack, "run_layer", lambda pack: [events.append("layer"), run_layer(pack)])
-        patch.setattr(loop_module.jax, "block_until_ready", lambda x: [events.append("wait"), wait(x)])
-        engine.run(ask(draw_segments(np.random.default_rng(4), [300]), "off", tokens=1))
-    layers = [number for number, event in enumerate(events) if event == "layer"]
-    assert len(layers) == MODEL.config.num_layers > 2
-    waits = ["wait" in events[a:b] for a, b in zip(layers, layers[1:], strict=False)]
-    assert waits == [is_slow] + [True] * (len(waits) - 1)
-
-
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_a_short_prompt_runs_before_the_next_layer_of_a_long_one(is_awaited):
     """Also while a thread waits for the end of the long one, to use what requests use."""

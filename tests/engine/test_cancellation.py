@@ -4,16 +4,23 @@ import numpy as np
 import pytest
 
 from ccjax.engine import Request, SamplingParams
+from ccjax.engine.batch import loop as loop_module
 from tests.engine.helpers import After, TinyModel, draw_segments, permuted
 
 MODEL = TinyModel(seed=4, num_hidden_layers=5)
 SEGMENTS = draw_segments(np.random.default_rng(1), [30, 20, 40])
 
 
-def test_the_host_is_one_layer_ahead_of_the_device(events):
+@pytest.mark.parametrize(
+    ("slow_s", "wanted"),
+    [(1e9, "run0 run1 wait0 run2 wait1 run3 wait2 run4"), (0.0, "run0 wait0 run1 wait1 run2 wait2 run3 wait3 run4")],
+    ids=["fast", "slow"],
+)
+def test_the_host_is_one_layer_ahead_of_the_device_unless_layers_are_slow(events, monkeypatch, slow_s, wanted):
+    monkeypatch.setattr(loop_module, "_SLOW_LAYER_S", slow_s)
     with MODEL.engine() as engine:
         engine.generate_from_tokens(SEGMENTS, max_new_tokens=1)
-    assert events == "run0 run1 wait0 run2 wait1 run3 wait2 run4".split()
+    assert events == wanted.split()
 
 
 @pytest.mark.parametrize("num_layers", range(5))

@@ -59,9 +59,9 @@ def test_the_prompt_and_the_report_say_that_nothing_was_found(start_server: Star
         assert found(client, "How do submarines navigate?", documents=sent) == ["1"]
 
 
-def test_neighbours_are_passages_of_their_own_which_are_reused(start_server: StartServer) -> None:
+def test_neighbours_are_passages_of_their_own_which_are_reused(start_server: StartServer, docs_dir: Path) -> None:
     with start_server(ServerSettings(top_k=1, context_tokens=200)) as server:
-        path = Path(server.retriever.passages("anna.md")[0].path).with_name("book.md")
+        path = docs_dir / "book.md"
         try:
             path.write_text(
                 "# Book\n\n" + "\n\n".join(f"{word} is a word of the book. " * 9 for word in ("Red", "Blue"))
