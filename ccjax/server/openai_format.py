@@ -172,10 +172,11 @@ class Formatter:
             self._parsers[delta.index] = use.parser(self._call_form)
         parser, contents = self._parsers[delta.index], list[dict[str, Any]]()
         pieces = parser.in_order(delta.text, is_last=delta.finish_reason is not None)
-        for is_text, group in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
-            if not is_text:
-                contents += use.deltas(list(group), self._call_form)  # type: ignore[arg-type]
-            elif text := "".join(group):  # type: ignore[arg-type]
+        for _, group in itertools.groupby(pieces, lambda piece: isinstance(piece, str)):
+            some = list(group)
+            if calls := [piece for piece in some if not isinstance(piece, str)]:
+                contents += use.deltas(calls, self._call_form)
+            elif text := "".join(piece for piece in some if isinstance(piece, str)):
                 contents.append({"content": text})
         return contents, self._reason(delta.finish_reason, parser.num_calls)
 
