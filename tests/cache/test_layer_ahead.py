@@ -85,7 +85,7 @@ class SteeredTicket(Memory):
 
     def wait_for(self, condition) -> None:
         with self.changed:
-            assert self.changed.wait_for(condition, 20)
+            assert self.changed.wait_for(condition, 60)
 
     def prefetch(self, variant_id, first, last):
         with self.changed:
