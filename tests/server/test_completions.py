@@ -15,6 +15,7 @@ from tests.server import patience
 from tests.server.conftest import Server
 from tests.server.test_bad_requests import COMPLETIONS, QUESTION, assert_refused, assert_serves
 from tests.server.test_choices import bytes_of, whole_characters
+from tests.server.test_nearly import nearly_equal
 
 PROMPTS = ["Bob works in Oslo.", "Anna lives in Paris, they say.", "Who works"]
 PLAIN = {"retrieval": False, "ignore_eos": True, "reuse": "off"}
@@ -138,20 +139,20 @@ def test_a_stream_tells_log_probabilities_of_the_prompt_first(server, client: op
             for name in names if choice.logprobs else ():
                 found[name] += getattr(choice.logprobs, name)
     for choice, found in zip(whole.choices, joined, strict=True):
-        assert (found["text"], found["prompt"]) == (choice.text, choice.prompt_logprobs)
-        assert {name: found[name] for name in names} == {name: getattr(choice.logprobs, name) for name in names}
+        assert found["text"] == choice.text and nearly_equal(found["prompt"], choice.prompt_logprobs)
+        assert all(nearly_equal(found[name], getattr(choice.logprobs, name)) for name in names)
 
 
 def test_streams_of_chats_and_responses_tell_log_probabilities_of_the_prompt(server: Server, client) -> None:
     more = {"max_tokens": 2, "extra_body": PLAIN | {"prompt_logprobs": 1}}
     whole = client.chat.completions.create(model="tiny", messages=QUESTION, **more)
     first, *others = client.chat.completions.create(model="tiny", messages=QUESTION, stream=True, **more)
-    assert first.prompt_logprobs == whole.prompt_logprobs and first.choices[0].delta.role == "assistant"
+    assert nearly_equal(first.prompt_logprobs, whole.prompt_logprobs) and first.choices[0].delta.role == "assistant"
     assert not any(hasattr(chunk, "prompt_logprobs") for chunk in others)
     more = {"input": "Who?", "max_output_tokens": 2, "extra_body": {"retrieval": False, "prompt_logprobs": 1}}
     wanted = client.responses.create(model="tiny", **more)
     *_, last = client.responses.create(model="tiny", stream=True, **more)
-    assert last.response.prompt_logprobs == wanted.prompt_logprobs
+    assert nearly_equal(last.response.prompt_logprobs, wanted.prompt_logprobs)
     assert len(wanted.prompt_logprobs) == wanted.usage.input_tokens
 
 
