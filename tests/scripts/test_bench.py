@@ -197,15 +197,25 @@ def test_retrieval_quality_scores_each_search_by_what_answers_need(tmp_path, mon
         ]
         yield retrieval_quality.Collection("pages", tmp_path / "pages", asked)
         yield retrieval_quality._error_codes(tmp_path / "codes")
+        paragraphs = [
+            {"context": "月亮吸引海水。", "qas": [{"question": "月亮吸引什么？"}]},
+            {"context": "蜜蜂在蜂巢里跳舞。", "qas": [{"question": "蜜蜂在哪里跳舞？"}]},
+        ]
+        file = {"data": [{"title": "Sea", "paragraphs": paragraphs}]}
+        yield retrieval_quality._xquad(file, tmp_path / "zh", "zh", 2)
 
     monkeypatch.setattr(retrieval_quality, "_collections", collections)
     table, figures = in_process.figures("retrieval", "--quality", "--quick")
-    own, codes = figures["quality"]
+    own, codes, chinese = figures["quality"]
     assert (own["collection"], own["passages"], own["questions"], codes["passages"]) == ("pages", 3, 3, 40)
     for kind in ("hybrid", "dense", "lexical"):
         assert own[kind]["five"] == 2 and own[kind]["first"] >= 2, "the third question needs a text that no page has"
         assert codes[kind]["first"] <= codes[kind]["five"] <= 40
     assert codes["lexical"]["first"] >= 38 and codes["hybrid"]["five"] >= 38
-    found = importlib.util.find_spec("bm25s")
-    assert (own["bm25s"] is None) == (found is None)
-    assert found is not None or any("bm25s: skipped" in line for line in table)
+    assert (chinese["collection"], chinese["passages"], chinese["lexical"]) == ("XQuAD zh", 2, {"first": 2, "five": 2})
+    for name, module in (("bm25s", "bm25s"), ("haystack", "haystack")):
+        is_installed = importlib.util.find_spec(module) is not None
+        assert (own[name] is not None) == is_installed
+        assert is_installed or any(f"{name}: skipped" in line for line in table)
+    assert any("XQuAD: skipped de, es, ru, th, no" in line for line in table)
+    assert figures["answers"] is None
