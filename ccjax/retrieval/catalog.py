@@ -149,6 +149,23 @@ class Catalog:
             self.close()
             raise
 
+    @classmethod
+    def known_to_others(
+        cls, directory: Path, settings: IndexSettings, documents: Sequence[IndexedDocument]
+    ) -> dict[str, np.ndarray]:
+        """Text -> vector, float32 [dim], of the passages of some documents, as far as indexes in the folders of a
+        directory hold the same versions under the same ids."""
+        known: dict[str, np.ndarray] = {}
+        for path in directory.glob(f"*/{_FILE}"):
+            try:
+                with contextlib.closing(cls(path.parent, settings)) as other:
+                    old = {(name, version) for name, (version, _) in other.versions().items()}
+                    same = [one.document_id for one in documents if (one.document_id, one.version) in old]
+                    known |= other.known_vectors(same)
+            except (IndexUnusableError, sqlite3.DatabaseError):
+                continue
+        return known
+
     @staticmethod
     def delete(directory: Path) -> None:
         """Deletes the catalog's files; processes that have it open keep theirs."""

@@ -60,6 +60,7 @@ class Retriever:
         embedder: Embedder | None,
         count_tokens: Callable[[str], int],
         progress: Progress | None,
+        others: Path | None,
     ) -> None:
         """Use `Retriever.open`: a retriever constructed directly has an index that may be out of date."""
         self._docs_dir, self._options = docs_dir.absolute(), options
@@ -70,6 +71,7 @@ class Retriever:
         self._update_lock = threading.Lock()
         self._clustering: threading.Thread | None = None
         self._root: Path | None = None
+        self._others = others
         self.report = RefreshReport()
         settings = IndexSettings(
             embedder="" if embedder is None else embedder.name,
@@ -96,6 +98,7 @@ class Retriever:
         count_tokens: Callable[[str], int],
         embedder: Embedder | None = None,
         progress: Progress | None = None,
+        others: Path | None = None,
         **options: Any,
     ) -> Retriever:
         """Opens a retriever over the files below `docs_dir` and updates its index.
@@ -105,6 +108,8 @@ class Retriever:
           embedder: None = `default_embedder()`; a `lexical` search has none. Without an encoder a `hybrid` search is
             `lexical`, with a log line.
           progress: called while files are read and passages embedded.
+          others: directory of the indexes of other folders. Documents that one of them holds are not embedded again, so
+            a folder may be moved.
           options: of `DocumentOptions`. Without `index_dir` the index is kept in memory only. A saved index made with
             another embedder, tokenizer or chunk size, or a damaged one, is rebuilt with a log line.
 
@@ -122,7 +127,7 @@ class Retriever:
             if chosen.search == "dense":
                 raise ValueError(f"search: wanted hybrid or lexical without a sentence encoder ({HOW_TO_INSTALL})")
             _log.warning("no sentence encoder installed: documents are searched by words alone (%s)", HOW_TO_INSTALL)
-        retriever = cls(docs_dir, chosen, embedder, count_tokens, progress)
+        retriever = cls(docs_dir, chosen, embedder, count_tokens, progress, others)
         try:
             report = retriever.refresh()
         except BaseException:
@@ -323,6 +328,8 @@ class Retriever:
         """Embeds new passages, but for those whose text was in a removed or changed document, and writes them batch by
         batch, so that little is lost if the process is killed; or `at_once`, together with what is removed."""
         known = index.catalog.known_vectors([*report.removed, *report.changed])
+        if self._others is not None and self._root is None and new and self.embedder is not None:
+            known |= Catalog.known_to_others(self._others, index.settings, new)
         at_once = at_once and bool(new)
         if report.removed and not at_once:
             index.write(removed=report.removed)

@@ -62,7 +62,10 @@ def open_documents(
         raise ValueError(f"embedder: {message}") from error
     key = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
     settings = {name: getattr(options, name) for name in DocumentOptions.model_fields}
-    settings |= {"embedder": embedder, "index_dir": options.index_dir or user_cache() / "index" / key}
+    settings |= {"embedder": embedder}
+    if options.index_dir is None:
+        indexes = user_cache() / "index"
+        settings |= {"index_dir": indexes / key, "others": indexes}
     retriever = Retriever.open(directory, count_tokens=token_counter(tokenizer), progress=progress, **settings)
     if not retriever.num_passages:
         failed, skipped = retriever.report.failed, retriever.report.skipped_text()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ccjax.config.documents import DocumentOptions
 from ccjax.retrieval import RefreshReport
 from ccjax.retrieval.index import PassageIndex
+from ccjax.server.loading import open_documents
 from tests.retrieval.opened import CountingEmbedder, open_retriever
 
 
@@ -157,6 +161,47 @@ def test_moved_documents_are_not_embedded_again(docs: Path, how: str, tmp_path: 
     report = retriever.refresh()
     assert report.removed and len(report.added) == len(report.removed) and embedder.taken() == []
     assert found() == before and all(score > 0 for _, score in before)
+
+
+@pytest.mark.parametrize("how", ["moved", "copied", "moved and changed", "beside a damaged index", "other passages"])
+def test_a_moved_folder_is_not_embedded_again(
+    docs: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ccjax serve --docs` opens it, with the index in the user's cache."""
+    embedder = CountingEmbedder()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("ccjax.retrieval.retriever.default_embedder", lambda: embedder)
+    tokenizer: Any = types.SimpleNamespace(encode=lambda text, allow_special: text.split())
+
+    def opened(folder: Path, **options: Any) -> tuple[list[tuple[str, float]], list[str]]:
+        """What is found, and the texts that were embedded for it, in order."""
+        retriever = open_documents("demo", DocumentOptions(docs=str(folder), **options), tokenizer)
+        assert retriever is not None
+        embedded = sorted(embedder.taken())
+        best = [retriever.search(word, 1)[0] for word in ("tea", "ocean", "bees")]
+        embedder.taken()
+        retriever.close()
+        return [(passage.text, passage.score) for passage in best], embedded
+
+    before, embedded = opened(docs)
+    assert len(embedded) == 3
+    moved = docs.with_name("moved")
+    if how == "copied":
+        shutil.copytree(docs, moved)
+    else:
+        docs.rename(moved)
+    if how == "moved and changed":
+        (moved / "moon.md").write_text("The moon pulls the whole ocean.")
+    elif how == "beside a damaged index":
+        (tmp_path / "cache" / "ccjax" / "index" / "0").mkdir()
+        (tmp_path / "cache" / "ccjax" / "index" / "0" / "passages.sqlite").write_text("damaged")
+    after, again = opened(moved, chunk_tokens=40 if how == "other passages" else 200)
+    assert [text for text, _ in after][::2] == [text for text, _ in before][::2]
+    if how == "other passages":
+        assert again == embedded
+    else:
+        assert again == (["Moon\nThe moon pulls the whole ocean."] if how == "moved and changed" else [])
+        assert after == before or how == "moved and changed"
 
 
 def test_each_problem_is_told_once_and_many_as_a_number(docs: Path, caplog: pytest.LogCaptureFixture) -> None:
