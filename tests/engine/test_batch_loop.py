@@ -244,7 +244,7 @@ def test_a_short_prompt_runs_before_the_next_layer_of_a_long_one(is_awaited):
             if not others:
                 if is_awaited:
                     waiting.start()
-                    wait_until(lambda: engine._loop._num_pausing)
+                    wait_until(lambda: engine._loop._pauses.num_pausing)
                 others.append(Client(engine, ask(short, "off"), lambda: ends.append("short")))
 
         patch.setattr(pack_module.Pack, "run_layer", noted)
@@ -256,6 +256,42 @@ def test_a_short_prompt_runs_before_the_next_layer_of_a_long_one(is_awaited):
         if is_awaited:
             waiting.join()
             assert "pause" in ends
+        settled(engine)
+
+
+def test_prompts_start_before_the_end_of_a_long_one_that_a_thread_waits_for():
+    """Then the thread has its turn, before a prompt that is longer still."""
+    random = np.random.default_rng(9)
+    lengths = {"long": [300, 200], "other": [60], "longer": [300, 300, 300]}
+    asked = {name: draw_segments(random, length) for name, length in lengths.items()}
+    events, clients, run_layer = [], {}, pack_module.Pack.run_layer
+    with MODEL.engine(max_num_batched_tokens=128) as engine, pytest.MonkeyPatch.context() as patch:
+
+        def pause():
+            with engine._loop.exclusive():
+                events.append("pause")
+
+        waiting = threading.Thread(target=pause)
+
+        def submit(name):
+            request = dataclasses.replace(ask(asked[name], "off", tokens=1), flow=name)
+            clients[name] = Client(engine, request, lambda: events.append(name))
+
+        def noted(pack):
+            run_layer(pack)
+            if len(clients) == 1:
+                waiting.start()
+                wait_until(lambda: engine._loop._pauses.num_pausing)
+                submit("longer")
+                submit("other")
+
+        patch.setattr(pack_module.Pack, "run_layer", noted)
+        submit("long")
+        for name in lengths:
+            wait_until(lambda name=name: name in clients, timeout_s=120)
+            clients[name].response()
+        waiting.join()
+        assert list(dict.fromkeys(events)) == ["other", "long", "pause", "longer"]
         settled(engine)
 
 

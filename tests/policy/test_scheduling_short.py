@@ -130,3 +130,39 @@ def test_a_short_prompt_overtakes_preparations_that_are_longer_and_no_siblings()
     scheduler.add(work("hi", 6))
     order = names(start(scheduler, 1000))
     assert order[0] == "hi" and order[1:] == ["preparation 0", "preparation 1", "preparation 2"][: len(order) - 1]
+
+
+def test_what_is_admitted_while_a_thread_waits_for_prefills_is_no_longer_than_they():
+    scheduler = running(work("long", 300))
+    scheduler.pack_done(0.0)
+    scheduler.limit_admission(True)
+    for number in range(9):
+        scheduler.add(work(f"other {number}", 60, flow=str(number)))
+    admitted, packs = [], 0
+    while scheduler.num_running > scheduler.num_decoding or not packs:
+        admitted += scheduler.next_pack(1.0, 1000, COSTS).admitted
+        scheduler.pack_done(1.0)
+        packs += 1
+    assert len(admitted) == 3, "the long prompt lacked 210 tokens"
+    assert packs == 5
+    assert not scheduler.next_pack(1.0, 1000, COSTS).pieces
+    scheduler.limit_admission(False)
+    assert scheduler.next_pack(1.0, 1000, COSTS).admitted == ("other 3", "other 4")
+
+
+def test_short_prompts_interrupt_however_little_else_is_admitted():
+    scheduler = running(work("long", 95))
+    scheduler.pack_done(0.0)
+    scheduler.limit_admission(True)
+    scheduler.add(work("b", 6))
+    pack = scheduler.next_pack(1.0, 1000, COSTS)
+    assert names(pack) == ["long"] and not pack.admitted
+    scheduler.pack_done(1.0)
+    scheduler = running(work("long", 95))
+    scheduler.limit_admission(True)
+    for name in "bcdef":
+        scheduler.add(work(name, SHORT))
+    assert names(scheduler.next_pack(1.0, 1000, COSTS, interrupts=True)) == ["b", "c", "d"]
+    scheduler.pack_done(9.0)
+    scheduler.pack_done(9.0)
+    assert names(scheduler.next_pack(9.0, 1000, COSTS)) == ["long", "e", "f"]

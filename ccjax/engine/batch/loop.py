@@ -25,6 +25,7 @@ from ccjax.cache.costs import UNMEASURED_S_PER_TOKEN
 from ccjax.config.engine import BatchSettings
 from ccjax.engine.batch.failures import as_request_error
 from ccjax.engine.batch.locked_scheduler import LockedScheduler
+from ccjax.engine.batch.pauses import Pauses
 from ccjax.engine.batch.sequence import TokenSequence
 from ccjax.engine.batch.sequences import Sequences
 from ccjax.errors import OverloadError
@@ -89,9 +90,7 @@ class BatchLoop:
         self._decoder = DecodeBatch(device.model, device.pool)
         self._decode_step_s = 0.0
         self._new: collections.deque[TokenSequence] = collections.deque()
-        self._num_pausing = 0
-        self._is_paused = False
-        self._is_between_passes = True
+        self._pauses = Pauses(self._changed, self._scheduler)
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -160,31 +159,24 @@ class BatchLoop:
 
     @contextlib.contextmanager
     def exclusive(self, *, wait: bool = True) -> Iterator[bool]:
-        """Pauses the loop between two steps, once no prefill is in progress; meanwhile the calling thread may use
-        everything that the loop uses. Sequences may be in the middle of decoding. Without `wait`, yields False instead
-        of waiting for a request or another thread. What other processes changed in the store is applied first.
+        """Pauses the loop between two steps, once no prefill is in progress: those that are now, and at most as many
+        tokens of others, run before. Meanwhile the calling thread may use everything that the loop uses. Sequences may
+        be in the middle of decoding. Without `wait`, yields False instead of waiting for a request or another thread.
+        What other processes changed in the store is applied first.
 
         Raises:
           RuntimeError: the loop is closed.
         """
-        with self._changed:
-            may_enter = wait or not (len(self._sequences) or self._new or self._num_pausing)
-            if may_enter:
-                self._num_pausing += 1
-                self._changed.wait_for(lambda: self._is_between_passes and not self._is_paused)
-                self._is_paused = True
-        try:
+        with contextlib.ExitStack() as turn:
+            with self._changed:
+                may_enter = wait or not (len(self._sequences) or self._new or self._pauses.num_pausing)
+                if may_enter:
+                    turn.enter_context(self._pauses.turn())
             if may_enter and self._closed:
                 raise RuntimeError("engine: closed already")
             if may_enter:
                 self._apply_changes()
             yield may_enter
-        finally:
-            if may_enter:
-                with self._changed:
-                    self._is_paused = False
-                    self._num_pausing -= 1
-                    self._changed.notify_all()
 
     def close(self) -> None:
         """Ends the thread once all requests are answered. May be called twice."""
@@ -214,14 +206,14 @@ class BatchLoop:
         sequences = self._sequences
         is_prefilling = sequences.is_prefilling
         with self._changed:
-            while not is_prefilling and (self._num_pausing or not (self._new or len(sequences) or self._closed)):
-                self._is_between_passes = True
+            while not is_prefilling and (self._pauses.num_pausing or not (self._new or len(sequences) or self._closed)):
+                self._pauses.is_possible = True
                 self._changed.notify_all()
                 self._changed.wait(_PAUSED_LOOK_S if self._new or len(sequences) else None)
                 self._accept_new()
                 sequences.refresh_unstarted()
-            self._is_between_passes = not (self._new or len(sequences))
-            return not self._is_between_passes
+            self._pauses.is_possible = not (self._new or len(sequences))
+            return not self._pauses.is_possible
 
     def _accept_new(self) -> None:
         """Adds new sequences to `_sequences`; under the lock, so that the scheduler cannot name an unknown one."""
@@ -253,7 +245,7 @@ class BatchLoop:
             self._run_pack(pieces)
         elif scheduler.num_decoding:
             self._decode()
-        elif len(sequences) and not self._num_pausing and not alone:
+        elif len(sequences) and not self._pauses.num_pausing and not alone:
             # All remaining sequences wait for another process, or for pages that no scheduled sequence holds: pages
             # being read for a snapshot, for example, or cached chunks of a shared prompt whose sequences all wait.
             has_dropped = sequences.drop_unread_prompts()
@@ -274,13 +266,10 @@ class BatchLoop:
           interrupts: before the next layer of the running pack.
         """
         sequences, now_s = self._sequences, time.perf_counter()
-        # A thread that wants to pause the loop waits for the prefills in progress, so none is admitted, but short ones
-        # that end before the running pack goes on: a long prompt takes minutes.
-        free_pages = 0 if self._num_pausing and not interrupts else sequences.pages.num_pages
         with self._changed:
             self._accept_new()
             how = {"shared_pages": sequences.shared_pages, "interrupts": interrupts}
-            pack = self._scheduler.next_pack(now_s, free_pages, self._costs(), **how)
+            pack = self._scheduler.next_pack(now_s, sequences.pages.num_pages, self._costs(), **how)
         sequences.preempt(pack.preempted)
         sequences.admit(pack.admitted)
         pieces = []

@@ -10,6 +10,7 @@ from ccjax.policy._checks import check_count
 from ccjax.policy.scheduling.fair import FlowOrder
 from ccjax.policy.scheduling.least import LeastFirst
 from ccjax.policy.scheduling.sequence import ScheduledSequence
+from ccjax.policy.scheduling.victims import victims_for
 from ccjax.policy.scheduling.waiting import QueueLimit, WaitingQueue
 from ccjax.policy.scheduling.work import (
     DecodeStep,
@@ -39,6 +40,7 @@ class Scheduler:
         self._deadlines: LeastFirst[str] = LeastFirst()
         self._num_arrived = 0
         self._is_blocked = False
+        self._admissible_tokens = math.inf
         self._pack: dict[str, ScheduledPiece] = {}
         self._interrupted: dict[str, ScheduledPiece] = {}
         self._interrupted_s = self._interruption_s = 0.0
@@ -182,6 +184,12 @@ class Scheduler:
         self.settings.check_fits(work)
         sequence.work = work
 
+    def limit_admission(self, is_limited: bool) -> None:
+        """Limits what is admitted from now on, so that what is in prefill ends: to as many tokens in all as that still
+        lacks, besides short prompts that interrupt it. False lifts the limit."""
+        left = sum(sequence.tokens_left for sequence in self._admitted.values() if sequence.state == "prefill")
+        self._admissible_tokens = left if is_limited else math.inf
+
     def expire(self, now_s: float) -> tuple[str, ...]:
         """Removes the sequences whose deadline has passed and returns their ids, earliest deadline first."""
         late = []
@@ -233,7 +241,7 @@ class Scheduler:
             while begun and begun[0].state != "prefill":  # preempted just now
                 begun.popleft()
             head = None if self._is_blocked or is_closed else self._queue.head()
-            if head is not None and interrupts and not self._is_short(head):
+            if head is not None and not self._is_admissible(head, interrupts):
                 head = None
             if begun and (head is None or self._queue.order(begun[0]) < self._queue.order(head)):
                 num_tokens = self._put_in_pack(begun.popleft(), budget)
@@ -246,7 +254,7 @@ class Scheduler:
                 is_closed = True
                 continue
             wanted = head.own_pages + (shared_pages(head.sequence_id) if shared_pages else head.work.shared_pages)
-            victims = self._victims_for(head, wanted, free_pages)
+            victims = victims_for(head, wanted, free_pages, self._admitted.values(), self.settings)
             if victims is None or head.sequence_id in preempted or (interrupts and victims):
                 self._is_blocked = True
                 continue
@@ -255,6 +263,7 @@ class Scheduler:
                 preempted.append(self._preempt(victim))
             free_pages -= wanted
             self._admit(head)
+            self._admissible_tokens -= 0 if interrupts else head.tokens_left
             admitted.append(head.sequence_id)
             budget -= self._put_in_pack(head, budget)
         pieces = tuple(self._pack.values())
@@ -380,6 +389,9 @@ class Scheduler:
         """Admitted sequences whose prompts are not complete, without those of the interrupted pack."""
         return [r for r in self._admitted.values() if r.state == "prefill" and r.sequence_id not in self._interrupted]
 
+    def _is_admissible(self, head: ScheduledSequence, interrupts: bool) -> bool:
+        return self._is_short(head) if interrupts else head.tokens_left <= self._admissible_tokens
+
     def _is_short(self, sequence: ScheduledSequence) -> bool:
         return sequence.tokens_left <= self.settings.short_tokens and not sequence.is_alone
 
@@ -403,25 +415,6 @@ class Scheduler:
         if any(self._sequences[name].is_alone for name in (*self._pack, *self._interrupted)):
             return []
         return [sequence for sequence in self._decoding() if not sequence.is_alone]
-
-    def _reserve(self, sequence: ScheduledSequence) -> int:
-        return min(self.settings.reserve_pages, sequence.growth_pages)
-
-    def _victims_for(self, head: ScheduledSequence, wanted: int, free_pages: int) -> list[ScheduledSequence] | None:
-        """The sequences to preempt so that `head` can be admitted, least important first; None if that does not free
-        enough."""
-        wanted += self._reserve(head) + sum(self._reserve(sequence) for sequence in self._admitted.values())
-        num_free_slots = self.settings.max_num_seqs - len(self._admitted)
-        victims: list[ScheduledSequence] = []
-        lesser = [r for r in self._admitted.values() if r.work.priority > head.work.priority and not r.is_complete]
-        for victim in sorted(lesser, key=lambda r: r.rank, reverse=True):
-            if wanted <= free_pages and num_free_slots:
-                break
-            victims.append(victim)
-            free_pages += victim.own_pages
-            wanted -= self._reserve(victim)
-            num_free_slots += 1
-        return victims if wanted <= free_pages and num_free_slots else None
 
     def _admit(self, sequence: ScheduledSequence) -> None:
         """Admits a waiting sequence."""
