@@ -24,7 +24,7 @@ ALLOWED = {
     "ccjax.server": {"ccjax.engine", "ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.retrieval", "ccjax.text"}
     | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.cluster": {"ccjax.server", "ccjax.engine", "ccjax.loading", "ccjax.retrieval", "ccjax.policy", "ccjax.text"}
-    | {"ccjax.config", "ccjax.prompts", "ccjax.types", "ccjax.errors"},
+    | {"ccjax.config", "ccjax.assembly", "ccjax.types", "ccjax.errors"},
     "ccjax.precompute": {"ccjax.evaluation", "ccjax.engine", "ccjax.cache", "ccjax.loading", "ccjax.retrieval"}
     | {"ccjax.policy", "ccjax.store", "ccjax.config", "ccjax.prompts", "ccjax.types", "ccjax.errors"}
     | {"ccjax.runner.device", "ccjax.server.loading"},  # documents are read as a server reads them
@@ -32,13 +32,14 @@ ALLOWED = {
     | {"ccjax.config", "ccjax.requests", "ccjax.types", "ccjax.errors"},
     "ccjax.engine": {"ccjax.cache", "ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}
     | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.requests", "ccjax.sampling", "ccjax.types"}
-    | {"ccjax.errors"},
+    | {"ccjax.assembly", "ccjax.errors"},
     "ccjax.cache": {"ccjax.runner", "ccjax.loading", "ccjax.policy", "ccjax.text", "ccjax.prompts"}
     | {"ccjax.store", "ccjax.models", "ccjax.config", "ccjax.types", "ccjax.errors"},
     "ccjax.runner": {"ccjax.loading", "ccjax.policy", "ccjax.store", "ccjax.models", "ccjax.kernels"}
     | {"ccjax.config", "ccjax.requests", "ccjax.sampling", "ccjax.types", "ccjax.errors"},
     "ccjax.loading": {"ccjax.policy", "ccjax.text", "ccjax.models.llama3", "ccjax.config", "ccjax.errors"},
-    "ccjax.prompts": {"ccjax.policy", "ccjax.text", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    "ccjax.assembly": {"ccjax.prompts", "ccjax.text", "ccjax.requests", "ccjax.types", "ccjax.errors"},
+    "ccjax.prompts": {"ccjax.policy", "ccjax.types"},
     "ccjax.retrieval": {"ccjax.models.minilm", "ccjax.config", "ccjax.types", "ccjax.errors"},
     "ccjax.text": {"ccjax.types", "ccjax.errors"},
     "ccjax.policy": {"ccjax.types"},

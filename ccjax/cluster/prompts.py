@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ccjax.assembly import assemble
 from ccjax.cluster.calls import Call
 from ccjax.errors import RequestError
 from ccjax.policy.routing import PromptSummary
-from ccjax.prompts import assemble
 from ccjax.retrieval import Retriever
 from ccjax.server import ServerSettings, own_documents
 from ccjax.server.body import parse_body

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ccjax.assembly import assemble
 from ccjax.cache.chunk_cache import ChunkCache
 from ccjax.cache.documents.frame import PassageFrame, frame_documents
 from ccjax.cache.queue_preload import Preload
@@ -35,7 +36,7 @@ from ccjax.loading.model import LoadedModel, Progress, load_model, model_config,
 from ccjax.loading.prefill_profile import KeptProfile
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.policy.strategies import expected_share, get_strategy
-from ccjax.prompts import Prompt, assemble
+from ccjax.prompts import Prompt
 from ccjax.requests import Delta, Request, Response, documents_from, stops_from
 from ccjax.runner.cancellation import IsCancelled
 from ccjax.runner.device import Device

@@ -6,7 +6,8 @@ from ccjax.text.grammar import Grammars, Matcher
 from ccjax.text.prompt import PromptBuilder, PromptParts
 from ccjax.text.stream import IncrementalDecoder, StopStrings
 from ccjax.text.template import ChatTemplate, TemplateRejectedError
-from ccjax.text.tokenizer import Tokenizer, load_tokenizer
+from ccjax.text.tokenizer import Tokenizer
+from ccjax.text.tokenizer_files import load_tokenizer
 from ccjax.text.tool_calls import CallForm, CallParser, ToolCall, read_calls
 
 __all__ = [

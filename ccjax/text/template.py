@@ -18,7 +18,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ccjax.text.placeholders import to_json
-from ccjax.text.tokenizer import read_settings
+from ccjax.text.tokenizer_files import read_settings
 
 LLAMA3_TEMPLATE = """\
 {{- bos_token }}

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 
-import ccjax.prompts
+import ccjax.assembly
 from ccjax.cache.warming.order import PrefillOrder
 from ccjax.engine import Request
 from ccjax.prompts import as_chunk, chunk_id, tenant_of, tenant_tag
@@ -126,6 +126,6 @@ def test_cache_hits_of_another_tenant_cannot_be_inferred_from_timing(model, monk
     with monkeypatch.context() as patch:
         work = work_of(model, patch)
     assert work["theirs"] == work["fresh"] != work["own"]
-    monkeypatch.setattr(ccjax.prompts, "tenant_tag", lambda salt: "")
+    monkeypatch.setattr(ccjax.assembly, "tenant_tag", lambda salt: "")
     work = work_of(model, monkeypatch)
     assert work["theirs"] != work["fresh"]

@@ -7,7 +7,7 @@ from ccjax.evaluation.towns import held_out_contexts
 from ccjax.loading.model import DEMO_MODEL
 from ccjax.text.prompt import PromptBuilder
 from ccjax.text.template import ChatTemplate
-from ccjax.text.tokenizer import load_tokenizer
+from ccjax.text.tokenizer_files import load_tokenizer
 from scripts.train_demo import SYSTEM_PROMPT, context_ids
 from tests.evaluation.plain_answers import answered, demo_model, plain_forward
 

@@ -34,7 +34,7 @@ from ccjax.store.notes import Notes
 from ccjax.store.objects import open_root
 from ccjax.store.records import decode_known, decode_record, encode_record, known_from_raw
 from ccjax.store.spec import KVSpec, ShardRecord, StoreIdentity
-from ccjax.text.tokenizer import read_settings
+from ccjax.text.tokenizer_files import read_settings
 from tests.loading.gguf_files import Kind, Shape, Words, byte_level_words, hugging_face_tensors, write_gguf
 
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="ccjax-fuzz-")

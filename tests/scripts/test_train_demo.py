@@ -18,7 +18,7 @@ from ccjax.models.llama3.convert import load_config
 from ccjax.models.llama3.layers import unembed
 from ccjax.text.prompt import PromptBuilder
 from ccjax.text.template import ChatTemplate
-from ccjax.text.tokenizer import load_tokenizer
+from ccjax.text.tokenizer_files import load_tokenizer
 from scripts import train_demo
 from scripts.train_demo import (
     STAGES,

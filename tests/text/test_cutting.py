@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ccjax.text.cutting as cutting
+from ccjax.assembly import assemble
 from ccjax.errors import ContextLengthError
 from ccjax.loading.model import DEMO_MODEL
-from ccjax.prompts import assemble
 from ccjax.requests import Request, SamplingParams
 from ccjax.text import ChatTemplate, PromptBuilder, load_tokenizer
 from ccjax.text.cutting import blocks_of, has_context

@@ -292,7 +292,7 @@ def test_prompt_ids_match_transformers_with_the_real_llama_3_tokenizer(test_data
     import transformers
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    from ccjax.text.tokenizer import LLAMA3_SPLIT
+    from ccjax.text.tokenizer_files import LLAMA3_SPLIT
 
     tokenizer = load_tokenizer(test_data("tokenizer_llama3"))
     names = list(load_tokenizer(test_data("tokenizer_llama3")).special_names)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ccjax.text import load_tokenizer
-from ccjax.text.tokenizer import LLAMA3_SPLIT
+from ccjax.text.tokenizer_files import LLAMA3_SPLIT
 from tests.conftest import ROOT
 from tests.data import data_path
 from tests.text import small_tokenizers as small

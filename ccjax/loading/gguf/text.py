@@ -9,7 +9,7 @@ from ccjax.loading.gguf.vocabulary import vocabulary_of
 from ccjax.models.llama3.leaves import CheckpointError
 from ccjax.text import ChatTemplate, Tokenizer
 from ccjax.text.template import PLAIN_TEMPLATE, template_variables
-from ccjax.text.tokenizer import tokenizer_of
+from ccjax.text.tokenizer_files import tokenizer_of
 
 
 def text_of(file: GgufFile) -> tuple[Tokenizer, ChatTemplate] | None:
