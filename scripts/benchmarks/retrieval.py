@@ -1,19 +1,21 @@
 """The index of passages at size: time for filling, clustering, opening, searching, filtering and changing it.
 
-Everything goes through `PassageIndex`. Texts and questions are MuSiQue's, and so are the first 3,000 vectors; the
-others are derived from these, each between three real ones plus a random offset. Questions are embedded beforehand.
+Everything goes through `PassageIndex`. The first 3,000 passages and vectors are MuSiQue's, and so are the questions.
+The other passages have sentences of three random ones; their vectors are derived from the real ones, each between three
+of them plus a random offset. Questions are embedded beforehand.
 Needs the data folder's `rag_trace/` and `qa/`.
 
 Keys of --json, besides those of every benchmark (`bench.py --help`):
   embedder, dim, passages, real_passages, questions, top_k
   write_s, cluster_s, open_s: to write all passages (documents of ten), to cluster them, to open the index again
-  open_resident_bytes: private memory that opening takes (RssAnon); mapped files do not count
+  write_resident_bytes: private memory (RssAnon) with all vectors before they are clustered
+  open_resident_bytes: private memory that opening takes; mapped files do not count
   recall_of_questions: share of the true top_k passages of the questions that a search by similarity finds
   bytes: on disk: `sqlite` (texts, words and vectors), `faiss` (the clusters)
-  flat, dense, lexical, hybrid, changed: `p50_ms`, `p95_ms` of a search with the passages' texts: by similarity before
-    clustering and after it, by words, by both, by both after the changes
+  flat, dense, lexical, hybrid, changed: `p50_ms`, `p95_ms` of a search with the passages' texts, and `cpu_p50_ms`,
+    `cpu_p95_ms` of CPU time: by similarity before clustering and after it, by words, by both, by both after the changes
   staged: `mean_known_after_share`: share of a search in eight stages after which its final passages are found
-  filtered[]: `per_mille` (documents that match, of a thousand), `first_ms` (the first search), `p50_ms`, `p95_ms`
+  filtered[]: `per_mille` (documents that match, of a thousand), `first_ms` (the first search), and times as above
   quality[], answers: with --quality (`measure` of scripts/benchmarks/retrieval_quality.py says what is in them)
   changed: also `documents` (one in a hundred replaced, one in a hundred deleted), `seconds` for all, `one_document_ms`
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import statistics
 import tempfile
 import time
@@ -53,6 +56,8 @@ from scripts.benchmarks.common import (
 QUICK = {"passages": 20_000}
 PASSAGES_PER_DOCUMENT = 10
 DOCUMENTS_PER_WRITE = 400
+_SENTENCES = 2
+"""Of each of three passages in an artificial one."""
 PER_MILLE = (1, 10, 100, 500)
 """Documents that match the filters, of a thousand."""
 
@@ -102,7 +107,9 @@ class _Bench:
     def run(self, texts: Sequence[str], real: np.ndarray, num_passages: int) -> dict[str, Any]:
         index = self._open()
         self._say("write")
+        before = resident_bytes("RssAnon")
         figures: dict[str, Any] = {"write_s": self._fill(index, texts, artificial_vectors(real, num_passages))}
+        figures["write_resident_bytes"] = resident_bytes("RssAnon") - before
         figures["flat"] = self._searches(index, by_words=False)
         exact = [self._found(index, vector) for _, vector in self._questions]
         self._say("cluster")
@@ -132,14 +139,11 @@ class _Bench:
         return {(hit.document_id, hit.number) for hit in index.search(None, vector, self._top_k)}
 
     def _fill(self, index: PassageIndex, texts: Sequence[str], batches: Iterator[np.ndarray]) -> float:
-        seconds, number = 0.0, 0
+        seconds, number, passages_left = 0.0, 0, artificial_texts(texts)
         for vectors in batches:
             documents = []
             for start in range(0, len(vectors), PASSAGES_PER_DOCUMENT):
-                passages = tuple(
-                    texts[(number * PASSAGES_PER_DOCUMENT + n) % len(texts)]
-                    for n in range(len(vectors[start : start + PASSAGES_PER_DOCUMENT]))
-                )
+                passages = tuple(itertools.islice(passages_left, len(vectors[start : start + PASSAGES_PER_DOCUMENT])))
                 metadata = {"number": number, "per_mille": number % 1000}
                 documents.append(IndexedDocument(f"{number:07}", f"Document {number}", "v", passages, "", metadata))
                 number += 1
@@ -152,8 +156,13 @@ class _Bench:
         """Milliseconds of a search, with the passages' texts but without embedding the question."""
         asked = [(text if by_words else None, vector if by_meaning else None) for text, vector in self._questions]
         index.search(*asked[0], self._top_k, where=where)
-        times = [timed(lambda one=one: index.search(*one, self._top_k, where=where))[0] for one in asked]
-        return {"p50_ms": 1e3 * statistics.median(times), "p95_ms": 1e3 * float(np.quantile(times, 0.95))}
+        times = []
+        for one in asked:
+            cpu_s = time.process_time()
+            wall_s, _ = timed(lambda one=one: index.search(*one, self._top_k, where=where))
+            times.append((wall_s, time.process_time() - cpu_s))
+        p50, p95 = 1e3 * np.quantile(times, (0.5, 0.95), axis=0)
+        return {"p50_ms": p50[0], "p95_ms": p95[0], "cpu_p50_ms": p50[1], "cpu_p95_ms": p95[1]}
 
     def _stages(self, index: PassageIndex) -> dict[str, float]:
         """Share of the time of a search in eight stages after which its final passages are known."""
@@ -199,6 +208,17 @@ def _texts(data: Path, num_passages: int, num_questions: int) -> tuple[list[str]
     return texts, [row["question"] for row in rows[:num_questions]]
 
 
+def artificial_texts(real: Sequence[str]) -> Iterator[str]:
+    """The real texts, then without end others of sentences of three random ones, so that words are about as frequent as
+    in these, and no text occurs twice."""
+    rng = np.random.default_rng(1)
+    yield from real
+    parts = [[part for part in re.split(r"(?<=[.!?])\s+", text) if part] for text in real]
+    while True:
+        chosen = [parts[at] for at in rng.integers(0, len(parts), 3)]
+        yield " ".join(part for parts_of_one in chosen for part in rng.permutation(parts_of_one)[:_SENTENCES])
+
+
 def artificial_vectors(real: np.ndarray, num_passages: int) -> Iterator[np.ndarray]:
     """The real vectors, then others: each between three random real ones plus a random offset, so that there are many
     more subjects than clusters, and questions have passages at all distances, as in the real collection."""
@@ -222,26 +242,27 @@ def _print(figures: dict[str, Any]) -> None:
         "cluster, s": f"{figures['cluster_s']:.1f}",
         "recall of questions": f"{figures['recall_of_questions']:.1%}",
         "SQLite file / clusters, MB": f"{sizes['sqlite'] / 1e6:,.0f} / {sizes.get('faiss', 0) / 1e6:,.0f}",
+        "memory before clustering, MB": f"{figures['write_resident_bytes'] / 1e6:,.0f}",
         "open, s; memory, MB": f"{figures['open_s']:.2f}; {figures['open_resident_bytes'] / 1e6:,.0f}",
-        "compare every vector, p50 / p95 ms": _latency(figures["flat"]),
-        "search by similarity, p50 / p95 ms": _latency(figures["dense"]),
-        "search by words, p50 / p95 ms": _latency(figures["lexical"]),
-        "search by both, p50 / p95 ms": _latency(figures["hybrid"]),
+        "compare every vector, p50 / p95 ms (CPU)": _latency(figures["flat"]),
+        "search by similarity, p50 / p95 ms (CPU)": _latency(figures["dense"]),
+        "search by words, p50 / p95 ms (CPU)": _latency(figures["lexical"]),
+        "search by both, p50 / p95 ms (CPU)": _latency(figures["hybrid"]),
         "known after, share of a staged search": f"{figures['staged']['mean_known_after_share']:.0%}",
         **{
-            f"filter for {case['per_mille'] / 10:g} %, p50 / p95 ms; first": f"{_latency(case)}; {case['first_ms']:.0f}"
-            for case in figures["filtered"]
+            f"filter for {one['per_mille'] / 10:g} %, the same; first": f"{_latency(one)}; {one['first_ms']:.0f}"
+            for one in figures["filtered"]
         },
         "documents changed and deleted / s": f"{figures['changed']['documents'] / figures['changed']['seconds']:,.0f}",
         "one document changed, ms": f"{figures['changed']['one_document_ms']:.1f}",
-        "search after the changes, p50 / p95 ms": _latency(figures["changed"]),
+        "search after the changes, p50 / p95 ms (CPU)": _latency(figures["changed"]),
     }
     title = f"{figures['passages']:,} passages, {figures['dim']} dimensions, top {figures['top_k']}"
     show(("what", "figure"), rows.items(), title)
 
 
 def _latency(figures: dict[str, float]) -> str:
-    return f"{figures['p50_ms']:.1f} / {figures['p95_ms']:.1f}"
+    return "{p50_ms:.1f} / {p95_ms:.1f} ({cpu_p50_ms:.1f} / {cpu_p95_ms:.1f})".format(**figures)
 
 
 def artificial_index(real: np.ndarray, num_vectors: int) -> Any:
