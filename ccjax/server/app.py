@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
@@ -181,8 +182,9 @@ def _api_routes(service: Service) -> APIRouter:
 
 
 async def _as_json(content: dict[str, Any]) -> Response:
-    """A response with as much as millions of numbers, written outside of the event loop."""
-    return await asyncio.to_thread(JSONResponse, content)
+    """A response with as much as millions of numbers, written outside of the event loop by what takes a quarter of the
+    time that `json` would keep other threads waiting."""
+    return Response(await asyncio.to_thread(to_json, content), media_type="application/json")
 
 
 def _model(service: Service) -> dict[str, Any]:
