@@ -17,7 +17,7 @@ from ccjax.retrieval.catalog import IndexedDocument
 from ccjax.retrieval.documents import DocumentError, LoadedDocument, is_supported, parse_document, read_document
 from ccjax.retrieval.machine_text import without_machine_text
 from ccjax.retrieval.report import RefreshReport
-from ccjax.retrieval.scan import find_files
+from ccjax.retrieval.scan import CANNOT_READ, find_files
 
 Split = Callable[[LoadedDocument], tuple[str, ...]]
 """Splits a document into passages; ValueError if that is impossible."""
@@ -52,15 +52,15 @@ def find_changes(
     files, failed = find_files(docs_dir, skip=skip, exclude=options.docs_exclude, outside_links=options.docs_links)
     finder.failed += failed
     for path, reason in failed:
-        if reason.startswith("cannot be listed"):
+        if reason.startswith(CANNOT_READ):
             finder.keep_below(Path(path).relative_to(docs_dir).as_posix())
-    if versions and not files and not failed:
-        # A directory whose last file was deleted looks like one that is not mounted, or that is being replaced.
+    if versions and not failed and not any(is_read(path) for path in files.values()):
+        # A directory whose last document was deleted looks like one that is not mounted, or that is being replaced.
         finder.failed.append((str(docs_dir), "is empty all at once; its index is kept until it has a document"))
         finder.keep_below(".")
     for done, (name, path) in enumerate(files.items()):
         progress(done, len(files))
-        if path.suffix.lower() == jsonl.SUFFIX:
+        if jsonl.is_collection(path):
             finder.collection(name, path)
         else:
             finder.file(name, path)
@@ -77,6 +77,11 @@ def find_changes(
         left_out=tuple(finder.left_out.items()),
     )
     return finder.new, finder.digests | forgotten, report
+
+
+def is_read(path: Path) -> bool:
+    """Whether files with this name may hold documents."""
+    return is_supported(path) or jsonl.is_collection(path)
 
 
 class _Finder:

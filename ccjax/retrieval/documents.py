@@ -9,6 +9,7 @@ import json
 import re
 import stat
 import sys
+import tomllib
 import unicodedata
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,8 +42,8 @@ class DocumentError(ValueError):
 class LoadedDocument:
     """A parsed file.
 
-    The title is that of the front matter, a Markdown level-1 heading, an HTML <title> or first <h1>, a PDF's metadata
-    title, else the file name in words. A heading that became the title is not repeated in `text`.
+    The title is that of the front matter, the only Markdown heading of level 1, an HTML <title> or only <h1>, a PDF's
+    metadata title, else the file name in words. A heading that became the title is not repeated in `text`.
 
     Attributes:
       markdown: whether `text` has Markdown markup (HTML is turned into it).
@@ -177,31 +178,55 @@ def _read_text(data: bytes) -> LoadedDocument:
 
 def _read_markdown(data: bytes) -> LoadedDocument:
     text, notes = _decoded(data)
-    text, front = _without_front_matter(text.replace("\r\n", "\n").replace("\r", "\n"))
-    title, text = _without_title(without_comments(text), front.get("title"))
-    return LoadedDocument(title, text, True, plain_metadata(front), notes)
+    text, front, problem = _without_front_matter(text.replace("\r\n", "\n").replace("\r", "\n"))
+    title, text = _without_title(_without_html(without_comments(text)), front.get("title"))
+    return LoadedDocument(title, text, True, plain_metadata(front), (*notes, *filter(None, [problem])))
+
+
+def _without_html(text: str) -> str:
+    """Markdown with blocks of HTML as Markdown, as far as a reader sees them; a table may have blank lines."""
+    if "<" not in text:
+        return text
+    html: Any = importlib.import_module("ccjax.retrieval.html")
+    lines, parts, end = text.split("\n"), list[str](), 0
+    for block in blocks(text):
+        if block.kind != "html_block" or block.start < end or not lines[block.start].lstrip().startswith("<"):
+            continue
+        parts += lines[end : block.start]
+        end, source = block.end, "\n".join(lines[block.start : block.end])
+        while "<table" in source and "</table" not in source and end < len(lines):
+            source, end = f"{source}\n{lines[end]}", end + 1
+        title, inner = html.read_html(source)
+        indent = " " * (len(lines[block.start]) - len(lines[block.start].lstrip()))
+        shown = [f"# {title}"] * bool(title) + inner.split("\n")
+        parts += ["", *(f"{indent}{line}" for line in shown), ""]
+    return "\n".join([*parts, *lines[end:]])
 
 
 def _without_title(text: str, title: Any) -> tuple[str, str]:
-    """The title, by default the first heading of level 1, and the text without that heading."""
+    """The title, by default the only heading of level 1 (one of several is the subject of its section alone), and the
+    text without that heading."""
     lines = text.split("\n")
-    named = (block for block in blocks(text) if block.level == 1 and block.text and "\n" not in block.text)
-    if (heading := next(named, None)) is not None and title in (None, heading.text):
-        title, lines = heading.text, lines[: heading.start] + lines[heading.end :]
+    named = [block for block in blocks(text) if block.level == 1 and block.text and "\n" not in block.text]
+    if named and (title == named[0].text or title is None and len(named) == 1):
+        title, lines = named[0].text, lines[: named[0].start] + lines[named[0].end :]
     return str(title or ""), "\n".join(lines)
 
 
-def _without_front_matter(text: str) -> tuple[str, Mapping[str, Any]]:
-    """The text behind the YAML at its beginning, and what that says. What is no mapping is text between two lines; what
-    is no YAML but begins with a key is left out."""
-    found = re.match(r"---[ \t]*\n(.*?)(?:^|\n)(?:---|\.\.\.)[ \t]*(?:\n|\Z)", text, re.DOTALL)
-    if found is None or len(found[1]) > _MOST_FRONT_MATTER_CHARS:
-        return text, {}
+def _without_front_matter(text: str) -> tuple[str, Mapping[str, Any], str]:
+    """The text behind the YAML (or TOML between `+++`) at its beginning, what that says, and what is wrong with it.
+    What is no mapping is text between two lines; what is broken but begins with a key is left out."""
+    found = re.match(r"(---|\+\+\+)[ \t]*\n(.*?)(?:^|\n)(?:\1|\.\.\.)[ \t]*(?:\n|\Z)", text, re.DOTALL)
+    if found is None or len(found[2]) > _MOST_FRONT_MATTER_CHARS:
+        return text, {}, ""
+    behind = text[found.end() :]
     try:
-        front = yaml.safe_load(found[1])
-    except Exception:  # besides YAMLError the exceptions of its constructors: ValueError, RecursionError ...
-        return (text[found.end() :] if re.match(r"\w[^\n:]*:", found[1]) else text), {}
-    return (text[found.end() :], front) if isinstance(front, Mapping) else (text, {})
+        front = tomllib.loads(found[2]) if found[1] == "+++" else yaml.safe_load(found[2])
+    except Exception as error:  # besides YAMLError the exceptions of its constructors: ValueError, RecursionError ...
+        if not re.match(r"\w[^\n:=]*[:=]", found[2]):
+            return text, {}, ""
+        return behind, {}, f"front matter that is left out: {' '.join(str(error).split())}"[:300]
+    return (behind, front, "") if isinstance(front, Mapping) else (text, {}, "")
 
 
 def _reader(name: str, *, of_text: bool = False, markdown: bool = True, **options: Any) -> _Read:

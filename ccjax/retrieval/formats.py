@@ -5,14 +5,17 @@ Archives are read in memory and only as far as they say they are large; nothing 
 
 from __future__ import annotations
 
+import collections
 import csv
 import email
 import email.policy
 import importlib
 import io
+import itertools
 import json
 import posixpath
 import re
+import statistics
 import zipfile
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +28,7 @@ from ccjax.retrieval.markdown import fenced, table
 
 _MOST_UNPACKED_BYTES, _MOST_PARTS, _MOST_CELLS = 200_000_000, 20_000, 2_000_000
 _LONGEST_OUTPUT = 2000
+_SAMPLED_ROWS = 50
 _ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 _UNDERLINE = re.compile(r"(?m)^(?:([^\w\s])\1{2,}\n)?(\S.*)\n([^\w\s])\3{2,}[ \t]*$")
 
@@ -44,28 +48,44 @@ def read_rst(text: str) -> str:
 
 
 def read_csv(text: str, delimiter: str | None = None) -> str:
-    """A table whose first row is the header.
+    """A table.
 
     Args:
       delimiter: None to find out.
     """
-    if delimiter is None:
-        head = text[:8192].split("\n", 1)[0]
-        delimiter = max(",;\t|", key=head.count)
     try:
-        rows = [row for row in csv.reader(io.StringIO(text), delimiter=delimiter) if any(map(str.strip, row))]
+        if delimiter is None:
+            delimiter = max(",;\t|", key=lambda sign: _num_alike(itertools.islice(_rows(text, sign), _SAMPLED_ROWS)))
+        rows = list(_rows(text, delimiter))
     except csv.Error as error:
         raise ValueError(f"broken table: {error}") from None
-    return _padded_table(rows)
+    above = [row for row in rows[:1] if row[0].startswith("sep=")]  # a note for Excel
+    return _table_of(rows[len(above) :])
 
 
-def _padded_table(rows: list[list[str]]) -> str:
+def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
+    return (row for row in csv.reader(io.StringIO(text), delimiter=delimiter) if any(map(str.strip, row)))
+
+
+def _num_alike(rows: Iterator[list[str]]) -> tuple[int, int]:
+    """How many rows have as many cells as most of those with several have, and how many cells."""
+    widths = collections.Counter(len(row) for row in rows if len(row) > 1)
+    return max(((count, width) for width, count in widths.items()), default=(0, 0))
+
+
+def _table_of(rows: list[list[str]]) -> str:
+    """A table as Markdown. Its header is the first row with more than half as many filled cells as most have; what is
+    above is text."""
+    filled = [sum(map(bool, map(str.strip, row))) for row in rows[:_SAMPLED_ROWS]]
+    usual = statistics.median_high(filled or [0])
+    start = next((at for at, count in enumerate(filled) if 2 * count > usual), 0)
+    above, rows = [" ".join(filter(None, row)) for row in rows[:start]], rows[start:]
     width = max(map(len, rows), default=0)
     if width < 2 or len(rows) < 2:
-        return "\n".join(" ".join(row) for row in rows)
+        return "\n".join([*above, *(" ".join(row) for row in rows)])
     if len(rows) * width > _MOST_CELLS:
         raise ValueError(f"wanted a table of at most {_MOST_CELLS} cells, got {len(rows)} rows of {width}")
-    return table([row + [""] * (width - len(row)) for row in rows])
+    return "\n\n".join([*above, table([row + [""] * (width - len(row)) for row in rows])])
 
 
 def read_notebook(data: bytes) -> str:
@@ -172,7 +192,7 @@ def _texts_of(shapes: Any, heading_id: int | None) -> Iterator[str]:
         if hasattr(shape, "shapes"):
             yield from _texts_of(shape.shapes, heading_id)
         elif getattr(shape, "has_table", False):
-            yield _padded_table([[cell.text for cell in row.cells] for row in shape.table.rows])
+            yield _table_of([[cell.text for cell in row.cells] for row in shape.table.rows])
         elif shape.has_text_frame and shape.shape_id != heading_id:
             yield "\n".join(
                 f"{'  ' * paragraph.level}- {paragraph.text}"
@@ -199,7 +219,7 @@ def read_xlsx(data: bytes) -> tuple[str, str]:
             if any(cells):
                 rows.append(cells)
         if rows:
-            parts.append(f"## {sheet.title}\n\n{_padded_table(rows)}")
+            parts.append(f"## {sheet.title}\n\n{_table_of(rows)}")
     return "", "\n\n".join(parts)
 
 

@@ -12,10 +12,13 @@ from ccjax.retrieval.markdown import fenced, table
 
 _UNSEEN = (
     "head, script, style, noscript, template, svg, iframe, object, audio, video, canvas, select, button, datalist, "
-    "nav, body > footer, body > header:not(:has(h1)), [hidden], [aria-hidden=true], dialog:not([open]), "
+    "rt, rp, nav, body > footer, body > header:not(:has(h1)), [hidden], [aria-hidden=true], dialog:not([open]), "
     "[role=navigation], [role=search], [role=menu], [role=contentinfo]"
 )
-_INVISIBLE = re.compile(r"(?:^|[;\s])(?:display\s*:\s*none|visibility\s*:\s*hidden)\b", re.IGNORECASE)
+_INVISIBLE = re.compile(
+    r"(?:^|[;\s])(?:display\s*:\s*none|visibility\s*:\s*hidden|(?:opacity|font-size)\s*:\s*0+(?:\.0*)?(?![.\d]))",
+    re.IGNORECASE,
+)
 _MENU = re.compile(r"(?:^|[-_\s])(?:nav(?:bar|igation)?|menu|breadcrumbs?|sidebar|toc|cookies?)(?:$|[-_\s])", re.I)
 _LINKED = 0.7
 """Share of the text of a menu that is in links."""
@@ -43,17 +46,16 @@ class _Cell(NamedTuple):
 
 
 def read_html(markup: str) -> tuple[str, str]:
-    """The title and the text of a page: its <title> or first <h1>, and what a reader sees besides menus, in <main> if
+    """The title and the text of a page: its <title> or only <h1>, and what a reader sees besides menus, in <main> if
     there is one. The text is Markdown: headings, lists, links, code, and tables in which cells that span others are
     repeated."""
     tree = LexborHTMLParser(markup)
     title = " ".join(node.text().split()) if (node := tree.css_first("head > title, body > title")) else ""
     unseen = {node.mem_id for node in tree.css(_UNSEEN)}
-    if (heading := tree.css_first("h1")) is not None:
-        words = " ".join(heading.text().split())
-        if title in ("", words):
-            title = words
-            unseen.add(heading.mem_id)
+    headings = tree.css("h1")
+    if headings and title in ("" if len(headings) == 1 else None, words := " ".join(headings[0].text().split())):
+        title = words
+        unseen.add(headings[0].mem_id)
     candidates = tree.css("ul[class], ol[class], div[class], ul[id], ol[id], div[id]")[:_MOST_MENUS]
     unseen |= {node.mem_id for node in candidates if _is_menu(node)}
     styled = (node for node in tree.css("[style]") if _INVISIBLE.search(node.attributes.get("style") or ""))

@@ -19,7 +19,10 @@ from ccjax.types import LONGEST_ID
 _LONGEST_ID = LONGEST_ID - 16
 """With the collection's name before it; passages have numbers behind it."""
 
-SUFFIX = ".jsonl"
+
+def is_collection(path: Path) -> bool:
+    """Whether this is the name of a collection."""
+    return path.suffix.lower() == ".jsonl"
 
 
 @dataclasses.dataclass(frozen=True)

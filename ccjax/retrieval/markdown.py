@@ -12,7 +12,12 @@ from markdown_it.token import Token
 _PARSER = MarkdownIt("commonmark").enable("table")
 _PARSER.core.ruler.enableOnly(["normalize", "block"])
 _LEAVES = {"heading_open", "paragraph_open", "table_open", "fence", "code_block", "html_block", "hr"}
-_CODE_OR_COMMENT = re.compile(r"(?<!`)(`+)(?!`)[^\n]*?(?<!`)\1(?!`)|<!--(?s:.*?)-->")
+_CODE_OR_COMMENT = re.compile(
+    r"(?<!`)(`+)(?!`)[^\n]*?(?<!`)\1(?!`)"
+    r"|<!--(?s:.*?)-->|(?m:^%%[ \t]*$)(?s:.*?)(?m:^%%[ \t]*$)|(?<!\S)%%[^\n]*?%%(?!\S)"
+)
+_BOLD = re.compile(r"\*\*(?=\S)([^\n*]{0,79}[^\s.!?;:*]):?\*\*:?")
+"""A paragraph that stands for a heading."""
 _NOTE = re.compile(r"(?m)^\[(?://|comment|_)\]:[ ]?#.*$")
 _BAR = re.compile(r"(?<!\\)\|")
 _LONGEST_HEADER = 240
@@ -25,7 +30,7 @@ class Block:
 
     Attributes:
       kind: paragraph, heading, table, fence, code_block, html_block or hr.
-      level: of a heading outside lists and quotes, 1 to 6; else 0.
+      level: of a heading outside lists and quotes, 1 to 6, which a paragraph in bold has, too; else 0.
       text: of a heading, without its marks and the targets of links.
       rows: first lines of a table's rows, the header's first.
       items: first line and line behind the last of the list items that begin with this block, the outermost first.
@@ -55,21 +60,26 @@ def blocks(text: str) -> Iterator[Block]:
             items = []
         elif block is not None and token.type == "tr_open":
             block.rows.append(_lines(token)[0])
-        elif block is not None and token.type == "inline" and block.level:
+        elif block is not None and token.type == "inline":
+            if block.kind == "paragraph" and token.level == 1 and (bold := _BOLD.fullmatch(token.content)):
+                block.level, token.content = 6, bold[1]
+            if not block.level:
+                continue
             block.text = "\n".join(" ".join(line.split()) for line in _LINK.sub(r"\1", token.content).split("\n"))
     if block is not None:
         yield block
 
 
 def without_comments(text: str) -> str:
-    """Markdown without HTML's comments, and without definitions of links that are comments, outside code."""
-    if "-->" not in text and not _NOTE.search(text):
+    """Markdown without comments outside code: those of HTML, of Obsidian (`%%`), and definitions of links."""
+    if not any(mark in text for mark in ("-->", "%%")) and not _NOTE.search(text):
         return text
     lines, parts, end = text.split("\n"), list[str](), 0
     for block in [*(block for block in blocks(text) if block.kind in ("fence", "code_block")), None]:
         start, behind = (len(lines), len(lines)) if block is None else (block.start, block.end)
         plain = "\n".join(lines[end:start])
-        last = plain.find("\n", plain.rfind("-->")) if "-->" in plain else 0
+        last = max(plain.rfind("-->"), plain.rfind("%%"))
+        last = plain.find("\n", last) if last >= 0 else 0
         last = len(plain) if last < 0 else last
         plain = _CODE_OR_COMMENT.sub(lambda match: match[0] if match[1] else "", plain[:last]) + plain[last:]
         parts.append(_NOTE.sub("", plain))

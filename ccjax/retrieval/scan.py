@@ -9,13 +9,18 @@ from pathlib import Path
 from pathspec import GitIgnoreSpec
 
 _IGNORE_FILES = (".gitignore", ".ccjaxignore")
-_NEVER = GitIgnoreSpec.from_lines(("node_modules/", "bower_components/", "__pycache__/", "site-packages/", "_build/"))
-_BUILT = GitIgnoreSpec.from_lines(("/build/", "/dist/", "/out/", "/site/", "/target/"))
-_PROJECT_FILES = frozenset(
-    "Cargo.toml CMakeLists.txt Makefile build.gradle mkdocs.yml package.json pom.xml pyproject.toml setup.py".split()
+_NEVER = GitIgnoreSpec.from_lines(
+    "node_modules/ bower_components/ __pycache__/ site-packages/ _build/ _site/ htmlcov/".split()
 )
-_QUERIES = GitIgnoreSpec.from_lines(("/queries.jsonl",))
-"""BEIR's questions, beside its documents."""
+_BUILT = GitIgnoreSpec.from_lines("/build/ /coverage/ /dist/ /out/ /site/ /target/ /vendor/".split())
+_PROJECT_FILES = frozenset(
+    "Cargo.toml CMakeLists.txt Gemfile Makefile build.gradle composer.json go.mod mkdocs.yml package.json pom.xml "
+    "pyproject.toml setup.py".split()
+)
+_QUERIES = GitIgnoreSpec.from_lines(("/queries.jsonl", "/qrels/"))
+"""BEIR's questions and right answers, beside its documents."""
+CANNOT_READ = "cannot be read"
+"""Reason of what may be back later, such as on a disk that is not mounted."""
 _Specs = tuple[tuple[Path, GitIgnoreSpec], ...]
 
 
@@ -26,17 +31,18 @@ def find_files(
 
     A document id is the path below `docs_dir` with forward slashes; the mapping is sorted by it. Left out are hidden
     files and directories, the directory `skip`, what `.gitignore` and `.ccjaxignore` files name, packages of other
-    projects (`node_modules`, `site-packages`), the output of builds beside a project's file, `queries.jsonl` beside
-    `corpus.jsonl`, and links to files that are found anyway. Links to directories are followed, but every directory is
-    visited once, under its real path if that is below `docs_dir`: loops end, nothing is indexed twice.
+    projects (`node_modules`, `site-packages`), the output of builds beside a project's file, `queries.jsonl` and
+    `qrels` beside `corpus.jsonl`, and links to files that are found anyway. Links to directories are followed, but
+    every directory is visited once, under its real path if that is below `docs_dir`: loops end, nothing is indexed
+    twice.
 
     Args:
       exclude: patterns as in `.gitignore` that come before those of the files.
       outside_links: whether links that lead out of `docs_dir` are followed.
 
     Returns:
-      (files, failed): `failed` holds (path, reason) of unreadable directories, of names that are not UTF-8, and of
-      links that are not followed.
+      (files, failed): `failed` holds (path, reason) of unreadable directories and of links that lead nowhere, whose
+      reason begins with `CANNOT_READ`, of names that are not UTF-8, and of links that are not followed.
     """
     files: dict[str, Path] = {}
     failed: list[tuple[str, str]] = []
@@ -58,7 +64,7 @@ def find_files(
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
             specs = (*specs, *((directory, spec) for spec in _specs_of(directory, {entry.name for entry in entries})))
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that turned into a loop meanwhile
-            failed.append((str(directory), f"cannot be listed: {getattr(error, 'strerror', None) or error}"))
+            failed.append((str(directory), f"{CANNOT_READ}: {getattr(error, 'strerror', None) or error}"))
             continue
         for entry in entries:
             path, is_dir = Path(entry.path), os.path.isdir(entry.path)  # False if the entry cannot be examined
@@ -69,7 +75,9 @@ def find_files(
             except UnicodeEncodeError:
                 failed.append((os.fsencode(path).decode("utf-8", "replace"), "the name is not UTF-8"))
                 continue
-            if entry.is_symlink() and not outside_links and _leads_out(path, root):
+            if not os.path.exists(path):
+                failed.append((str(path), f"{CANNOT_READ}: the link leads nowhere"))
+            elif entry.is_symlink() and not outside_links and _leads_out(path, root):
                 failed.append((str(path), "a link out of the directory, which is followed with docs_links only"))
             elif is_dir:
                 (links if entry.is_symlink() else waiting).append((path, specs))
@@ -117,5 +125,5 @@ def _is_ignored(path: Path, is_dir: bool, specs: _Specs) -> bool:
 def _leads_out(path: Path, root: Path) -> bool:
     try:
         return not path.resolve(strict=True).is_relative_to(root)
-    except (OSError, RuntimeError):  # a broken link, reported when it is read
+    except (OSError, RuntimeError):  # it was deleted a moment ago
         return False

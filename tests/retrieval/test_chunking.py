@@ -174,6 +174,15 @@ def test_headings_stay_with_what_follows_and_no_passage_is_short() -> None:
     assert passages_of("## A\n\nShort.") == ["Manual > A\nShort."]
 
 
+def test_lines_in_bold_are_headings() -> None:
+    text = "\n\n".join(f"**{name}:**\n\n{prose('thing')} It has {name[-1]} bar." for name in ("Pump A", "**Pump B"))
+    passages = passages_of(f"# Pumps\n\n{text.replace('****', '**')}", 120)
+    for name in "AB":
+        assert only(passages, f"has {name} bar").startswith(f"Manual > Pumps > Pump {name}\nThe thing")
+    sentence = f"Do not open it: **danger** and **death**.\n\n**Never do it.**\n\n{prose('thing')}"
+    assert all(passage.startswith("Manual\n") for passage in passages_of(sentence, 120))
+
+
 def test_headings_of_one_passage_that_is_more_than_one_section_are_in_its_text() -> None:
     (passage,) = passages_of("## A\n\n### One\n\nAlpha.\n\n### Two\n\nBeta.\n\n")
     assert passage == "Manual > A\n### One\n\nAlpha.\n\n### Two\n\nBeta."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def load(tmp_path: Path, name: str, data: bytes | str) -> LoadedDocument:
         ("# ##\n# Tides\nThe moon.", "Tides", "# ##\nThe moon."),
         ("\ufeff# Tides\nThe moon.", "Tides", "The moon."),
         ("Tides of the sea\n====\n\nThe moon.", "Tides of the sea", "The moon."),
+        ("# Tides\nThe moon.\n\n# Winds\nThe sun.", "My notes", "# Tides\nThe moon.\n\n# Winds\nThe sun."),
+        ("# Tides\n\nThe moon.\n\nWinds\n===\n\nSun.", "My notes", "# Tides\n\nThe moon.\n\nWinds\n===\n\nSun."),
         ("badge\n\n# Tides\n\nThe moon.", "Tides", "badge\n\n\nThe moon."),
         ("```sh\n# not a title\n```\nText.", "My notes", "```sh\n# not a title\n```\nText."),
         ("~~~\n```\n# not\n~~~\n# Tides\nText.", "Tides", "~~~\n```\n# not\n~~~\nText."),
@@ -74,9 +77,50 @@ def test_front_matter_is_what_yaml_says(tmp_path: Path, front: str, title: str, 
     assert loaded.metadata == {"title": title} | metadata
 
 
+def test_front_matter_may_be_toml(tmp_path: Path) -> None:
+    front = '+++\ntitle = "Tides"\ndate = 2024-01-02\ntags = ["sea", "moon"]\n[menu]\nweight = 3\n+++\nThe moon.'
+    loaded = load(tmp_path, "a.md", front)
+    assert (loaded.title, loaded.text, loaded.notes) == ("Tides", "The moon.", ())
+    assert loaded.metadata == {"title": "Tides", "date": "2024-01-02", "tags": ["sea", "moon"]}
+
+
+@pytest.mark.parametrize("front", ["---\ntitle: Note: a colon\n---", "---\ntags: [a\n---", '+++\ntitle = "open\n+++'])
+def test_broken_front_matter_is_left_out_and_told(tmp_path: Path, front: str) -> None:
+    loaded = load(tmp_path, "a.md", f"{front}\nThe moon.")
+    assert (loaded.text, loaded.metadata) == ("The moon.", {})
+    assert len(loaded.notes) == 1 and "front matter that is left out: " in loaded.notes[0]
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [
+        ("<div hidden>Secret</div>\n\nText.", "Text."),
+        ("Text.\n\n<script>\nlet x\n\n= 1\n</script>\n\nMore.", "Text.\n\nMore."),
+        ("<details>\n<summary>More</summary>\n\nInside *it*.\n\n</details>", "More\n\nInside *it*."),
+        ("<p align=center><img src=x> <b>Low</b> tide</p>\nText.", "Low tide\n\nText."),
+        ("<table><tr><th>A<th>B</tr>\n\n<tr><td>1<td>2</tr>\n\n</table>", "| A | B |\n|---|---|\n| 1 | 2 |"),
+        ("1. Item\n\n   <p>in a list</p>\n\n   more", "1. Item\n\n   in a list\n\n   more"),
+        ("```html\n<p hidden>shown</p>\n```", "```html\n<p hidden>shown</p>\n```"),
+        ("Text:\n\n    <p hidden>shown</p>", "Text:\n\n    <p hidden>shown</p>"),
+        ("a < b and <b>c</b>", "a < b and <b>c</b>"),
+    ],
+)
+def test_blocks_of_html_in_markdown_are_what_a_reader_sees(tmp_path: Path, source: str, text: str) -> None:
+    assert re.sub(r"\n{3,}", "\n\n", load(tmp_path, "a.md", f"# T\n\n{source}").text) == text
+
+
+def test_a_heading_in_html_is_the_title_of_markdown(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "README.md", "<h1 align=center>\n  Tides\n</h1>\n\nThe moon.\n\n## More\n\nText.")
+    assert (loaded.title, loaded.text) == ("Tides", "The moon.\n\n## More\n\nText.")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("A %% hidden %% b.", "A  b."),
+        ("Text.\n\n%%\nhidden\n\nstill\n%%\n\nMore.", "Text.\n\n\n\nMore."),
+        ("100%% of it, 50%% of that, `%% a %%`", "100%% of it, 50%% of that, `%% a %%`"),
+        ("```\n%%time\nx\n%% y %%\n```", "```\n%%time\nx\n%% y %%\n```"),
         ("A <!-- hidden\n\nstill --> b.", "A  b."),
         ("<!-- TODO -->\n\nText.", "Text."),
         ("Text.\n<!--\n## No heading\n```\n-->\nMore.", "Text.\n\nMore."),

@@ -105,12 +105,41 @@ def test_what_may_not_be_read_any_more_keeps_its_text_until_it_is_gone(
     assert retriever.refresh().removed
 
 
-def test_a_dangling_link_and_a_broken_file_are_gone(docs: Path) -> None:
+def test_links_that_lead_nowhere_now_keep_their_documents_until_they_are_gone(docs: Path) -> None:
     retriever = open_retriever(docs)
+    shutil.move(docs / "sub", docs.with_name("mounted"))
+    shutil.move(docs / "moon.md", docs.with_name("moon.md"))
+    (docs / "sub").symlink_to("../mounted")
+    (docs / "moon.md").symlink_to("../moon.md")
+    assert sorted(path for path, _ in retriever.refresh().failed) == [str(docs / "moon.md"), str(docs / "sub")]
+    retriever.close()
+    retriever = open_retriever(docs, docs_links=True)
+    ids = retriever.document_ids
+    assert len(ids) == 3
+    docs.with_name("mounted").rename(docs.with_name("unmounted"))
+    docs.with_name("moon.md").unlink()
+    report = retriever.refresh()
+    assert report.removed == () and retriever.document_ids == ids and len(report.failed) == 2
+    docs.with_name("unmounted").rename(docs.with_name("mounted"))
     (docs / "moon.md").unlink()
-    (docs / "moon.md").symlink_to(docs / "nothing.md")
+    assert retriever.refresh().removed == ("moon.md",)
+
+
+def test_a_broken_file_is_gone(docs: Path) -> None:
+    retriever = open_retriever(docs)
     (docs / "sub" / "tea.md").write_bytes(b"caf\xe9\x00")
-    assert retriever.refresh().removed == ("moon.md", "sub/tea.md")
+    assert retriever.refresh().removed == ("sub/tea.md",)
+
+
+@pytest.mark.parametrize("left", ["lost+found/", "Thumbs.db", "NOT_MOUNTED"])
+def test_a_root_without_any_document_at_once_is_not_deleted(docs: Path, left: str) -> None:
+    retriever = open_retriever(docs)
+    emptied(docs)
+    (docs / left).mkdir() if left.endswith("/") else (docs / left).write_text("x")
+    report = retriever.refresh()
+    assert not report.removed and "is empty all at once" in report.failed[-1][1]
+    (docs / "new.md").write_text("Another text.")
+    assert len(retriever.refresh().removed) == 3
 
 
 def test_a_link_is_followed_at_each_refresh_and_all_changes_at_once(

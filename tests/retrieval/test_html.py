@@ -46,6 +46,7 @@ def test_page_becomes_markdown() -> None:
     ("source", "title", "text"),
     [
         ("<h1>Tides</h1><p>The moon.</p>", "Tides", "The moon."),
+        ("<h1>A</h1><p>One.</p><h1>B</h1><p>Two.</p>", "", "# A\n\nOne.\n\n# B\n\nTwo."),
         ("<title>Sea</title><h1>Tides</h1><p>The moon.</p>", "Sea", "# Tides\n\nThe moon."),
         ("<p>The moon.", "", "The moon."),
         ("just words", "", "just words"),
@@ -70,6 +71,8 @@ def test_title_and_text_are_found_despite_odd_markup(source: str, title: str, te
         "<p hidden>x</p>",
         "<div style='color: red; DISPLAY : none'><p>x</p></div>",
         "<span style=visibility:hidden>x</span>",
+        "<div style='opacity:0'>x</div><div style='opacity: 0.0; color: red'>x</div><p style='font-size:0px'>x</p>",
+        "<ruby><rt>x</rt></ruby>",
         "<div aria-hidden=true>x</div>",
         "<template>x</template><noscript>x</noscript><dialog>x</dialog>",
         "<nav><ul><li><a href=a>x</a></ul></nav>",
@@ -95,6 +98,7 @@ def test_what_a_reader_does_not_see_is_left_out(unseen: str) -> None:
         "<article><header>x</header><footer>x</footer></article>",
         "<aside>x</aside>",
         "<div style='display: block'>x</div>",
+        "<div style='opacity: 0.5'>x</div><p style='font-size: 0.9em'>x</p>",
     ],
 )
 def test_what_a_reader_sees_is_kept(seen: str) -> None:

@@ -93,11 +93,13 @@ def test_inner_ignore_files_come_before_outer_ones_and_the_option_before_all(tmp
 def test_packages_builds_and_questions_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, "site/a.md", "build/b.md", "corpus.jsonl", "queries.jsonl", "other/queries.jsonl")
     write(tmp_path, "app/package.json", "app/dist/c.md", "app/src/dist/d.md", "app/node_modules/x/README.md")
+    write(tmp_path, "qrels/test.tsv", "other/qrels/dev.tsv", "blog/_site/h.html")
+    write(tmp_path, "go/go.mod", "go/vendor/i.md", "vendor/j.md")
     write(tmp_path, "lib/site-packages/e.md", "docs/_build/f.md", "docs/Makefile", "docs/build/g.md")
     found = list(find_files(tmp_path)[0])
     assert found == [
-        *("app/package.json", "app/src/dist/d.md", "build/b.md", "corpus.jsonl", "docs/Makefile"),
-        *("other/queries.jsonl", "site/a.md"),
+        *("app/package.json", "app/src/dist/d.md", "build/b.md", "corpus.jsonl", "docs/Makefile", "go/go.mod"),
+        *("other/qrels/dev.tsv", "other/queries.jsonl", "site/a.md", "vendor/j.md"),
     ]
     assert "app/dist/c.md" in find_files(tmp_path, exclude=["!dist/"])[0]
 
@@ -110,12 +112,16 @@ def test_damaged_ignore_files_are_read_as_far_as_possible(tmp_path: Path) -> Non
     assert "a.md" in files and "sub/c.md" in files and ("b.md" not in files or failed)
 
 
-def test_links_to_files_are_listed_even_if_broken(tmp_path: Path) -> None:
+def test_links_that_lead_nowhere_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "..data/real.md")  # how Kubernetes mounts a ConfigMap
     (tmp_path / "shown.md").symlink_to("..data/real.md")
     (tmp_path / "broken.md").symlink_to("nowhere.md")
     (tmp_path / "circle.md").symlink_to("circle.md")
-    assert list(find_files(tmp_path)[0]) == ["broken.md", "circle.md", "shown.md"]
+    files, failed = find_files(tmp_path)
+    assert list(files) == ["shown.md"]
+    assert failed == tuple(
+        (str(tmp_path / name), "cannot be read: the link leads nowhere") for name in ("broken.md", "circle.md")
+    )
 
 
 def test_a_linked_documents_directory_is_walked(tmp_path: Path) -> None:
@@ -147,4 +153,4 @@ def test_an_unreadable_directory_is_reported(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "scandir", refuse)
     files, failed = find_files(tmp_path)
     assert list(files) == ["a.md"]
-    assert failed == ((str(tmp_path / "locked"), "cannot be listed: Permission denied"),)
+    assert failed == ((str(tmp_path / "locked"), "cannot be read: Permission denied"),)
