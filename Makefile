@@ -85,7 +85,7 @@ docs:  ## the documentation as a site, in build/site; reads docstrings without i
 parity: $(VENV)/.peers  ## the model against Hugging Face transformers
 	$(BIN)/python -m pytest -m peers $(ARGS)
 
-kernels-aot:  ## compiles kernels and steps for A100, H100, v5e and v6e, with ARGS= a few of them; two large environments
+kernels-aot:  ## compiles kernels and steps for GPUs and TPUs, with ARGS= a few of them; two large environments
 	$(MAKE) --jobs=2 kernels-aot-tpu kernels-aot-gpu
 
 kernels-aot-%: ARGS ?= --all

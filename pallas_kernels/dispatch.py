@@ -14,7 +14,8 @@ BEST = {"cpu": "xla", "gpu": "triton", "tpu": "mosaic_tpu"}
 
 logger = logging.getLogger(__name__)
 
-# Block sizes of "l4" need little enough shared memory for every GPU since Ampere.
+# A kind without sizes of its own has those of a chip with no more fast memory, for which the kernels compile on it
+# (`make kernels-aot`): those of "l4" need little enough shared memory for every GPU since Ampere.
 _DEVICE_KINDS = {
     "NVIDIA A100": "a100",
     "NVIDIA H100": "h100",
@@ -22,6 +23,8 @@ _DEVICE_KINDS = {
     "NVIDIA GH200": "h100",
     "NVIDIA H20": "h100",
     "NVIDIA H800": "h100",
+    "NVIDIA B200": "b200",
+    "NVIDIA GB200": "b200",
     "NVIDIA A800": "a100",
     "NVIDIA A30": "a100",
     "NVIDIA A10": "l4",
@@ -36,13 +39,15 @@ _DEVICE_KINDS = {
     "NVIDIA GeForce RTX 50": "l4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
+    "TPU v5": "v5e",
+    "TPU v4": "v5e",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
 
 
 def chip_of(device_kind: str) -> str:
-    """JAX's `device_kind` as the name of a chip; kinds without measured block sizes are returned unchanged."""
+    """JAX's `device_kind` as the name of a chip with block sizes; kinds that have none are returned unchanged."""
     return next((chip for start, chip in _DEVICE_KINDS.items() if device_kind.startswith(start)), device_kind)
 
 

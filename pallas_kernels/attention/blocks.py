@@ -43,7 +43,8 @@ class MosaicBlocks:
 TRITON = {
     "a100": TritonBlocks(queries=128, keys=32, num_warps=8, num_stages=3, rotates=False),
     "h100": TritonBlocks(queries=128, keys=64, num_warps=8, num_stages=3, float32_queries=64),
-    "l4": TritonBlocks(queries=64, keys=32, num_warps=4, num_stages=2, float32_queries=32, rotates=False),
+    "b200": TritonBlocks(queries=128, keys=64, num_warps=8, num_stages=2, float32_queries=64, rotates=False),
+    "l4": TritonBlocks(64, 32, num_warps=4, num_stages=2, max_segments=32, float32_queries=16, rotates=False),
     "interpret": TritonBlocks(queries=32, keys=64, num_warps=4, num_stages=2, max_segments=16, float32_queries=32),
 }
 MOSAIC_TPU = {

@@ -35,6 +35,7 @@ class MosaicDecodeBlocks:
 TRITON = {
     "a100": TritonDecodeBlocks(slots=64, num_warps=4, num_stages=2, programs=432),
     "h100": TritonDecodeBlocks(slots=64, num_warps=4, num_stages=2, programs=528),
+    "b200": TritonDecodeBlocks(slots=64, num_warps=4, num_stages=2, programs=592),
     "l4": TritonDecodeBlocks(slots=32, num_warps=4, num_stages=2, programs=232),
     "interpret": TritonDecodeBlocks(slots=32, num_warps=4, num_stages=2, programs=12),
 }

@@ -32,6 +32,7 @@ class MosaicMoveBlocks:
 TRITON = {
     "a100": TritonMoveBlocks(tokens=32, num_warps=4),
     "h100": TritonMoveBlocks(tokens=32, num_warps=4),
+    "b200": TritonMoveBlocks(tokens=32, num_warps=4),
     "l4": TritonMoveBlocks(tokens=32, num_warps=4),
     "interpret": TritonMoveBlocks(tokens=16, num_warps=4),
 }

@@ -24,6 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from ccjax.kernels.attention import attention
 from ccjax.kernels.decode import decode_attention
+from ccjax.kernels.dispatch import chip_of
 from ccjax.kernels.inputs import AttentionInputs, KVPages, PageTables
 from ccjax.kernels.rope import llama3_frequencies, move_keys
 from ccjax.models.llama3 import LLAMA3_8B, LLAMA3_70B, LlamaConfig
@@ -34,10 +35,13 @@ from ccjax.models.llama3.sharding import axes_sharding, make_mesh
 from ccjax.models.llama3.steps import logits_step, rotate_step
 
 _CUDA = "jax_cuda13_plugin" if importlib.util.find_spec("jax_cuda13_plugin") else "jax_cuda12_plugin"
-COMPILERS = {"libtpu": ("v5e", "v6e"), _CUDA: ("a100", "h100", "l4")}
+COMPILERS = {"libtpu": ("v5e", "v6e", "v4", "v5p"), _CUDA: ("a100", "h100", "l4", "a10", "b200", "rtx5090")}
+KINDS = {"l4": "NVIDIA L4", "a10": "NVIDIA A10", "b200": "NVIDIA B200", "rtx5090": "NVIDIA GeForce RTX 5090"}
+KINDS |= {"v4": "TPU v4", "v5p": "TPU v5"}
+"""Chips for which kernels alone are compiled, as JAX calls them; steps differ from chip to chip in these alone."""
 CHIPS = [chip for package, chips in COMPILERS.items() if importlib.util.find_spec(package) for chip in chips]
 """Chips whose compiler is installed."""
-MEMORY_BYTES = {"l4": 24e9, "a100": 80e9, "h100": 80e9, "v5e": 16 << 30, "v6e": 32 << 30}
+MEMORY_BYTES = {"a100": 80e9, "h100": 80e9, "v5e": 16 << 30, "v6e": 32 << 30}
 PAGE_TOKENS = 16
 
 DUMP = Path(tempfile.mkdtemp(prefix="ccjax-aot-")) if "v5e" in CHIPS else Path()
@@ -61,6 +65,18 @@ _GPUS = {
       shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376 l2_cache_size: 50331648
       memory_bandwidth: 300096000000 device_memory_size: 23034068992
       cuda_compute_capability { major: 8 minor: 9 }""",
+    "a10": """name: "NVIDIA A10" core_count: 72 fpus_per_core: 128 clock_rate_ghz: 1.7
+      shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376 l2_cache_size: 6291456
+      memory_bandwidth: 600096000000 device_memory_size: 24000000000
+      cuda_compute_capability { major: 8 minor: 6 }""",
+    "b200": """name: "NVIDIA B200" core_count: 148 fpus_per_core: 128 clock_rate_ghz: 1.965
+      shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 l2_cache_size: 132644864
+      memory_bandwidth: 8000000000000 device_memory_size: 192000000000
+      cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }""",
+    "rtx5090": """name: "NVIDIA GeForce RTX 5090" core_count: 170 fpus_per_core: 128 clock_rate_ghz: 2.4
+      shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376 l2_cache_size: 100663296
+      memory_bandwidth: 1792000000000 device_memory_size: 34000000000
+      cuda_compute_capability { major: 12 }""",
 }
 _ANY_GPU = """threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -77,7 +93,8 @@ def devices_of(chip: str) -> Sequence[Any]:
     if chip == "cpu":
         return jax.devices()
     if chip in COMPILERS["libtpu"]:
-        return topologies.get_topology_desc(f"{chip}:2x2", platform="tpu").devices
+        bounds = "2x2x1" if chip in ("v4", "v5p") else "2x2"
+        return topologies.get_topology_desc(f"{chip}:{bounds}", platform="tpu").devices
     config = f"""gpu_device_info {{ {_ANY_GPU} {_GPUS[chip]} }} platform_name: "CUDA"
       dnn_version_info {{ major: 9 minor: 10 patch: 0 }} device_description_str: "{chip}" """
     with contextlib.suppress(RuntimeError):  # loads the plugin, then finds no GPU
@@ -88,7 +105,8 @@ def devices_of(chip: str) -> Sequence[Any]:
 
 def implementation(chip: str) -> str:
     """The chip's kernels, by name."""
-    return "xla" if chip == "cpu" else f"{'mosaic_tpu' if chip in COMPILERS['libtpu'] else 'triton'}:{chip}"
+    kernel = "mosaic_tpu" if chip in COMPILERS["libtpu"] else "triton"
+    return "xla" if chip == "cpu" else f"{kernel}:{chip_of(KINDS.get(chip, chip))}"
 
 
 def compiled(chip: str, traced: Any, **options: Any) -> Any:
@@ -102,7 +120,7 @@ def lowered_for(chip: str) -> Any:
     """Context to trace and lower in: from JAX 0.11 on, Pallas asks it which GPU a kernel is for."""
     if chip not in _GPUS:
         return contextlib.nullcontext()
-    device = AbstractDevice(device_kind=f"NVIDIA {chip.upper()}", num_cores=None, platform="gpu")
+    device = AbstractDevice(device_kind=KINDS.get(chip, f"NVIDIA {chip.upper()}"), num_cores=None, platform="gpu")
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 

@@ -23,7 +23,7 @@ from ccjax.models.llama3 import LlamaConfig
 from ccjax.models.llama3.inputs import StepSettings
 from ccjax.models.llama3.paged_steps import paged_decode_step, paged_layer_step
 from tests.pallas_kernels import aot_cases as aot
-from tests.pallas_kernels.aot_cases import CHIPS, COMPILERS, KERNELS, STEPS
+from tests.pallas_kernels.aot_cases import CHIPS, COMPILERS, KERNELS, KINDS, STEPS
 
 TABLE = Path(__file__).with_name("aot_table.json")
 SLACK = 1.05
@@ -38,9 +38,9 @@ CONTROLS = {  # kernels that must not compile: blocks, and what the error says
 
 def on_chips(names):
     """(chip, name) for every installed chip; what is not quick is slow."""
-    chips = [chip for chip in CHIPS if chip != "l4" or names is not STEPS]  # its steps are those of the other GPUs
-    pairs = [(chip, name) for chip in chips for name in names]
-    return [pytest.param(*pair, marks=[] if pair[1] in QUICK else [pytest.mark.slow]) for pair in pairs]
+    pairs = [(chip, name) for chip in CHIPS for name in names if chip not in KINDS or names is KERNELS]
+    quick = {chip: {"prefill", "decode"} if chip in KINDS else QUICK for chip in CHIPS}
+    return [pytest.param(*pair, marks=[] if pair[1] in quick[pair[0]] else [pytest.mark.slow]) for pair in pairs]
 
 
 def compare(chip, name, figures):
@@ -58,10 +58,11 @@ def compare(chip, name, figures):
 def test_kernel_compiles_without_spills(chip, name):
     """TPU kernels spill as part of their pipeline: no more than they did."""
     operation, arrays, statics = KERNELS[name]
-    for old in aot.DUMP.glob("*utilization*") if chip in COMPILERS["libtpu"] else ():
+    has_figures = chip in COMPILERS["libtpu"] and chip not in KINDS
+    for old in aot.DUMP.glob("*utilization*") if has_figures else ():
         old.unlink()
     aot.compile_kernel(chip, functools.partial(operation, implementation=aot.implementation(chip)), arrays, **statics)
-    if chip in COMPILERS["libtpu"]:
+    if has_figures:
         kernel = {"decode": "paged_decode", "move": "move_keys"}.get(name.split(",")[0], "partial_prefill")
         (schedule,) = aot.DUMP.glob(f"*{kernel}*final_hlo-static-per-bundle-utilization*")
         head, rows = schedule.read_text().split("UTILIZATION:")
@@ -145,5 +146,5 @@ def test_pages_that_are_not_donated_and_a_step_that_is_not_split_are_noticed():
 def test_the_committed_figures_are_of_all_cases_and_the_mass_costs_a_tpu_at_most_12_percent():
     table = json.loads(TABLE.read_text())
     assert table.keys() == {*KERNELS, *(f"step: {name}" for name in STEPS)}
-    for chip in COMPILERS["libtpu"]:
+    for chip in {*COMPILERS["libtpu"]} - {*KINDS}:
         assert table["prefill"][chip]["bundles"] <= 1.12 * table["no mass"][chip]["bundles"]

@@ -77,16 +77,15 @@ CHIPS = [
     ("NVIDIA H200", "h100"),
     ("TPU v5 lite", "v5e"),
     ("TPU v6 lite", "v6e"),
-    ("TPU v5", "TPU v5"),
+    *((name, "v5e") for name in ("TPU v4", "TPU v5", "TPU v5p")),
     *(
         (f"NVIDIA {name}", "l4")
         for name in ("A10", "A10G", "A40", "L4", "L40S", "RTX A6000", "RTX 6000 Ada Generation")
     ),
     *((f"NVIDIA GeForce RTX {name}", "l4") for name in ("3090", "4090", "5090")),
-    ("NVIDIA H20", "h100"),
-    ("NVIDIA H800", "h100"),
-    *((name, name) for name in ("NVIDIA B200", "NVIDIA GB200", "TPU v4", "TPU v5p")),
-    ("Tesla T4", "Tesla T4"),
+    *((f"NVIDIA {name}", "h100") for name in ("H20", "H800")),
+    *((f"NVIDIA {name}", "b200") for name in ("B200", "GB200")),
+    *((name, name) for name in ("Tesla T4", "NVIDIA GeForce RTX 2080", "TPU v3", "TPU7x")),
 ]
 
 
@@ -100,7 +99,7 @@ def test_chip_without_block_sizes_gets_xla_unless_a_kernel_is_named(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind"), [("gpu", "NVIDIA B200"), ("gpu", "Tesla T4"), ("tpu", "TPU v4"), ("tpu", "TPU v5p")]
+    ("platform", "kind"), [("gpu", "Tesla T4"), ("gpu", "AMD Instinct MI300X"), ("tpu", "TPU v3"), ("tpu", "TPU7x")]
 )
 def test_a_model_starts_on_chips_without_block_sizes_with_one_warning(monkeypatch, caplog, platform, kind):
     dispatch._warn.cache_clear()
