@@ -53,7 +53,7 @@ class PromptReader:
 
     Args:
       builder: of the replicas' model; None for one without tokenizer files, whose requests are not parsed.
-      retriever: of the replicas' documents; None if they have none, or search themselves.
+      retriever: of the replicas' documents; None if they have none.
       tenant_salt: of the replicas' engines.
     """
 
@@ -72,7 +72,7 @@ class PromptReader:
 
     @property
     def documents(self) -> dict[str, Any] | None:
-        """How much of the replicas' documents is searchable; None without any, or if only replicas search them."""
+        """How much of the replicas' documents is searchable; None without any."""
         return None if self._retriever is None else own_documents.index_summary(self._retriever)
 
     def read(self, call: Call, tenant: str = "") -> Seen:

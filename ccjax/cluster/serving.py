@@ -119,10 +119,8 @@ def _check(engine: Mapping[str, Any]) -> None:
 
 
 def _documents(options: ReplicaOptions, progress: Progress) -> Retriever | None:
-    """The index in which the front searches passages; None if replicas search themselves, in stages. Opened before any
-    replica is started, so that these find everything embedded, at least on this host."""
-    if options.server.retrieval_stages > 1:
-        return None
+    """The index in which the front searches passages, for the replicas as well. Opened before any replica is started,
+    so that these find everything embedded, at least on this host."""
     tokenizer = model_tokenizer(options.model, options.engine.get("tokenizer"))
     return open_documents(options.model, options.documents, tokenizer, progress)
 

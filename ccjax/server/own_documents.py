@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from ccjax.engine import Engine
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
+from ccjax.policy.speculation import NUM_STAGES, SearchTimes
 from ccjax.retrieval import RefreshReport, Retriever
 from ccjax.server.idle_thread import QueueFullError, WorkerClosedError
 from ccjax.server.schemas import Generation, RetrievalIn
@@ -26,15 +28,19 @@ NOTHING_FOUND = Document(
 
 
 def search(
-    retriever: Retriever, body: Generation, settings: ServerSettings, begun: SpeculativeAnswer | None = None
+    retriever: Retriever,
+    body: Generation,
+    settings: ServerSettings,
+    begun: SpeculativeAnswer | None = None,
+    times: SearchTimes | None = None,
 ) -> list[Document] | None:
     """Searches for a request's passages; `NOTHING_FOUND` if nothing matches, None if it has no question. An answer may
-    begin meanwhile, from preliminary results."""
+    begin meanwhile, from preliminary results. The time of the search is added to `times`."""
     query = body.query()
     if query is None:
         return None
     options = body.retrieval or RetrievalIn.model_validate({})
-    num_stages = 1 if begun is None else settings.retrieval_stages
+    num_stages = 1 if begun is None else NUM_STAGES
     top_k = options.top_k or settings.top_k
     found = retriever.stages(
         query,
@@ -46,10 +52,15 @@ def search(
         context_tokens=settings.context_tokens,
     )
     documents: list[Document] = []
+    search_s, from_s = 0.0, time.perf_counter()
     for passages, is_all in found:
+        search_s += time.perf_counter() - from_s
         documents = [passage.as_document() for passage in passages]
         if begun is not None and documents and not is_all:
             begun.offer(documents)
+        from_s = time.perf_counter()
+    if times is not None:
+        times.add(search_s)
     return documents or [NOTHING_FOUND]
 
 

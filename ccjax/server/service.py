@@ -21,6 +21,7 @@ import ccjax.server.own_documents as own_documents
 from ccjax.engine import Engine, Request
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import DeadlineError, RequestError
+from ccjax.policy.speculation import SearchTimes
 from ccjax.retrieval import Retriever, default_embedder
 from ccjax.server.backend import Backend
 from ccjax.server.embeddings import SentenceVectors
@@ -59,6 +60,7 @@ class Service:
         self.live = LiveCounts()
         endpoint = settings.otlp_traces_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint)
+        self._searches = SearchTimes()
         self.started_at = int(time.time())
         self._stage: tuple[str, int, int] = ("start", 0, 0)
         self._backend: Backend | None = None
@@ -214,7 +216,7 @@ class Service:
             call_form=self.call_form,
         )
         begun = None
-        if self.settings.retrieval_stages > 1 and passages is None:
+        if self._searches.is_slow and passages is None:
             begun = SpeculativeAnswer(
                 backend.engine.submit,
                 lambda found: _what_is_left(request_of(found), arrived_s),
@@ -353,7 +355,8 @@ class Service:
         if backend.retriever is None:
             raise RequestError("retrieval", "this server has no documents of its own; send documents")
         with self.metrics.retrieval_time.time():
-            found = await asyncio.to_thread(own_documents.search, backend.retriever, body, self.settings, begun)
+            search = functools.partial(own_documents.search, begun=begun, times=self._searches)
+            found = await asyncio.to_thread(search, backend.retriever, body, self.settings)
         return found or ()  # without a question the engine reports what is wrong with it
 
 

@@ -69,11 +69,9 @@ class ServerSettings(SettingsModel):
     without it the best are retrieved, however bad they are."""
     context_tokens: int = Field(default=0, ge=0)
     """As far as retrieved passages have no more tokens than this together, those before and after them are added."""
-    retrieval_stages: Annotated[int, KEYWORD_ONLY] = Field(default=1, ge=1)
-    """Stages of a search; after each, an answer may begin from the passages found so far (RAGCache sec. 5.3). With 1 it
-    begins after the search."""
     max_prefill_bs: Annotated[int, KEYWORD_ONLY] = Field(default=4, ge=0)
-    """Begin no answer during its search while this many requests wait."""
+    """Begin no answer during its search while this many requests wait; where searches take long, others begin from the
+    passages found so far (RAGCache sec. 5.3)."""
     request_timeout_s: Seconds | None = None
     """Requests without a timeout_s of their own end with 504 after this time; without it never."""
     keep_alive_s: Annotated[Seconds, KEYWORD_ONLY] = 75.0

@@ -87,7 +87,7 @@ def test_help_has_every_option_with_its_choices(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         serve_options(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for keyword in ("alpha", "flow-share", "focus-window", "generator-device", "retrieval-stages"):
+    for keyword in ("alpha", "flow-share", "focus-window", "generator-device", "max-prefill-bs"):
         assert f"--{keyword}" not in text, "keywords of the library only"
     assert "paper" not in text
     for names in (STRATEGIES, WEIGHT_FORMATS, KV_DTYPES):

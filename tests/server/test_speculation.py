@@ -4,6 +4,7 @@ leave nothing behind."""
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from ccjax.engine import Delta, Request
 from ccjax.engine.speculation import SpeculativeAnswer
 from ccjax.errors import OverloadError, RequestError
+from ccjax.policy.speculation import NUM_STAGES, SearchTimes
 from ccjax.retrieval import Passage
-from ccjax.server import ServerSettings
+from ccjax.server import ServerSettings, own_documents
 from ccjax.types import Document
 from tests.polling import wait_until
 from tests.server import patience
@@ -24,8 +26,17 @@ QUESTION = "Who repairs violins in Paris, and who paints houses in Rome?"
 
 @pytest.fixture(scope="module")
 def staged(start_server: StartServer) -> Iterator[Server]:
-    with start_server(ServerSettings(top_k=2, retrieval_stages=4, repair=False)) as server:
+    with start_server(ServerSettings(top_k=2, repair=False)) as server:
+        server.service._searches = AlwaysSlow()
         yield server
+
+
+class AlwaysSlow(SearchTimes):
+    """As if all searches took long."""
+
+    @property
+    def is_slow(self) -> bool:
+        return True
 
 
 def searching(
@@ -36,7 +47,7 @@ def searching(
 
     def stages(query: str, top_k: int, num_stages: int, **how) -> Iterator[tuple[list[Passage], bool]]:
         ((final, _),) = search(query, top_k, 1, **how)
-        assert num_stages == 4
+        assert num_stages == NUM_STAGES
         for found in stages_of(final):
             yield found, False
         yield final, True
@@ -124,10 +135,45 @@ def test_passages_reordered_by_the_search_are_computed_once(staged: Server, monk
     assert rise(staged, before) == (0, 1)
 
 
-@pytest.mark.parametrize("settings", [{"max_prefill_bs": 0}, {"retrieval_stages": 1}])
-def test_without_capacity_or_stages_no_speculation_starts(start_server, settings) -> None:
-    with start_server(ServerSettings(**{"top_k": 2, "retrieval_stages": 4, **settings})) as server:
+def test_without_capacity_no_speculation_starts(start_server) -> None:
+    with start_server(ServerSettings(top_k=2, max_prefill_bs=0)) as server:
+        server.service._searches = AlwaysSlow()
         assert len(ask(server, QUESTION)[0]) > 0 and counted(server) == {"right": 0, "wrong": 0}
+
+
+def test_answers_begin_during_searches_once_these_take_long(start_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first search is measured; the time that an answer takes meanwhile is not the search's."""
+    with start_server(ServerSettings(top_k=2)) as server:
+        stages, offered, clock = server.retriever.stages, [], [0.0]
+        search_s = 0.2
+
+        def slow(query: str, top_k: int, num_stages: int, **how) -> Iterator[tuple[list[Passage], bool]]:
+            ((final, _),) = stages(query, top_k, 1, **how)
+            clock[0] += search_s
+            if num_stages > 1:
+                yield final, False
+            yield final, True
+
+        def offer(answer: SpeculativeAnswer, documents: Sequence[Document]) -> None:
+            offered.append(documents)
+            clock[0] += 60.0
+            begin(answer, documents)
+
+        begin = SpeculativeAnswer.offer
+        monkeypatch.setattr(server.retriever, "stages", slow)
+        monkeypatch.setattr(SpeculativeAnswer, "offer", offer)
+        monkeypatch.setattr(own_documents, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+        ask(server, QUESTION)
+        assert counted(server) == {"right": 0, "wrong": 0}
+        ask(server, QUESTION)
+        assert counted(server) == {"right": 1, "wrong": 0}
+        search_s = 0.0
+        while server.service._searches.is_slow:
+            ask(server, QUESTION)
+        assert len(offered) < 10
+        num_offered = len(offered)
+        ask(server, QUESTION)
+        assert len(offered) == num_offered
 
 
 def test_client_disconnect_during_the_search_leaves_no_request_running(
@@ -170,10 +216,9 @@ def test_request_refused_after_the_search_cancels_its_speculation(
     assert len(submit.asked) == 1 and submit.cancelled == [0]
 
 
-@pytest.mark.parametrize(("name", "value"), [("retrieval_stages", 0), ("max_prefill_bs", -1)])
-def test_error_names_the_bad_setting(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{name}: wanted (a positive integer|an integer of at least 0), got"):
-        ServerSettings(**{name: value})
+def test_error_names_the_bad_setting() -> None:
+    with pytest.raises(ValueError, match="max_prefill_bs: wanted an integer of at least 0, got"):
+        ServerSettings(max_prefill_bs=-1)
 
 
 class Recorded:

@@ -162,7 +162,7 @@ def test_question_chooses_tokens_of_passages_seen_once(start_server: StartServer
 
 @pytest.mark.parametrize("started_s, queue", [(105.0, (3.0, 5.0)), (100.5, (3.0, 3.0))], ids=["usual", "begun early"])
 def test_phases_match_their_names(started_s: float, queue: tuple[float, float]) -> None:
-    """With `retrieval_stages` an answer may leave the queue before all its passages are found."""
+    """With a slow search an answer may leave the queue before all its passages are found."""
     spans = (Span("load", 0, 105.0, 105.5), Span("layer", 0, 105.25, 106.0))
     trace = RequestTrace((), 1, 103.0, started_s, (107.0, 107.5, 109.0), spans, 4.0, False)
     told = trace_json(trace, None, arrived_s=100.0, found_s=102.0, submitted_s=103.0)
