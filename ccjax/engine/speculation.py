@@ -13,6 +13,32 @@ from ccjax.policy.speculation import Speculation
 from ccjax.requests import Delta, Request
 from ccjax.types import Document
 
+NUM_STAGES = 16
+"""Stages of a search during which an answer may begin."""
+_SLOW_S = 0.1
+
+
+class SearchTimes:
+    """Decides whether answers begin during searches (RAGCache sec. 5.3), by the time that recent searches took.
+
+    TTFT falls by at most the part of a search that is hidden, and answers from other passages than the final ones cost
+    other requests time: so only where searches take 0.1 s in the mean, and until they take half of that.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None
+        self._is_slow = False
+
+    @property
+    def is_slow(self) -> bool:
+        """True if answers should begin during searches."""
+        return self._is_slow
+
+    def add(self, seconds: float) -> None:
+        """Adds a search that took so long, without what began meanwhile."""
+        self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds
+        self._is_slow = self._mean_s >= (0.5 * _SLOW_S if self._is_slow else _SLOW_S)
+
 
 class Submit(Protocol):
     """`Engine.submit`."""

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ccjax.engine import Engine
-from ccjax.engine.speculation import SpeculativeAnswer
+from ccjax.engine.speculation import NUM_STAGES, SearchTimes, SpeculativeAnswer
 from ccjax.errors import EraseIncompleteError, ReadOnlyError, RequestError, UnknownDocumentError
-from ccjax.policy.speculation import NUM_STAGES, SearchTimes
 from ccjax.retrieval import RefreshReport, Retriever
 from ccjax.server.idle_thread import QueueFullError, WorkerClosedError
 from ccjax.server.schemas import Generation, RetrievalIn

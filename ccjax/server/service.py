@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import ccjax
 import ccjax.server.own_documents as own_documents
 from ccjax.engine import Engine, Request
-from ccjax.engine.speculation import SpeculativeAnswer
+from ccjax.engine.speculation import SearchTimes, SpeculativeAnswer
 from ccjax.errors import DeadlineError, RequestError
-from ccjax.policy.speculation import SearchTimes
 from ccjax.retrieval import Retriever, default_embedder
 from ccjax.server.backend import Backend
 from ccjax.server.embeddings import SentenceVectors

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ccjax.policy.speculation import SearchTimes, Speculation, SpeculationStep
+from ccjax.policy.speculation import Speculation, SpeculationStep
 
 BEGIN, CHANGE, STAY, STOP = (
     SpeculationStep(give_up, begin) for give_up, begin in ((False, True), (True, True), (False, False), (True, False))
@@ -62,18 +62,6 @@ def test_final_answer_always_uses_the_last_passages(stages):
             assert under_way is None
             under_way = passages
     assert under_way == found[-1]
-
-
-def test_searches_are_slow_from_a_tenth_of_a_second_until_they_take_half_of_it():
-    times, found = SearchTimes(), []
-    assert not times.is_slow
-    for seconds in (0.09, 0.2, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.0, 0.0):
-        times.add(seconds)
-        found.append(times.is_slow)
-    assert found == [False, *[True] * 9, False]
-    for _ in range(9):
-        times.add(0.09)
-    assert not times.is_slow
 
 
 def test_invalid_max_pending_is_rejected_by_name():

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from ccjax.engine import Delta, Request
-from ccjax.engine.speculation import SpeculativeAnswer
+from ccjax.engine.speculation import NUM_STAGES, SearchTimes, SpeculativeAnswer
 from ccjax.errors import OverloadError, RequestError
-from ccjax.policy.speculation import NUM_STAGES, SearchTimes
 from ccjax.retrieval import Passage
 from ccjax.server import ServerSettings, own_documents
 from ccjax.types import Document
@@ -174,6 +173,18 @@ def test_answers_begin_during_searches_once_these_take_long(start_server, monkey
         num_offered = len(offered)
         ask(server, QUESTION)
         assert len(offered) == num_offered
+
+
+def test_searches_are_slow_from_a_tenth_of_a_second_until_they_take_half_of_it():
+    times, found = SearchTimes(), []
+    assert not times.is_slow
+    for seconds in (0.09, 0.2, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.0, 0.0):
+        times.add(seconds)
+        found.append(times.is_slow)
+    assert found == [False, *[True] * 9, False]
+    for _ in range(9):
+        times.add(0.09)
+    assert not times.is_slow
 
 
 def test_client_disconnect_during_the_search_leaves_no_request_running(
