@@ -1,4 +1,4 @@
-"""Extracts what the router needs from a request: its passages as chunks with their lengths."""
+"""Extracts what the router needs from a request: its passages as chunks with their lengths, and its conversation."""
 
 from __future__ import annotations
 
@@ -112,4 +112,7 @@ class PromptReader:
         )
         prompt = assemble(request, builder, max_model_len=_NO_LIMIT, vocab_size=_NO_LIMIT)
         chunks = tuple((chunk.chunk_id, len(chunk.token_ids)) for chunk in prompt.passages)
-        return PromptSummary(chunks, prompt.num_tokens - sum(length for _, length in chunks))
+        earlier = sum(len(segment.chunk.token_ids) for segment in prompt.segments if segment.role == "text")
+        earlier += max(prompt.segments[-1].borders, default=0)  # the last message begins there
+        other = prompt.num_tokens - sum(length for _, length in chunks) - earlier
+        return PromptSummary(chunks, other, body.conversation(), earlier)

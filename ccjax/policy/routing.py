@@ -92,14 +92,19 @@ class PromptSummary:
     Attributes:
       chunks: its passages, in prompt order, with their lengths in tokens.
       other_tokens: tokens of the rest of the prompt, which every replica computes.
+      conversation: identifies the chat that the prompt belongs to, the same in each turn; "" for none.
+      earlier_tokens: tokens of its earlier turns, which only the replica that had these need not compute.
     """
 
     chunks: tuple[tuple[ChunkId, int], ...] = ()
     other_tokens: int = 0
+    conversation: str = ""
+    earlier_tokens: int = 0
 
 
 def missing_tokens(replica: ReplicaState, prompt: PromptSummary) -> float:
-    """Tokens that the replica would compute for the prompt; loaded ones are weighted by `load_cost`."""
+    """Tokens that the replica would compute for the prompt if it had the earlier turns; loaded ones are weighted by
+    `load_cost`."""
     summary = replica.summary
     if summary is None:
         return prompt.other_tokens + sum(length for _, length in prompt.chunks)
@@ -111,9 +116,10 @@ def rank(replicas: Sequence[ReplicaState], prompt: PromptSummary, draw: float) -
     """The replicas' ids, best first.
 
     Ranks by the tokens to compute before the request's first one: those queued at the replica plus those of the prompt
-    that it does not hold. Ties are broken by a hash of the first chunk, so that similar prompts meet, or by `draw` if
-    there is none. Without known chunks or summaries, the less loaded of two random replicas goes first (Mitzenmacher
-    2001, the power of two choices).
+    that it does not hold. Each conversation has a home, the same replica in every turn unless replicas come or go; the
+    others are assumed to lack its earlier turns. Ties are broken by a hash of the conversation or of the first chunk,
+    so that similar prompts meet. Without these, or without summaries, the less loaded of two random replicas goes first
+    (Mitzenmacher 2001, the power of two choices).
 
     Args:
       draw: a random number, 0 <= draw < 1.
@@ -125,11 +131,16 @@ def rank(replicas: Sequence[ReplicaState], prompt: PromptSummary, draw: float) -
         raise ValueError(f"draw: wanted a number from 0 to below 1, got {draw}")
     if not replicas:
         return []
-    if not prompt.chunks or not any(replica.summary for replica in replicas):
+    key = prompt.chunks[0][0] if prompt.chunks else prompt.conversation
+    if not key or not any(replica.summary for replica in replicas):
         return _two_choices(replicas, draw)
     cost = {replica.replica_id: _line(replica, replicas) + missing_tokens(replica, prompt) for replica in replicas}
-    first = prompt.chunks[0][0]
-    return sorted(cost, key=lambda name: (cost[name], _rendezvous(first, name)))
+    home = min(cost, key=lambda name: _rendezvous(prompt.conversation, name))
+    for replica in replicas:
+        if replica.replica_id != home:
+            load_cost = 1.0 if replica.summary is None else replica.summary.load_cost
+            cost[replica.replica_id] += load_cost * prompt.earlier_tokens
+    return sorted(cost, key=lambda name: (cost[name], _rendezvous(key, name)))
 
 
 def _line(replica: ReplicaState, replicas: Sequence[ReplicaState]) -> float:
@@ -161,8 +172,8 @@ def _places(chunk_id: ChunkId, num_bits: int) -> list[int]:
     return [(start + probe * step) % num_bits for probe in range(NUM_PROBES)]
 
 
-def _rendezvous(chunk_id: ChunkId, replica_id: str) -> bytes:
-    return hashlib.blake2b(f"{chunk_id} {replica_id}".encode(), digest_size=8).digest()
+def _rendezvous(key: str, replica_id: str) -> bytes:
+    return hashlib.blake2b(f"{key} {replica_id}".encode(), digest_size=8).digest()
 
 
 def load_cost(load_s: float | None, compute_s: float | None) -> float:

@@ -131,6 +131,10 @@ class Generation(ConstraintFields, SamplingFields, Body):
         """What was asked before `query`; "" for nothing."""
         return ""
 
+    def conversation(self) -> str:
+        """What the chat began with, the same in each of its turns; "" for no chat."""
+        return ""
+
     def texts(self) -> Iterator[str]:
         """The texts that a client may have put retrieved context into."""
         raise NotImplementedError
@@ -247,6 +251,10 @@ class ChatBody(ToolFields, RenderingFields, Generation):
         """Text of the user message before."""
         *_, before, _ = ["", "", *self._user_texts()]
         return before
+
+    def conversation(self) -> str:
+        """Text of the first user message."""
+        return next(iter(self._user_texts()), "")
 
     def _user_texts(self) -> list[str]:
         return [_text_of(message) for message in self.messages if message.get("role") == "user"]

@@ -236,6 +236,19 @@ def test_router_and_engine_see_the_same_chunks(cluster):
     assert prompt.other_tokens == total - sum(length for _, length in chunks)
 
 
+def test_router_sees_what_earlier_turns_a_prompt_has(cluster):
+    turns = [QUESTION[0], {"role": "assistant", "content": "Anna does."}, {"role": "user", "content": "And in Rome?"}]
+    totals = [
+        cluster.post(CHAT, chat(messages=messages, retrieval=False)).json()["usage"]["prompt_tokens"]
+        for messages in (turns[:1], turns, turns[2:])
+    ]
+    first, second, other = cluster.replicas.prompts
+    assert first.conversation == second.conversation == QUESTION[0]["content"] != other.conversation
+    assert first.earlier_tokens == 0 < second.earlier_tokens
+    assert [prompt.other_tokens + prompt.earlier_tokens for prompt in (first, second, other)] == totals
+    assert second.other_tokens < first.other_tokens + second.earlier_tokens
+
+
 @pytest.mark.parametrize("key", [None, "open", ADMIN_KEY])
 def test_no_search_runs_without_a_valid_key(cluster, monkeypatch, key):
     searched = []

@@ -95,8 +95,12 @@ def test_answers_match_those_of_one_server(cluster: Serving, folder: Path) -> No
 
 def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: Serving) -> None:
     passages = documents("bees")
-    cluster.chat("What is it?", documents=passages, reuse="exact")
-    time.sleep(1.5)  # until the summary with them was published
+
+    def found_in_memory() -> bool:
+        report = cluster.chat("What is it?", documents=passages, reuse="exact").json()["reuse"]["per_document"]
+        return [row["tier"] for row in report if row["role"] == "passage"] == ["host"] * 3
+
+    wait_until(found_in_memory)  # the summary with them was published
     before = requests_by_replica(cluster)
     for number in range(5):
         report = cluster.chat(f"What is number {number}?", documents=passages, reuse="exact").json()["reuse"]
@@ -109,6 +113,33 @@ def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: 
     assert {answer.status_code for answer in answers} == {200}
     grown = [requests_by_replica(cluster)[name] - before[name] for name in before]
     assert sum(grown) == 24 and min(grown) >= 3  # a coin would give one of them less once in 30,000 times
+
+
+def test_turns_of_a_conversation_are_answered_by_one_replica(cluster: Serving) -> None:
+    for name in ("Ada", "Bo", "Cy"):
+        story = f"{name} begins. " + "The old boat lies on the beach. " * 40
+        messages = [{"role": "user", "content": story}]
+
+        def replicas_of(num_turns: int, messages: list = messages) -> set[str]:
+            """Those that answered the next turns."""
+            before = requests_by_replica(cluster)
+            for _ in range(num_turns):
+                body = {"messages": messages, "max_tokens": 4, "retrieval": False}
+                answer = httpx.post(f"{cluster.url}{CHAT}", json=body, timeout=120).json()["choices"][0]["message"]
+                messages += [answer, {"role": "user", "content": "And then?"}]
+            return {key for key, count in requests_by_replica(cluster).items() if count > before[key]}
+
+        replicas_of(1)
+        home: set[str] = set()
+
+        def is_home_known() -> bool:
+            """A summary tells that the first turn does not wait any more."""
+            nonlocal home
+            earlier, home = home, replicas_of(1)
+            return home == earlier
+
+        wait_until(is_home_known)
+        assert replicas_of(4) == home
 
 
 def test_a_burst_is_not_refused(cluster: Serving) -> None:

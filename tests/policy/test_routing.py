@@ -80,6 +80,29 @@ def test_prompts_with_the_same_first_chunk_share_a_replica_on_ties():
         assert rank(replicas[:3], prompt(name), 0.3)[0] == home or home == "d"
 
 
+def test_turns_of_a_conversation_share_a_replica_until_its_queue_outweighs_them():
+    for name in map(str, range(20)):
+        first, second = PromptSummary((), 30, name), PromptSummary((), 20, name, earlier_tokens=300)
+        home = rank([replica(name) for name in "abcd"], first, 0.5)[0]
+        for waiting, stays in ((0, True), (299, True), (301, False)):
+            replicas = [replica(name, waiting=waiting if name == home else 0) for name in "abcd"]
+            assert (rank(replicas, second, 0.5)[0] == home) == stays
+        # A first turn waits for nobody; and where loading is cheap, so is another replica.
+        assert rank([replica(name, waiting=name == home) for name in "abcd"], first, 0.5)[0] != home
+        cheap = [replica(name, waiting=31 if name == home else 0, cost=0.1) for name in "abcd"]
+        assert rank(cheap, second, 0.5)[0] != home
+    # Passages count as always.
+    both = PromptSummary(((chunk("x"), 100),), 20, "7", earlier_tokens=90)
+    assert all(rank([replica("a", held="x"), replica("b")], both, draw)[0] == "a" for draw in (0.1, 0.9))
+
+
+def test_conversations_are_spread():
+    homes = collections.Counter(
+        rank([replica(name) for name in "abcd"], PromptSummary((), 30, str(number)), 0.5)[0] for number in range(400)
+    )
+    assert all(60 <= homes[name] <= 140 for name in "abcd")
+
+
 def test_replica_without_a_summary_is_not_treated_as_idle():
     silent = ReplicaState("a", None, 0.0, 0)
     order = rank([silent, replica("b", waiting=50), replica("c", waiting=500)], prompt("x"), 0.5)
