@@ -117,8 +117,9 @@ def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: 
 
 def test_turns_of_a_conversation_are_answered_by_one_replica(cluster: Serving) -> None:
     for name in ("Ada", "Bo", "Cy"):
-        story = f"{name} begins. " + "The old boat lies on the beach. " * 40
-        messages = [{"role": "user", "content": story}]
+        begin = {"role": "user", "content": f"{name} begins."}
+        later = [{"role": "assistant", "content": "The boat left."}, {"role": "user", "content": "What came then?"}]
+        messages = [begin, *later * 10]  # short texts, none of which is a passage
 
         def replicas_of(num_turns: int, messages: list = messages) -> set[str]:
             """Those that answered the next turns."""
