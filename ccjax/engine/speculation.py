@@ -22,11 +22,12 @@ class SearchTimes:
     """Decides whether answers begin during searches (RAGCache sec. 5.3), by the time that recent searches took.
 
     TTFT falls by at most the part of a search that is hidden, and answers from other passages than the final ones cost
-    other requests time: so only where searches take 0.1 s in the mean, and until they take half of that.
+    other requests time: so only where searches take 0.1 s in the mean, and until they take half of that. One slow search
+    alone does not count: the first one compiles the encoder.
     """
 
     def __init__(self) -> None:
-        self._mean_s: float | None = None
+        self._mean_s = 0.0
         self._is_slow = False
 
     @property
@@ -36,7 +37,7 @@ class SearchTimes:
 
     def add(self, seconds: float) -> None:
         """Adds a search that took so long, without what began meanwhile."""
-        self._mean_s = seconds if self._mean_s is None else 0.8 * self._mean_s + 0.2 * seconds
+        self._mean_s = 0.8 * self._mean_s + 0.2 * min(seconds, 4 * _SLOW_S)
         self._is_slow = self._mean_s >= (0.5 * _SLOW_S if self._is_slow else _SLOW_S)
 
 

@@ -141,10 +141,10 @@ def test_without_capacity_no_speculation_starts(start_server) -> None:
 
 
 def test_answers_begin_during_searches_once_these_take_long(start_server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first search is measured; the time that an answer takes meanwhile is not the search's."""
+    """Two searches are measured; the time that an answer takes meanwhile is not the search's."""
     with start_server(ServerSettings(top_k=2)) as server:
         stages, offered, clock = server.retriever.stages, [], [0.0]
-        search_s = 0.2
+        search_s = 0.4
 
         def slow(query: str, top_k: int, num_stages: int, **how) -> Iterator[tuple[list[Passage], bool]]:
             ((final, _),) = stages(query, top_k, 1, **how)
@@ -162,8 +162,9 @@ def test_answers_begin_during_searches_once_these_take_long(start_server, monkey
         monkeypatch.setattr(server.retriever, "stages", slow)
         monkeypatch.setattr(SpeculativeAnswer, "offer", offer)
         monkeypatch.setattr(own_documents, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-        ask(server, QUESTION)
-        assert counted(server) == {"right": 0, "wrong": 0}
+        for _ in range(2):
+            ask(server, QUESTION)
+            assert counted(server) == {"right": 0, "wrong": 0}
         ask(server, QUESTION)
         assert counted(server) == {"right": 1, "wrong": 0}
         search_s = 0.0
@@ -176,9 +177,10 @@ def test_answers_begin_during_searches_once_these_take_long(start_server, monkey
 
 
 def test_searches_are_slow_from_a_tenth_of_a_second_until_they_take_half_of_it():
+    """However long the first one takes."""
     times, found = SearchTimes(), []
     assert not times.is_slow
-    for seconds in (0.09, 0.2, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.0, 0.0):
+    for seconds in (60.0, 0.2, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.06, 0.0, 0.0):
         times.add(seconds)
         found.append(times.is_slow)
     assert found == [False, *[True] * 9, False]
