@@ -22,8 +22,8 @@ class SearchTimes:
     """Decides whether answers begin during searches (RAGCache sec. 5.3), by the time that recent searches took.
 
     TTFT falls by at most the part of a search that is hidden, and answers from other passages than the final ones cost
-    other requests time: so only where searches take 0.1 s in the mean, and until they take half of that. One slow search
-    alone does not count: the first one compiles the encoder.
+    other requests time: so only where searches take 0.1 s in the mean, and until they take half of that. One slow
+    search alone does not count: the first one compiles the encoder.
     """
 
     def __init__(self) -> None:
