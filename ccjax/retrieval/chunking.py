@@ -37,7 +37,7 @@ _WITHIN_A_WORD = 60.0
 _GLUED, _WHOLE = 1000.0, 100.0
 """Costs behind a heading, and additional ones within what fits into a passage: list items, tables, blocks of code."""
 _PARAGRAPH, _ITEM, _ROW, _CODE_LINE, _INTRODUCED = 4.0, 5.0, 6.0, 12.0, 15.0
-_SUBSECTION, _SECTION, _OUTER_SECTION = 1.0, 4.0, 15.0
+_SUBSECTION, _SECTION, _OUTER_SECTION = 1.0, 4.0, 25.0
 """Costs of headings within a passage: below the section that it begins in, beside that, above it."""
 _PASSAGE, _UNFILLED, _TOO_SHORT = 3.0, 8.0, 500.0
 _NO_LEVEL = 7

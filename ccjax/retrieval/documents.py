@@ -46,7 +46,7 @@ class LoadedDocument:
     metadata title, else the file name in words. A heading that became the title is not repeated in `text`.
 
     Attributes:
-      markdown: whether `text` has Markdown markup (HTML is turned into it).
+      markdown: whether `text` has Markdown markup (all but plain text is turned into it).
       metadata: from a Markdown file's front matter (see `plain_metadata`).
       notes: what a reader should know about how the text was made out, such as a guessed encoding.
     """
@@ -229,7 +229,7 @@ def _without_front_matter(text: str) -> tuple[str, Mapping[str, Any], str]:
     return (behind, front, "") if isinstance(front, Mapping) else (text, {}, "")
 
 
-def _reader(name: str, *, of_text: bool = False, markdown: bool = True, **options: Any) -> _Read:
+def _reader(name: str, *, of_text: bool = False, **options: Any) -> _Read:
     """A function of this package, of text or of bytes, which returns title, text and maybe a note, or only a text. Its
     module, and the library that it needs, are loaded when the first file is read."""
 
@@ -239,7 +239,7 @@ def _reader(name: str, *, of_text: bool = False, markdown: bool = True, **option
         content, notes = _decoded(data, is_html=module == "html") if of_text else (data, ())
         found = call(content, **options)
         title, text, *more = _without_title(found, None) if isinstance(found, str) else found
-        return LoadedDocument(title, text, markdown, notes=(*notes, *filter(None, more)))
+        return LoadedDocument(title, text, True, notes=(*notes, *filter(None, more)))
 
     return read
 
@@ -248,7 +248,7 @@ _READERS: dict[str, _Read] = {
     **dict.fromkeys((".md", ".markdown"), _read_markdown),
     **dict.fromkeys((".txt", ".text", ".log", "README", "LICENSE"), _read_text),
     **dict.fromkeys((".html", ".htm", ".xhtml"), _reader("html.read_html", of_text=True)),
-    ".pdf": _reader("pdf.read_pdf", markdown=False),
+    ".pdf": _reader("pdf.read_pdf"),
     ".rst": _reader("formats.read_rst", of_text=True),
     ".csv": _reader("formats.read_csv", of_text=True),
     ".tsv": _reader("formats.read_csv", of_text=True, delimiter="\t"),

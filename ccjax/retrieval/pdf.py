@@ -1,14 +1,16 @@
-"""The text of a PDF in reading order, without running heads, page numbers and the line ends of its pages."""
+"""The text of a PDF in reading order, its headings as those of Markdown, without running heads, page numbers and the
+line ends of its pages."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import io
+import itertools
 import re
 import unicodedata
 
-from pdfminer.layout import LAParams, LTTextBox, LTTextLine
+from pdfminer.layout import LAParams, LTChar, LTTextBox, LTTextLine
 from pdfminer.pdfdocument import PDFDocument, PDFEncryptionError, PDFPasswordIncorrect
 from pdfminer.pdfinterp import PDFPageInterpreter, PDFResourceManager
 from pdfminer.pdfpage import PDFPage
@@ -22,12 +24,16 @@ _PAGE_NUMBER = re.compile(
     r"(?:\W|\b(?:page|seite|pagina|página|p|s)\b\.?)*(?:#|[ivxlc]+)(?:\W|#|\b(?:of|von|de|di|sur)\b)*", re.I
 )
 _NO_TITLE = re.compile(r"\(?(?:untitled|anonymous|unspecified)\)?\s*", re.IGNORECASE)
+_CODE = re.compile(r"\(cid:\d+\)")
+"""What pdfminer writes for a sign whose font does not say what it is: at the beginning of a line often a bullet."""
+_LARGER, _MOST_HEADINGS, _LONGEST_HEADING = 1.08, 0.25, 200
+"""Headings are so many times larger than most text, and at most that share of it."""
 _MARGIN_LINES = 2
 _MOST_REPEATS = 3
 """Pages on which a head or foot is at least, numbers aside; 2 in a file of up to 5 pages."""
 _ITEM = re.compile(r"(?:[•▪‣◦·–*-]|\(?\d{1,2}[.)]|[a-z]\))\s")
 _COMPOUND = re.compile(
-    r"(?:\b(?:well|self|non|ex|high|low|long|short|real|cross|half|all|ever|much|best|ill|fine|built|full|left|right|hard"
+    r"(?:\b(?:\w|well|self|non|ex|high|low|long|short|real|cross|half|all|ever|much|best|ill|fine|built|full|left|right|hard"
     r"|soft|open|large|small|wide|old|new|first|second|third|one|two|three|four|five|single|double|multi)-$|-\S*-$)",
     re.IGNORECASE,
 )
@@ -37,9 +43,10 @@ _LEAST_SECOND = 4
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Line:
-    """A line of text and its place on the page, in points."""
+    """A line of text, its place on the page in points, and the size of most of its characters."""
 
     text: str
+    size: float
     x0: float
     x1: float
     y0: float
@@ -48,8 +55,8 @@ class _Line:
 def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     """The title, the text, and a note about pages without text, None if there is none.
 
-    Paragraphs are separated by blank lines. Sentences and words that lines, columns or pages cut are joined; what
-    repeats at the top or the bottom of pages is left out, and so are page numbers there.
+    Paragraphs are separated by blank lines; larger lines are headings. Sentences and words that lines, columns or pages
+    cut are joined; what repeats at the top or the bottom of pages is left out, and so are page numbers there.
 
     Raises:
       ValueError: it is protected by a password, broken, too large when unpacked, or has no text.
@@ -73,15 +80,22 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     boxes = [box for page in pages for box in page]
     paragraphs: list[str] = []
     words = set(re.findall(r"\w[\w-]+\w", " ".join(line.text for box in boxes for line in box)))
-    is_open = False
-    for lines in boxes:
-        kept = [line for line in lines if id(line) not in margins]
+    levels = _levels([line for box in boxes for line in box if id(line) not in margins])
+    is_open, before = False, 0
+    runs = (
+        itertools.groupby((one for one in box if id(one) not in margins), lambda o: levels[o.size]) for box in boxes
+    )
+    for level, lines in itertools.chain.from_iterable(runs):
+        kept = list(lines)
         if not (text := _joined([line.text.translate(_LIGATURES).strip() for line in kept], words)):
             continue
-        if paragraphs and (is_open or _is_cut(paragraphs[-1])) and (text[0].islower() or is_open):
+        if level:
+            paragraphs.append(f"{'#' * level} {' '.join(text.split())}")
+        elif paragraphs and not before and (is_open or _is_cut(paragraphs[-1])) and (text[0].islower() or is_open):
             paragraphs[-1] = _joined([paragraphs[-1], text], words)
         else:
             paragraphs.append(text)
+        before = level
         right = max(line.x1 for line in kept)
         is_full = len(kept) > 2 and kept[-1].x1 > right - 0.1 * (right - min(line.x0 for line in kept))
         is_open = is_full and _is_cut(text)
@@ -101,9 +115,38 @@ def _parsed(data: bytes) -> tuple[str, list[list[list[_Line]]]]:
         interpreter.process_page(page)
         boxes = [box for box in device.get_result() if isinstance(box, LTTextBox) and box.get_text().strip()]
         pages.append(
-            [[_Line(o.get_text(), o.x0, o.x1, o.y0) for o in box if isinstance(o, LTTextLine)] for box in boxes]
+            [
+                [_Line(_text_of(o), _size(o), o.x0, o.x1, o.y0) for o in box if isinstance(o, LTTextLine)]
+                for box in boxes
+            ]
         )
     return title, pages
+
+
+def _text_of(line: LTTextLine) -> str:
+    text = line.get_text()
+    return _CODE.sub("", _CODE.sub("•", text, count=1) if _CODE.match(text) else text)
+
+
+def _size(line: LTTextLine) -> float:
+    sizes = collections.Counter(round(2 * char.size) / 2 for char in line if isinstance(char, LTChar))
+    return sizes.most_common(1)[0][0] if sizes else 0.0
+
+
+def _levels(lines: list[_Line]) -> dict[float, int]:
+    """Sizes -> levels of headings, 0 for text: the larger, the higher."""
+    counts, longest = collections.Counter[float](), collections.Counter[float]()
+    for line in lines:
+        counts[line.size] += len(line.text)
+        longest[line.size] = max(longest[line.size], len(line.text))
+    levels = dict.fromkeys(counts, 0)
+    if not counts:
+        return levels
+    body = counts.most_common(1)[0][0]
+    larger = [size for size in sorted(counts, reverse=True) if size >= _LARGER * body]
+    if sum(counts[size] for size in larger) <= _MOST_HEADINGS * counts.total():
+        levels |= {size: min(6, level) for level, size in enumerate(larger, 1) if longest[size] <= _LONGEST_HEADING}
+    return levels
 
 
 def _is_cut(text: str) -> bool:

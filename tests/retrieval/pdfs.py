@@ -40,6 +40,18 @@ def pdf(pages: Sequence[Sequence[Line]], *, title: str = "", font: str = "Helvet
     return out.getvalue()
 
 
+def sized(lines: Sequence[tuple[float, str]]) -> bytes:
+    """A PDF of one page with lines of these sizes."""
+    out = io.BytesIO()
+    canvas, y = Canvas(out, pagesize=A4, invariant=1), HEIGHT - 50
+    for size, text in lines:
+        y -= 1.3 * size
+        canvas.setFont("Helvetica", size)
+        canvas.drawString(72, y, text)
+    canvas.save()
+    return out.getvalue()
+
+
 def block(lines: Sequence[str], x: float = 72, y: float = 720) -> list[Line]:
     """Lines below each other; an empty one leaves a gap."""
     return [(x, y - LEADING * number, line) for number, line in enumerate(lines) if line]

@@ -174,6 +174,24 @@ def test_headings_stay_with_what_follows_and_no_passage_is_short() -> None:
     assert passages_of("## A\n\nShort.") == ["Manual > A\nShort."]
 
 
+@pytest.mark.parametrize("num_sentences", range(7, 40, 2))
+@pytest.mark.parametrize("names", [("Pump A", "Pump B", "Pump C"), ("2023", "2024", "2025")])
+def test_the_end_of_a_section_is_in_no_passage_with_the_next_outer_one(
+    names: tuple[str, ...], num_sentences: int
+) -> None:
+    sections = [
+        f"## {name}\n\n### Care\n\n{prose('thing', num_sentences)}\n\n### Limits\n\nIt has {number} bar."
+        for number, name in enumerate(names, 4)
+    ]
+    passages = passages_of("\n\n".join(sections))
+    for number, name in enumerate(names, 4):
+        passage = only(passages, f"has {number} bar")
+        assert passage.startswith(f"Manual > {name}") and not any(
+            f"has {other} bar" in passage for other in (4, 5, 6) if other != number
+        )
+        assert not any(f"## {other}\n\n" in passage for other in names if other != name)
+
+
 def test_lines_in_bold_are_headings() -> None:
     text = "\n\n".join(f"**{name}:**\n\n{prose('thing')} It has {name[-1]} bar." for name in ("Pump A", "**Pump B"))
     passages = passages_of(f"# Pumps\n\n{text.replace('****', '**')}", 120)

@@ -229,8 +229,8 @@ def test_utf_16_without_a_mark_is_read_with_a_note(tmp_path: Path, encoding: str
 
 def test_pdf_title_and_text_are_loaded(tmp_path: Path) -> None:
     text = "Chunks are cached once and reused anywhere they appear.\n\nSecond page."
-    assert load(tmp_path, "x.pdf", PDF) == LoadedDocument("On Reuse", text)
-    assert load(tmp_path, "old_report.pdf", pdf_bytes([["Text."]])) == LoadedDocument("Old report", "Text.")
+    assert load(tmp_path, "x.pdf", PDF) == LoadedDocument("On Reuse", text, True)
+    assert load(tmp_path, "old_report.pdf", pdf_bytes([["Text."]])) == LoadedDocument("Old report", "Text.", True)
 
 
 def test_lone_surrogates_of_a_pdf_font_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

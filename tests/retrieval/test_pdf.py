@@ -9,8 +9,9 @@ import zlib
 import pytest
 
 import ccjax.retrieval.pdf_limits as pdf_limits
+from ccjax.retrieval.chunking import split
 from ccjax.retrieval.pdf import read_pdf
-from tests.retrieval.pdfs import BAD, BOMBS, GOOD, LEFT, block, framed, pdf, written
+from tests.retrieval.pdfs import BAD, BOMBS, GOOD, LEFT, block, framed, pdf, sized, written
 
 
 @pytest.mark.parametrize("name", sorted(GOOD))
@@ -41,6 +42,37 @@ def test_lines_that_only_look_like_heads_are_kept() -> None:
     pages = [["Alpha one.", "Beta."], ["Gamma two.", "Delta."], ["Epsilon 12.", "Zeta."]]
     text = read_pdf(pdf(framed(pages, ["Head"], ["1", "2", "3"])))[1]
     assert text.split() == [word for page in pages for line in page for word in line.split()]
+
+
+def test_larger_lines_are_headings_of_their_passages() -> None:
+    care = [(10, f"Clean it in week {week} of each year, and wait until it is dry.") for week in range(8)]
+    lines = [(20, "The pumps of the harbour"), (20, "and their care"), (10, "All of them are blue.")]
+    for name, bar in (("Pump A", 4), ("Pump B", 9), ("Pump C", 6)):
+        lines += [(14, name), (12, "Care"), *care, (12, "Limits"), (10, f"The highest pressure is {bar} bar.")]
+    _, text, _ = read_pdf(sized(lines))
+    assert text.startswith(
+        "# The pumps of the harbour and their care\n\nAll of them are blue.\n\n## Pump A\n\n### Care\n\n"
+    )
+    passages = split(text, count_tokens=lambda t: len(t.split()), chunk_tokens=80, title="Manual", markdown=True)
+    for name, bar in (("Pump A", 4), ("Pump B", 9), ("Pump C", 6)):
+        (passage,) = (passage for passage in passages if f"is {bar} bar" in passage)
+        assert f"and their care > {name} > " in passage.split("\n")[0] and "Limits" in passage
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [(24, "Blue pumps"), (24, "Red valves"), (12, "of the harbour"), (12, "and the town")],  # slides
+        [(10, "A line."), (10.5, "Another line that is hardly larger."), (10, "And a third one, of the usual size.")],
+        [(10, "A line of text. " * 5)] * 20 + [(14, "Large print that goes on and on. " * 7)],
+    ],
+)
+def test_text_that_is_a_little_larger_or_much_is_no_heading(lines: list[tuple[float, str]]) -> None:
+    assert "#" not in read_pdf(sized(lines))[1]
+
+
+def test_signs_without_a_name_are_bullets_or_nothing() -> None:
+    assert read_pdf(sized([(10, "• Clean it."), (10, "• Close• it.")]))[1] == "• Clean it.\n• Close it."
 
 
 def test_items_of_a_list_keep_their_lines() -> None:
