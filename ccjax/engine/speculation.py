@@ -15,14 +15,14 @@ from ccjax.types import Document
 
 NUM_STAGES = 16
 """Stages of a search during which an answer may begin."""
-_SLOW_S = 0.1
+_SLOW_S = 0.2
 
 
 class SearchTimes:
     """Decides whether answers begin during searches (RAGCache sec. 5.3), by the time that recent searches took.
 
     TTFT falls by at most the part of a search that is hidden, and answers from other passages than the final ones cost
-    other requests time: so only where searches take 0.1 s in the mean, and until they take half of that. One slow
+    other requests time: so only where searches take 0.2 s in the mean, and until they take half of that. One slow
     search alone does not count: the first one compiles the encoder.
     """
 
