@@ -428,6 +428,14 @@ class TieredStore(Levels):
 
         return self._copier.start(kv, drop)
 
+    def adopt(self, tier: str, variant_id: str, kv: KV) -> bool:
+        """Adds KV that is in the memory of a tier to this tier; False if it has the variant, or no tier has."""
+        with self._lock:
+            record = self.get_record(variant_id) if self._open else None
+            if record is None or variant_id in self._memory[tier]:
+                return False
+            return self._fits(tier, self._put, tier, record, kv)
+
     def _put(self, tier: str, record: ShardRecord, kv: KV | HostCopy, is_lossy: bool = False) -> None:
         self._memory[tier].put(record, kv, is_lossy=is_lossy)
         self._counts[tier]["writes"] += 1

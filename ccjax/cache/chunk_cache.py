@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from ccjax.cache.costs import MeasuredCosts
+from ccjax.cache.device_preload import DevicePreloader
 from ccjax.cache.documents.document_cache import DocumentCache
 from ccjax.cache.documents.frame import PassageFrame
 from ccjax.cache.documents.pins import DocumentPins
@@ -39,6 +40,7 @@ class ChunkCache:
       planner, capture: what a prefill reuses, and what is kept of it.
       runs: what is kept of whole prompts and answers; None where chunks are kept as prompts had them.
       preloader: reads what queued requests will need.
+      device_preloader: copies it to the device; None without a device tier.
       documents, pins: documents as units.
       frame: the passages that others are prepared behind.
       updater: applies what other processes change in the store.
@@ -53,6 +55,7 @@ class ChunkCache:
     capture: PrefillCapture
     runs: RunCapture | None
     preloader: Preloader
+    device_preloader: DevicePreloader | None
     documents: DocumentCache
     pins: DocumentPins
     frame: PassageFrame
@@ -115,6 +118,7 @@ class ChunkCache:
         if preload_bytes is None:
             preload_bytes = max(host_cache_bytes(config) // 8, _LEAST_PRELOAD_BYTES)
         preloader = Preloader(store, budget_bytes=preload_bytes, must_wait=lambda: planner.is_reading)
+        to_device = DevicePreloader(store, variants, device.pool) if device.has_tier else None
         documents = DocumentCache(capture.unprepared, variants, store)
         pins = DocumentPins(variants, store, max_variants=config.max_variants, share=config.pin_share)
         variants.spare(pins)
@@ -122,5 +126,6 @@ class ChunkCache:
             documents.tend_erasures()
         updater = VariantIndexUpdater(store.change_feed, variants)
         return cls(
-            identity, rates, costs, store, variants, planner, capture, runs, preloader, documents, pins, frame, updater
+            *(identity, rates, costs, store, variants, planner, capture, runs, preloader, to_device, documents, pins),
+            *(frame, updater),
         )

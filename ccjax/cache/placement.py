@@ -200,6 +200,19 @@ class Placement:
             for variant_id in set(variant_ids).difference(took.get(tier, ())):
                 self._drop(variant_id, {tier})
 
+    def adopt_copy(self, tier: str, meta: Sized, kv: KV) -> bool:
+        """Adds a copy that is in the memory of a tier already to this tier; False if it is not wanted there."""
+        copies, charge = self._store.tiers_of(meta.variant_id), self._store.memory_charge(tier, meta.num_tokens)
+        if not copies or tier in copies:
+            return False
+        info = self._info(meta, tier, 0.0, copies, num_bytes=charge)
+        if not self._make_room(tier, meta, info, lambda: 0, ()):
+            return False
+        took = self._store.adopt(tier, meta.variant_id, kv)
+        if not took:
+            self._drop(meta.variant_id, {tier})
+        return took
+
     def make_room(self, tier: str, num_bytes: int) -> bool:
         """Evicts until a tier has room for `num_bytes`; False if too little can be evicted."""
         kept: set[str] = set(self.pinned_ids(tier))

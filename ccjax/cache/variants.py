@@ -39,7 +39,7 @@ from ccjax.store.copies import KV
 from ccjax.store.spec import ShardRecord, ShardSummary
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
-from ccjax.store.usage import DISK
+from ccjax.store.usage import DEVICE, DISK
 from ccjax.types import REUSED_ANYWHERE, ChunkId, Fidelity, Segment, VariantId, VariantMeta
 
 logger = logging.getLogger(__name__)
@@ -266,6 +266,11 @@ class VariantIndex:
     def make_room(self, tier: str, num_bytes: int) -> bool:
         """Evicts from one tier until it has room for `num_bytes`; False if too little can be evicted."""
         return self._placement.make_room(tier, num_bytes)
+
+    def add_to_device(self, variant_id: VariantId, kv: KV) -> bool:
+        """Adds a copy in pages of the device to the device tier; False if it is not wanted there."""
+        meta = self._by_id.get(variant_id)
+        return meta is not None and self._placement.adopt_copy(DEVICE, meta, kv)
 
     def lose(self, tier: str) -> None:
         """Removes all variants from a tier that lost its contents."""

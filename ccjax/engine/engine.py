@@ -387,6 +387,8 @@ class Engine:
             self._grammars.close()
         self._device.compiler.close()
         self._chunks.preloader.close()
+        if self._chunks.device_preloader is not None:
+            self._chunks.device_preloader.close()
         self._chunks.store.close()
         self.cache.save_hints()
         self.cache.tidy()

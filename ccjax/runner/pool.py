@@ -262,8 +262,14 @@ class DevicePool(MemoryTier[PagedShard]):
         return super().remove(variant_id)
 
     def _hold(self, kv: np.ndarray | PagedShard) -> PagedShard:
-        if isinstance(kv, PagedShard):
-            return kv
+        return kv if isinstance(kv, PagedShard) else self.write(kv)
+
+    def write(self, kv: np.ndarray) -> PagedShard:
+        """Writes KV [L, 2, T, K, H] to free pages; may be called from any thread.
+
+        Raises:
+          TierFullError: too few pages are free, or they could not be written.
+        """
         num_tokens = kv.shape[2]
         (shard,) = self.allocate([num_tokens])
         size = self._sizes.write(num_tokens)

@@ -264,6 +264,8 @@ def _batch(engine: Engine) -> Iterator[Metric]:
     for how, count in counts.reused_pages.items():
         reused.add_metric([how], count)
     yield reused
+    text = "KV bytes copied to the device for queued requests"
+    yield CounterMetricFamily("ccjax_device_preloaded_bytes", text, value=counts.preloaded_bytes)
 
 
 def _store(engine: Engine) -> Iterator[Metric]:

@@ -1,19 +1,23 @@
 """Chunk-caches on the device change where KV is read from, but never the answers."""
 
 import dataclasses
+import queue
 import weakref
 
 import jax
 import numpy as np
 import pytest
 
+from ccjax.engine import Request, SamplingParams
 from ccjax.errors import ConfigError
 from ccjax.runner import budgets
 from ccjax.runner.budgets import memory_bytes
 from ccjax.runner.pool import PAGE_TOKENS
+from ccjax.store.errors import TierFullError
 from ccjax.store.memory import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
 from tests.engine.test_identities import answer, assert_same
+from tests.polling import wait_until
 
 MODEL = TinyModel(seed=11)
 PAGE = MODEL.page_bytes
@@ -184,3 +188,50 @@ def test_impossible_device_budgets_are_rejected(monkeypatch):
         MODEL.engine(device_cache_bytes=ALL + 1)
     own = {"host_cache_bytes": memory_bytes(), "device_cache_bytes": ALL}  # the device has its own memory
     MODEL.engine(max_model_len=512, **own).close()
+
+
+def queued_behind(engine, until):
+    """The answer to SEGMENTS, which were stored before and are in host memory alone now, queued behind an answer that
+    is cancelled once `until()`."""
+    events, begun = queue.SimpleQueue(), queue.SimpleQueue()
+    engine.cache.flush()
+    for meta in list(engine._chunks.variants):
+        assert engine._chunks.store.evict("device", [meta.variant_id])
+        engine._chunks.variants._placement.apply_changes(meta.variant_id)
+    long = Request(segments=[[1, 2, 3], [4, 5, 6]], sampling=SamplingParams(400, ignore_eos=True), reuse="off")
+    cancel = engine.submit(long, begun.put)
+    assert begun.get(timeout=120).token_ids
+    engine.submit(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)), events.put)
+    wait_until(until, timeout_s=120)
+    cancel()
+    while True:
+        event = events.get(timeout=120)
+        assert not isinstance(event, Exception)
+        if event.response is not None:
+            return event.response
+
+
+def test_kv_of_a_queued_request_is_copied_to_free_pages_of_the_device_before_it_runs():
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        first = engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)))
+        stored_bytes = NUM_STORED * MODEL.token_bytes
+        again = queued_behind(engine, lambda: engine.batch_counts.preloaded_bytes == stored_bytes)
+        assert set(tiers(again.reuse)) == {"device"} and again.reuse.loaded_bytes == 0
+        assert again.token_ids == first.token_ids and again.reuse.reused_tokens == NUM_STORED
+        wait_until(lambda: not engine._chunks.store._pins, timeout_s=120)
+
+
+def test_kv_of_a_queued_request_stays_where_it_is_without_free_pages(monkeypatch):
+    """Nothing is evicted for it, and what a full pool refuses once is not tried again."""
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)))
+        pool, tried = engine._device.pool, []
+
+        def refuse(kv):
+            tried.append(kv.shape[2])
+            raise TierFullError("full")
+
+        monkeypatch.setattr(pool, "write", refuse)
+        num_variants = len(list(engine._chunks.variants))
+        again = queued_behind(engine, lambda: len(tried) == num_variants)
+        assert set(tiers(again.reuse)) == {"host"} and engine.batch_counts.preloaded_bytes == 0

@@ -50,8 +50,8 @@ _PAUSED_LOOK_S = 0.05
 @dataclasses.dataclass(frozen=True)
 class BatchCounts:
     """The state of a loop: running and waiting requests, prompt tokens still to be computed for them, preemptions and
-    retries of failed steps so far, pages of the pool, the bytes of KV copied to host memory by each thread, and the
-    pages of reused segments (`DevicePool.reused_pages`)."""
+    retries of failed steps so far, pages of the pool, the bytes of KV copied to host memory by each thread, the pages
+    of reused segments (`DevicePool.reused_pages`), and the bytes copied to the device for queued requests."""
 
     running: int
     waiting: int
@@ -62,6 +62,7 @@ class BatchCounts:
     num_pages: int
     bytes_to_host: Mapping[str, int]
     reused_pages: Mapping[str, int]
+    preloaded_bytes: int
 
 
 class BatchLoop:
@@ -110,6 +111,7 @@ class BatchLoop:
             pool.num_pages,
             pool.bytes_to_host,
             dict(pool.reused_pages),
+            sequences.preloaded_bytes,
         )
 
     def waiting(self) -> list[TokenSequence]:
@@ -241,6 +243,7 @@ class BatchLoop:
             return
         sequences.plan_waiting()
         pieces = self._next_pieces()
+        sequences.preload()
         if pieces:
             self._run_pack(pieces)
         elif scheduler.num_decoding:

@@ -172,6 +172,12 @@ class TokenSequence:
         return tuple(self.prefill.prompt.stored_ids)
 
     @property
+    def pinned_ids(self) -> tuple[VariantId, ...]:
+        """The variants that its plan reuses; none without a plan of its own."""
+        plan = None if self.group.shared_prompt is not None else self.prefill.plan
+        return () if plan is None else tuple(map(VariantId, plan.pin))
+
+    @property
     def _plan(self) -> PrefillPlan | None:
         shared_prompt = self.group.shared_prompt
         return self.prefill.plan if shared_prompt is None else shared_prompt.plan

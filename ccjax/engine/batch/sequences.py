@@ -66,6 +66,7 @@ class Sequences:
         self._pool = pool
         self._max_retries = max_retries
         self._apply_changes = chunks.updater.apply
+        self._preloader = chunks.device_preloader
         self._held: list[TokenSequence] = []
         self._preparing: dict[ChunkId, SequenceGroup] = {}
         self._closing: list[PlannedPrefill] = []
@@ -85,6 +86,11 @@ class Sequences:
     def all(self) -> tuple[TokenSequence, ...]:
         """A copy of all sequences; the only method that other threads may call."""
         return tuple(self._by_id.values())
+
+    @property
+    def preloaded_bytes(self) -> int:
+        """Bytes of KV copied to the device for queued requests so far."""
+        return 0 if self._preloader is None else self._preloader.num_bytes
 
     @property
     def is_prefilling(self) -> bool:
@@ -135,6 +141,10 @@ class Sequences:
     def plan_waiting(self) -> None:
         """Plans the first sequences in the queue; again if variants of their chunks have changed since."""
         self._apply_changes()
+        if self._preloader is not None and (copied := self._preloader.collect()) is not None:
+            for sequence in self._queued():
+                if copied in sequence.pinned_ids:
+                    self._replan(sequence)
         unshared = [sequence for sequence in self._by_id.values() if sequence.group.shared_prompt is None]
         waiting = [sequence for sequence in unshared if sequence.job is None and sequence not in self._held]
         num_free = self._scheduler.settings.max_num_seqs - self._scheduler.num_running
@@ -147,6 +157,17 @@ class Sequences:
             changed_at = self._variants.changes.last(sequence.chunk_ids)
             if sequence.planned_at_change is None or sequence.planned_at_change < changed_at:
                 self._plan(sequence)
+
+    def preload(self) -> None:
+        """Starts to copy what planned sequences in the queue will reuse to free pages of the device."""
+        if self._preloader is not None:
+            queued = planning_order(self._queued())
+            wanted = (variant_id for sequence in queued for variant_id in sequence.pinned_ids)
+            # So many are left for the answers: until a copy is collected, it cannot be evicted for them.
+            self._preloader.want(wanted, num_spare=self._scheduler.settings.max_num_seqs)
+
+    def _queued(self) -> list[TokenSequence]:
+        return [sequence for sequence in self._by_id.values() if sequence.job is None]
 
     def admit(self, sequence_ids: Sequence[str]) -> None:
         """Allocates the pages of sequences and starts loading; a sequence whose plan had to change is queued again."""
@@ -433,6 +454,8 @@ class Sequences:
         if self._lost_s is None:
             return True
         self.pages.forget_cached()
+        if self._preloader is not None:
+            self._preloader.forget()
         try:
             self._pool.renew()
         except RuntimeError:  # a chunk is being read, e.g. for a snapshot, or the device has no memory
