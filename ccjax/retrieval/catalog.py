@@ -302,21 +302,18 @@ class Catalog:
             parts = [np.array(part, np.int64)[:, 0] for part in iter(lambda: found.fetchmany(_ROWS_AT_ONCE), [])]
         return np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
 
-    def search(self, text: str | Sequence[str], top_k: int, where: Filter | None = None) -> list[tuple[float, int]]:
+    def search(self, text: str | Sequence[str], top_k: int | None) -> list[tuple[float, int]]:
         """(bm25, row) of the passages that share most words with a text, best first, ties by row.
 
         Args:
           text: of several, words count as often as these have them.
+          top_k: None for all that are scored.
         """
         query = self._match([text] if isinstance(text, str) else text)
         if query is None:
             return []
-        # The plus keeps SQLite from searching anew for each row of the filter.
-        which, values = (
-            ("", ()) if where is None else (f" AND +rowid IN ({_ROWS_WHERE} {where.sql}))", where.parameters)
-        )
-        statement = f"SELECT -rank, rowid FROM words WHERE words MATCH ?{which} ORDER BY rank, rowid LIMIT ?"
-        return self._all(statement, query, *values, top_k)
+        statement = "SELECT -rank, rowid FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?"
+        return self._all(statement, query, -1 if top_k is None else top_k)
 
     def _match(self, texts: Sequence[str]) -> str | None:
         """The FTS5 query for texts; None if no passage has any of their words."""

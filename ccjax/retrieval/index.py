@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 
 from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, Passage
 from ccjax.retrieval.filters import Filter
-from ccjax.retrieval.vectors import Found, VectorView, build_clusters, clusters_path, load_clusters
+from ccjax.retrieval.vectors import Found, VectorView, build_clusters, clusters_path, is_in, load_clusters
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +129,8 @@ class PassageIndex:
         while True:
             view = self._view
             with self.catalog.lock:
-                by_words = [] if text is None or not view.num_alive else self.catalog.search(text, depth, where)
                 allowed = None if where is None else self._allowed(view, where)
+                by_words = [] if text is None or not view.num_alive else self._by_words(text, depth, allowed)
             if vector is not None:
                 by_words = [hit for hit in by_words if hit[0] >= _LEAST_SHARE * by_words[0][0]]
             near: Iterator[tuple[Found, ...]] = iter([(Found(is_final=True),)])
@@ -142,6 +143,17 @@ class PassageIndex:
                 yield passages, found.is_final
                 if found.is_final:
                     return
+
+    def _by_words(
+        self, text: str | Sequence[str], depth: int, allowed: np.ndarray | None
+    ) -> Sequence[tuple[float, int]]:
+        """See `Catalog.search`. What a filter allows is known, and evaluating it for each passage with one of the words
+        takes longer than their scores."""
+        if allowed is None:
+            return self.catalog.search(text, depth)
+        found = self.catalog.search(text, None)
+        mask = is_in(np.array([row for _, row in found], np.int64), allowed)
+        return list(itertools.compress(found, mask))[:depth]
 
     def _passages(
         self,
