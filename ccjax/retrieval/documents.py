@@ -158,10 +158,12 @@ def _title_from_name(path: Path) -> str:
 
 
 def cleaned(text: str) -> str:
-    """Unix line ends, composed characters (NFC); no control characters, soft hyphens, or lone surrogates (PDF fonts
-    yield them; UTF-8 cannot hold them)."""
+    """Unix line ends, composed characters (NFC); no control characters, colours of terminals, soft hyphens, or lone
+    surrogates (PDF fonts yield them; UTF-8 cannot hold them)."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return unicodedata.normalize("NFC", re.sub(r"[\x00-\x08\x0b-\x1f\x7f\xad\ufeff\ud800-\udfff]", "", text))
+    return unicodedata.normalize(
+        "NFC", re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\xad\ufeff\ud800-\udfff]", "", text)
+    )
 
 
 def _decoded(data: bytes, *, is_html: bool = False) -> tuple[str, tuple[str, ...]]:

@@ -30,11 +30,12 @@ _MOST_UNPACKED_BYTES, _MOST_PARTS, _MOST_CELLS = 200_000_000, 20_000, 2_000_000
 _LONGEST_OUTPUT = 2000
 _SAMPLED_ROWS = 50
 _ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
+_RST_COMMENT = re.compile(r"(?m)^\.\.(?:[ \t]+(?![\[|_]|[^\n]*::)[^\n]*|[ \t]*)(?:\n[ \t]+[^\n]*)*$")
 _UNDERLINE = re.compile(r"(?m)^(?:([^\w\s])\1{2,}\n)?(\S.*)\n([^\w\s])\3{2,}[ \t]*$")
 
 
 def read_rst(text: str) -> str:
-    """reStructuredText with its headings as those of Markdown; levels are in order of first use, as there."""
+    """reStructuredText without comments, its headings as those of Markdown; levels are in order of first use."""
     levels: dict[str, int] = {}
 
     def heading(match: re.Match[str]) -> str:
@@ -44,7 +45,7 @@ def read_rst(text: str) -> str:
         level = levels.setdefault(over + under, len(levels) + 1)
         return f"\n{'#' * min(6, level)} {words.strip()}\n"
 
-    return _UNDERLINE.sub(heading, text.replace("\r\n", "\n"))
+    return _UNDERLINE.sub(heading, _RST_COMMENT.sub("", text.replace("\r\n", "\n")))
 
 
 def read_csv(text: str, delimiter: str | None = None) -> str:

@@ -77,6 +77,20 @@ def test_front_matter_is_what_yaml_says(tmp_path: Path, front: str, title: str, 
     assert loaded.metadata == {"title": title} | metadata
 
 
+def test_colours_of_terminals_are_no_text(tmp_path: Path) -> None:
+    text = "\x1b[31mERROR\x1b[0m a[0] failed \x1b[1;4m[twice]\x1b[m\x1b[2K"
+    assert load(tmp_path, "a.log", text).text == "ERROR a[0] failed [twice]"
+
+
+@pytest.mark.parametrize("comment", [".. a comment", ".. one\n   two\n   three", "..\n   below"])
+def test_comments_of_rst_are_left_out(tmp_path: Path, comment: str) -> None:
+    kept = ".. note:: Wet.\n\n.. _here:\n\n.. [1] A footnote.\n\nSee ..\n\nEnd."
+    assert (
+        load(tmp_path, "a.rst", f"Tides\n=====\n\nThe moon.\n\n{comment}\n\n{kept}").text.split()
+        == f"The moon. {kept}".split()
+    )
+
+
 def test_front_matter_may_be_toml(tmp_path: Path) -> None:
     front = '+++\ntitle = "Tides"\ndate = 2024-01-02\ntags = ["sea", "moon"]\n[menu]\nweight = 3\n+++\nThe moon.'
     loaded = load(tmp_path, "a.md", front)
