@@ -33,9 +33,12 @@ class DevicePreloader:
 
     def want(self, variant_ids: Iterable[VariantId], *, num_spare: int) -> None:
         """Starts to copy the first of these variants that is in host memory alone, unless a copy is under way, if it
-        leaves `num_spare` pages free. Each is tried once, as long as it is wanted."""
+        leaves `num_spare` pages free. Each is tried once, as long as it is wanted. A copy that nothing waits for any
+        more is dropped: if its request runs, it loads the variant itself."""
         wanted = dict.fromkeys(variant_ids)
         self._tried &= wanted.keys()
+        if self._copy is not None and self._copy[0] not in wanted:
+            self._copy = None
         for variant_id in wanted:
             if self._copy is not None:
                 return

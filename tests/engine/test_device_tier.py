@@ -2,6 +2,7 @@
 
 import dataclasses
 import queue
+import threading
 import weakref
 
 import jax
@@ -12,7 +13,7 @@ from ccjax.engine import Request, SamplingParams
 from ccjax.errors import ConfigError
 from ccjax.runner import budgets
 from ccjax.runner.budgets import memory_bytes
-from ccjax.runner.pool import PAGE_TOKENS
+from ccjax.runner.pool import PAGE_TOKENS, num_pages
 from ccjax.store.errors import TierFullError
 from ccjax.store.memory import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
@@ -219,6 +220,33 @@ def test_kv_of_a_queued_request_is_copied_to_free_pages_of_the_device_before_it_
         assert set(tiers(again.reuse)) == {"device"} and again.reuse.loaded_bytes == 0
         assert again.token_ids == first.token_ids and again.reuse.reused_tokens == NUM_STORED
         wait_until(lambda: not engine._chunks.store._pins, timeout_s=120)
+
+
+def test_copy_for_a_request_that_left_the_queue_is_dropped(monkeypatch):
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)))
+        pool, copying, go_on = engine._device.pool, threading.Event(), threading.Event()
+        write = pool.write
+
+        def hold(kv):
+            shard = write(kv)
+            if threading.current_thread().name.startswith("ccjax-device-preload"):
+                copying.set()
+                assert go_on.wait(120)
+            return shard
+
+        monkeypatch.setattr(pool, "write", hold)
+        queued_behind(engine, copying.is_set)  # is admitted, and loads what is being copied
+        monkeypatch.setattr(pool, "write", write)
+        assert engine.batch_counts.preloaded_bytes == 0
+        go_on.set()
+        store = engine._chunks.store
+
+        def num_held():
+            return sum(num_pages(store.get_summary(key).num_tokens) for key in store.ids("device"))
+
+        wait_until(lambda: pool.num_pages - pool.num_free == num_held(), timeout_s=120)
+        wait_until(lambda: not store._pins, timeout_s=120)
 
 
 def test_kv_of_a_queued_request_stays_where_it_is_without_free_pages(monkeypatch):

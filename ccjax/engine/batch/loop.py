@@ -207,6 +207,8 @@ class BatchLoop:
         """Lets other threads pause the loop and waits for requests; False once the loop is closed and none is left."""
         sequences = self._sequences
         is_prefilling = sequences.is_prefilling
+        if not len(sequences):
+            sequences.preload()  # drops a copy that is under way
         with self._changed:
             while not is_prefilling and (self._pauses.num_pausing or not (self._new or len(sequences) or self._closed)):
                 self._pauses.is_possible = True
