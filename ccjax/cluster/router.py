@@ -23,7 +23,7 @@ class _ReplicaLedger:
     number: int | None = None
     summary: Summary | None = None
     seen_s: float = 0.0
-    sent: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    sent: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     under_way: set[str] = dataclasses.field(default_factory=set)
 
     def update(self, stats: dict[str, Any], now_s: float) -> None:
@@ -31,11 +31,11 @@ class _ReplicaLedger:
         if not stats or stats.get(NUMBER) == self.number:
             return
         self.number, self.summary, self.seen_s = stats[NUMBER], stats[STATS], now_s
-        self.sent = {call: entry for call, entry in self.sent.items() if entry[0] > now_s - _UNDER_WAY_S}
+        self.sent = [entry for entry in self.sent if entry[0] > now_s - _UNDER_WAY_S]
 
     def state(self, replica_id: str, now_s: float) -> ReplicaState:
         is_fresh = now_s - self.seen_s <= OLDEST_SUMMARY_S
-        sent = sum(tokens for _, tokens in self.sent.values())
+        sent = sum(tokens for _, tokens in self.sent)
         return ReplicaState(replica_id, self.summary if is_fresh else None, sent, len(self.under_way))
 
 
@@ -62,15 +62,12 @@ class CacheAwareRouter(RequestRouter):
         """Called by Ray once a replica accepted the call."""
         now_s, name = time.monotonic(), replica_id.unique_id
         book = self._book(name)
-        call = pending_request.metadata.internal_request_id
-        book.sent[call] = now_s, missing_tokens(book.state(name, now_s), _prompt_of(pending_request))
-        book.under_way.add(call)
+        book.sent.append((now_s, missing_tokens(book.state(name, now_s), _prompt_of(pending_request))))
+        book.under_way.add(pending_request.metadata.internal_request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Ray once the answer ended, successfully or not."""
-        book = self._book(replica_id.unique_id)
-        book.under_way.discard(internal_request_id)
-        book.sent.pop(internal_request_id, None)
+        self._book(replica_id.unique_id).under_way.discard(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Called by Ray; a replica's name is never reused."""

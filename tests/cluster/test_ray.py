@@ -36,6 +36,8 @@ from tests.polling import wait_until
 from tests.store.servers import free_port
 
 pytestmark = pytest.mark.cluster
+_PUBLISHED_S = 1.5
+"""Pause until replicas have told that the request before does not wait any more; they do so twice a second."""
 LONG = {"max_tokens": 120, "ignore_eos": True, "reuse": "exact"}
 QUESTIONS = ["Which tool does Yara Ames own?", "What colour is the boat of Dora Vance?", "Who owns a lemon boat?"]
 
@@ -95,12 +97,8 @@ def test_answers_match_those_of_one_server(cluster: Serving, folder: Path) -> No
 
 def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: Serving) -> None:
     passages = documents("bees")
-
-    def found_in_memory() -> bool:
-        report = cluster.chat("What is it?", documents=passages, reuse="exact").json()["reuse"]["per_document"]
-        return [row["tier"] for row in report if row["role"] == "passage"] == ["host"] * 3
-
-    wait_until(found_in_memory)  # the summary with them was published
+    cluster.chat("What is it?", documents=passages, reuse="exact")
+    time.sleep(1.5)  # until the summary with them was published
     before = requests_by_replica(cluster)
     for number in range(5):
         report = cluster.chat(f"What is number {number}?", documents=passages, reuse="exact").json()["reuse"]
@@ -125,6 +123,7 @@ def test_turns_of_a_conversation_are_answered_by_one_replica(cluster: Serving) -
             """Those that answered the next turns."""
             before = requests_by_replica(cluster)
             for _ in range(num_turns):
+                time.sleep(_PUBLISHED_S)
                 body = {"messages": messages, "max_tokens": 4, "retrieval": False}
                 answer = httpx.post(f"{cluster.url}{CHAT}", json=body, timeout=120).json()["choices"][0]["message"]
                 messages += [answer, {"role": "user", "content": "And then?"}]

@@ -106,17 +106,6 @@ def test_calls_sent_since_the_last_summary_count_as_load(router, clock):
     assert order(router, [one, two]) == ["one", "two"]
 
 
-def test_answered_calls_do_not_count_as_load(router):
-    one, two = Replica("one"), Replica("two")
-    one.publish(1, CHUNKS)
-    two.publish(1, CHUNKS[:2])
-    order(router, [one, two])
-    for number in range(11):
-        asyncio.run(send(router, one, str(number)))
-    router.on_request_completed(one.replica_id, "0")
-    assert order(router, [one, two]) == ["one", "two"]
-
-
 def test_calls_sent_just_before_a_summary_still_count_as_load(router, clock):
     one, two = Replica("one"), Replica("two")
     one.publish(1, CHUNKS)
