@@ -126,6 +126,18 @@ class ChunkCache:
             documents.tend_erasures()
         updater = VariantIndexUpdater(store.change_feed, variants)
         return cls(
-            *(identity, rates, costs, store, variants, planner, capture, runs, preloader, to_device, documents, pins),
-            *(frame, updater),
+            identity,
+            rates,
+            costs,
+            store,
+            variants,
+            planner,
+            capture,
+            runs,
+            preloader,
+            to_device,
+            documents,
+            pins,
+            frame,
+            updater,
         )

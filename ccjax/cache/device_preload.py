@@ -80,6 +80,6 @@ class DevicePreloader:
                 self._store.complete_load(ticket, ok=False)
         except TierFullError:
             return None
-        except Exception:
+        except Exception:  # the request loads it when it runs, and then reports what is wrong
             logger.exception("what a queued request will reuse could not be copied to the device")
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
 from collections.abc import Sequence
@@ -115,4 +116,11 @@ class PromptReader:
         earlier = sum(len(segment.chunk.token_ids) for segment in prompt.segments if segment.role == "text")
         earlier += max(prompt.segments[-1].borders, default=0)  # the last message begins there
         other = prompt.num_tokens - sum(length for _, length in chunks) - earlier
-        return PromptSummary(chunks, other, body.conversation(), earlier)
+        return PromptSummary(chunks, other, _conversation_id(body, request.cache_salt), earlier)
+
+
+def _conversation_id(body: Generation, salt: str) -> str:
+    """Identifies a tenant's conversation by what it began with; "" for none."""
+    begin = body.conversation()
+    text = f"{salt}\0{begin}".encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).hexdigest() if begin else ""

@@ -183,8 +183,8 @@ def _api_routes(service: Service) -> APIRouter:
 
 async def _as_json(content: dict[str, Any]) -> Response:
     """A response with as much as millions of numbers, written outside of the event loop by what takes a quarter of the
-    time that `json` would keep other threads waiting."""
-    return Response(await asyncio.to_thread(to_json, content), media_type="application/json")
+    time that `json` would keep other threads waiting. JSON has no NaN and no infinity: they are null."""
+    return Response(await asyncio.to_thread(to_json, content, inf_nan_mode="null"), media_type="application/json")
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -36,8 +36,6 @@ from tests.polling import wait_until
 from tests.store.servers import free_port
 
 pytestmark = pytest.mark.cluster
-_PUBLISHED_S = 1.5
-"""Pause until replicas have told that the request before does not wait any more; they do so twice a second."""
 LONG = {"max_tokens": 120, "ignore_eos": True, "reuse": "exact"}
 QUESTIONS = ["Which tool does Yara Ames own?", "What colour is the boat of Dora Vance?", "Who owns a lemon boat?"]
 
@@ -111,35 +109,6 @@ def test_same_passages_are_routed_to_one_replica_and_others_are_spread(cluster: 
     assert {answer.status_code for answer in answers} == {200}
     grown = [requests_by_replica(cluster)[name] - before[name] for name in before]
     assert sum(grown) == 24 and min(grown) >= 3  # a coin would give one of them less once in 30,000 times
-
-
-def test_turns_of_a_conversation_are_answered_by_one_replica(cluster: Serving) -> None:
-    for name in ("Ada", "Bo", "Cy"):
-        begin = {"role": "user", "content": f"{name} begins."}
-        later = [{"role": "assistant", "content": "The boat left."}, {"role": "user", "content": "What came then?"}]
-        messages = [begin, *later * 10]  # short texts, none of which is a passage
-
-        def replicas_of(num_turns: int, messages: list = messages) -> set[str]:
-            """Those that answered the next turns."""
-            before = requests_by_replica(cluster)
-            for _ in range(num_turns):
-                time.sleep(_PUBLISHED_S)
-                body = {"messages": messages, "max_tokens": 4, "retrieval": False}
-                answer = httpx.post(f"{cluster.url}{CHAT}", json=body, timeout=120).json()["choices"][0]["message"]
-                messages += [answer, {"role": "user", "content": "And then?"}]
-            return {key for key, count in requests_by_replica(cluster).items() if count > before[key]}
-
-        replicas_of(1)
-        home: set[str] = set()
-
-        def is_home_known() -> bool:
-            """A summary tells that the first turn does not wait any more."""
-            nonlocal home
-            earlier, home = home, replicas_of(1)
-            return home == earlier
-
-        wait_until(is_home_known)
-        assert replicas_of(4) == home
 
 
 def test_a_burst_is_not_refused(cluster: Serving) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import itertools
 import warnings
 
 import pytest
@@ -126,6 +127,25 @@ def test_stale_summary_is_ignored_and_replica_is_not_considered_idle(router, clo
     clock.now_s += module.OLDEST_SUMMARY_S + 1
     two.publish(2, CHUNKS[:1], waiting=50)
     assert order(router, [one, two]) == ["two", "one"]
+
+
+def test_turns_of_a_conversation_go_to_one_replica_until_it_is_busy(router):
+    replicas, numbers = {name: Replica(name) for name in ("one", "two")}, itertools.count()
+
+    def publish(**waiting):
+        for name, replica in replicas.items():
+            replica.publish(next(numbers), waiting=waiting.get(name, 0))
+
+    for name in map(str, range(8)):
+        turn = PromptSummary((), 20, name, earlier_tokens=300)
+        publish()
+        home, away = order(router, list(replicas.values()), turn)
+        for _ in range(20):  # by chance once in a million times
+            assert order(router, list(replicas.values()), turn) == [home, away]
+        publish(**{home: 299})
+        assert order(router, list(replicas.values()), turn) == [home, away]
+        publish(**{home: 301})
+        assert order(router, list(replicas.values()), turn) == [away, home]
 
 
 def test_without_chunks_the_least_loaded_replica_is_first(router):
