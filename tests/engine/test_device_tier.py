@@ -249,6 +249,23 @@ def test_copy_for_a_request_that_left_the_queue_is_dropped(monkeypatch):
         wait_until(lambda: not store._pins, timeout_s=120)
 
 
+def test_pages_for_the_growth_of_answers_are_not_taken_by_copies():
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as engine:
+        engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)))
+        engine.cache.flush()
+        preloader, pool, store = engine._chunks.device_preloader, engine._device.pool, engine._chunks.store
+        with engine._loop.exclusive():
+            (variant_id, *_) = engine._chunks.variants.ids()
+            assert store.evict("device", [variant_id])
+            engine._chunks.variants._placement.apply_changes(variant_id)
+            num_spare = pool.num_free - num_pages(store.get_summary(variant_id).num_tokens)
+            preloader.want([variant_id], num_spare=num_spare + 1)
+            assert preloader._copy is None
+            preloader.want([variant_id], num_spare=num_spare)
+            wait_until(lambda: preloader.collect() == variant_id, timeout_s=120)
+            assert pool.num_free == num_spare
+
+
 def test_kv_of_a_queued_request_stays_where_it_is_without_free_pages(monkeypatch):
     """Nothing is evicted for it, and what a full pool refuses once is not tried again."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
