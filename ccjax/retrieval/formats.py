@@ -22,6 +22,9 @@ from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
+import docutils.core
+import docutils.nodes
+
 from ccjax.retrieval.encoding import decode
 from ccjax.retrieval.html import read_html
 from ccjax.retrieval.markdown import fenced, table
@@ -30,22 +33,28 @@ _MOST_UNPACKED_BYTES, _MOST_PARTS, _MOST_CELLS = 200_000_000, 20_000, 2_000_000
 _LONGEST_OUTPUT = 2000
 _SAMPLED_ROWS = 50
 _ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
-_RST_COMMENT = re.compile(r"(?m)^\.\.(?:[ \t]+(?![\[|_]|[^\n]*::)[^\n]*|[ \t]*)(?:\n[ \t]+[^\n]*)*$")
-_UNDERLINE = re.compile(r"(?m)^(?:([^\w\s])\1{2,}\n)?(\S.*)\n([^\w\s])\3{2,}[ \t]*$")
+_RST = {
+    "report_level": 3,
+    "halt_level": 5,
+    "file_insertion_enabled": False,
+    "raw_enabled": False,
+    "embed_stylesheet": False,
+    "syntax_highlight": "none",
+    "math_output": "LaTeX",
+    "output_encoding": "unicode",
+    "warning_stream": False,
+    "_disable_config": True,
+}
 
 
-def read_rst(text: str) -> str:
-    """reStructuredText without comments, its headings as those of Markdown; levels are in order of first use."""
-    levels: dict[str, int] = {}
-
-    def heading(match: re.Match[str]) -> str:
-        over, words, under = match[1] or "", match[2], match[3]
-        if len(match[0].rstrip().rpartition("\n")[2]) < len(words.rstrip()) or (over and over != under):
-            return match[0]
-        level = levels.setdefault(over + under, len(levels) + 1)
-        return f"\n{'#' * min(6, level)} {words.strip()}\n"
-
-    return _UNDERLINE.sub(heading, _RST_COMMENT.sub("", text.replace("\r\n", "\n")))
+def read_rst(text: str) -> tuple[str, str]:
+    """Title and text of reStructuredText. What docutils cannot make out, such as the directives of Sphinx, is text."""
+    tree = docutils.core.publish_doctree(text, settings_overrides=_RST)
+    for message in [*tree.findall(docutils.nodes.system_message)]:
+        cited = "\n\n".join(node.astext() for node in message.findall(docutils.nodes.literal_block))
+        paragraphs = re.split(r"\n(?:[ \t]*\n)+", cited) if cited else []
+        message.parent.replace(message, [docutils.nodes.paragraph("", part) for part in paragraphs])
+    return read_html(docutils.core.publish_from_doctree(tree, writer="html5", settings_overrides=_RST))
 
 
 def read_csv(text: str, delimiter: str | None = None) -> str:

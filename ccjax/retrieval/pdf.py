@@ -7,9 +7,15 @@ import collections
 import dataclasses
 import io
 import itertools
+import json
 import re
+import resource
+import signal
+import subprocess
+import sys
 import unicodedata
 
+from pdfminer.converter import PDFPageAggregator
 from pdfminer.layout import LAParams, LTChar, LTTextBox, LTTextLine
 from pdfminer.pdfdocument import PDFDocument, PDFEncryptionError, PDFPasswordIncorrect
 from pdfminer.pdfinterp import PDFPageInterpreter, PDFResourceManager
@@ -17,8 +23,9 @@ from pdfminer.pdfpage import PDFPage
 from pdfminer.pdfparser import PDFParser
 from pdfminer.utils import decode_text
 
-from ccjax.retrieval.pdf_limits import LimitedPages, PdfLimitError, limited
-
+_MOST_MEMORY = 2 << 30
+_MOST_SECONDS = 30
+"""Of the processor, for a file of up to 1 MB, and as many again for each further one."""
 _LIGATURES = {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}
 _PAGE_NUMBER = re.compile(
     r"(?:\W|\b(?:page|seite|pagina|página|p|s)\b\.?)*(?:#|[ivxlc]+)(?:\W|#|\b(?:of|von|de|di|sur)\b)*", re.I
@@ -58,17 +65,48 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     Paragraphs are separated by blank lines; larger lines are headings. Sentences and words that lines, columns or pages
     cut are joined; what repeats at the top or the bottom of pages is left out, and so are page numbers there.
 
+    pdfminer believes every number in a file and unpacks streams whole, so it runs in a process of its own, with limits
+    on memory and time.
+
     Raises:
       ValueError: it is protected by a password, broken, too large when unpacked, or has no text.
     """
+    seconds = _MOST_SECONDS * (1 + len(data) // 1_000_000)
+    command = [sys.executable, "-m", __name__, str(_MOST_MEMORY), str(seconds)]
+    process = subprocess.run(command, input=data, capture_output=True, check=False)
+    if process.returncode == -signal.SIGXCPU:
+        raise ValueError(f"too large: to read it takes over {seconds} s")
+    if process.returncode:
+        raise ValueError(f"broken PDF: {process.stderr.decode(errors='replace')[-200:] or process.returncode}")
+    found = json.loads(process.stdout)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return tuple(found)
+
+
+def _main(most_memory: str, most_seconds: str) -> None:
+    """What the process does: writes what `read_pdf` returns, or what is wrong with the file, as JSON."""
+    resource.setrlimit(resource.RLIMIT_CPU, (int(most_seconds), resource.RLIM_INFINITY))
+    if sys.platform == "linux":  # elsewhere it does not limit memory, or cannot be set
+        resource.setrlimit(resource.RLIMIT_AS, (int(most_memory), resource.RLIM_INFINITY))
     try:
-        with limited():
-            title, pages = _parsed(data)
+        found = _read(sys.stdin.buffer.read())
+    except MemoryError:
+        found = f"too large: to read it takes over {int(most_memory) >> 20} MB of memory"
+    except ValueError as error:
+        found = str(error)
+    print(json.dumps(found))
+
+
+def _read(data: bytes) -> tuple[str, str, str | None]:
+    """What `read_pdf` returns."""
+    try:
+        title, pages = _parsed(data)
     except PDFPasswordIncorrect:
         raise ValueError("protected by a password, and the empty one does not open it") from None
     except PDFEncryptionError as error:  # certificates, or a method that nobody knows
         raise ValueError(f"protected by other means than a password: {error}"[:200]) from None
-    except PdfLimitError:
+    except MemoryError:
         raise
     except Exception as error:  # on damaged files many types: PDFSyntaxError, KeyError, RecursionError ...
         raise ValueError(f"broken PDF: {type(error).__name__}: {error}") from None
@@ -103,12 +141,19 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     return "" if _NO_TITLE.fullmatch(title) else title, "\n\n".join(paragraphs), note if num_empty else None
 
 
+class _TextOnly(PDFPageAggregator):
+    """Leaves out drawings, which may have very many lines."""
+
+    def paint_path(self, *arguments: object) -> None:
+        pass
+
+
 def _parsed(data: bytes) -> tuple[str, list[list[list[_Line]]]]:
     """The title, and for each page its blocks of lines."""
     document = PDFDocument(PDFParser(io.BytesIO(data)))
     title = decode_text(raw) if document.info and isinstance(raw := document.info[0].get("Title"), bytes) else ""
     manager = PDFResourceManager()
-    device = LimitedPages(manager, laparams=LAParams())
+    device = _TextOnly(manager, laparams=LAParams())
     interpreter = PDFPageInterpreter(manager, device)
     pages = []
     for page in PDFPage.create_pages(document):
@@ -188,3 +233,7 @@ def _joined(lines: list[str], words: set[str]) -> str:
         )
         text = (text if is_compound and not is_word else text[:-1]) + line
     return text
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

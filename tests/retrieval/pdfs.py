@@ -273,32 +273,18 @@ _WIDE = (
     "/Subtype /Type0 /Encoding /Identity-H "
     "/DescendantFonts [<< /Type /Font /Subtype /CIDFontType2 /W [0 2000000000 5] >>]"
 )
-BOMBS: dict[str, tuple[bytes, str]] = {
-    "deflated": (written(_deflated(64 << 20), "/FlateDecode"), "its streams have over"),
-    "deflated twice": (
-        written(zlib.compress(_deflated(64 << 20), 9), "/FlateDecode /FlateDecode"),
-        "its streams have over",
+_BLANKS = _deflated(256 << 20)
+BOMBS: dict[str, bytes] = {
+    "deflated": written(_BLANKS, "/FlateDecode"),
+    "deflated twice": written(zlib.compress(_BLANKS, 9), "/FlateDecode /FlateDecode"),
+    "deflated runs": written(zlib.compress(b"\x81 " * (4 << 20), 9), "/FlateDecode /RunLengthDecode"),
+    "LZW": written(_lzw(80_000), "/LZWDecode"),
+    "fax": written(b"\x00" * 50, "/CCITTFaxDecode", parameters="/DecodeParms [<< /K -1 /Columns 300000000 >>]"),
+    "rows": written(zlib.compress(_SHOWN), "/FlateDecode").replace(
+        b"/Filter", b"/DecodeParms [<< /Predictor 12 /Columns 4000000000 >>] /Filter"
     ),
-    "deflated runs": (
-        written(zlib.compress(b"\x81 " * (1 << 20), 9), "/FlateDecode /RunLengthDecode"),
-        "its streams may have",
-    ),
-    "LZW": (written(_lzw(8_000), "/LZWDecode"), "its streams have over"),
-    "rows": (
-        written(zlib.compress(_SHOWN), "/FlateDecode").replace(
-            b"/Filter", b"/DecodeParms [<< /Predictor 12 /Columns 4000000000 >>] /Filter"
-        ),
-        "it has rows of over",
-    ),
-    "characters": (
-        written(zlib.compress(b"BT /F 9 Tf " + b"(%s) Tj " % (b"a" * 1000) * 30 + b"ET", 9), "/FlateDecode"),
-        "a page has over 20000 characters",
-    ),
-    "figures in figures": (
-        written(b"/X0 Do", forms=[b"/X%d Do " % (n + 1) * 10 for n in range(8)] + [b"q Q"]),
-        "it draws over 10000 figures",
-    ),
-    "widths": (written(_SHOWN, font=_WIDE), "a font names over 1114112 characters at once"),
+    "characters": written(zlib.compress(b"BT /F 9 Tf " + b"(%s) Tj " % (b"a" * 1000) * 900 + b"ET", 9), "/FlateDecode"),
+    "figures in figures": written(b"/X0 Do", forms=[b"/X%d Do " % (n + 1) * 10 for n in range(8)] + [b"q Q"]),
+    "widths": written(_SHOWN, font=_WIDE),
 }
-"""Files that are small, and would take much memory or time, with the reason why they are refused where a file may have
-8 MB when unpacked, 20,000 characters on a page and 10,000 figures."""
+"""Small files that would take over 300 MB, or three seconds."""

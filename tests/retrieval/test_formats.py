@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import textwrap
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -167,7 +168,12 @@ SLIDES = f"## Tides\n\n- The moon pulls.\n  - Twice a day.\n\nSay it slowly.\n\n
             "A",
             "| Straße | Höhe |\n|---|---|\n| Gäste | für drei |",
         ),
-        ("a.rst", "=====\nTides\n=====\n\nThe moon.\n\nWhy\n---\n\nIt pulls.\n\n---\n", "Tides", None),
+        (
+            "a.rst",
+            "=====\nTides\n=====\n\nThe moon.\n\nWhy\n---\n\nIt pulls.",
+            "Tides",
+            "The moon.\n\n## Why\n\nIt pulls.",
+        ),
         ("a.log", "2024 INFO start\n2024 INFO stop", "A", "2024 INFO start\n2024 INFO stop"),
         ("README", "# Not Markdown", "README", "# Not Markdown"),
         ("a.markdown", "# Tides\nThe moon.", "Tides", "The moon."),
@@ -191,7 +197,6 @@ def test_other_formats_become_markdown(name: str, data: bytes | str, title: str,
         "a.ipynb": "The moon.\n\n```python\nx = 1\nx\n```\n\n```\n1\n```\n\n```python\nprint(2)\n```\n\n```\n2\n```",
         "a.eml": "From: Ada <ada@example.org>\nTo: Bob <bob@example.org>\nDate: Mon, 06 May 2024 09:00:00 +0000\n"
         "Attached: bill.pdf\n\nIt leaks.",
-        "a.rst": "The moon.\n\n\n## Why\n\n\nIt pulls.\n\n---",
         "a.xlsx": "## Fares\n\n| Zone | Price |\n|---|---|\n| A\\|B | 0 |\n\n## Notes\n\n",
     }
     if text is None and name in wanted:
@@ -295,3 +300,42 @@ def test_sheet_that_claims_billions_of_cells_is_read() -> None:
 def test_missing_library_is_named_with_its_extra(suffix: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     assert refused(f"a{suffix}", DOCX) == f"reading {suffix} needs {module}: pip install 'ccjax[office]'"
+
+
+def rst_table(kind: str, num_rows: int) -> str:
+    """A table in each of the forms of reStructuredText, with the caption "Fares"."""
+    head, row, foot = {
+        "grid": ("+------+-------+\n| Zone | Price |\n+======+=======+\n", "| {:<4} | {:<5} |\n+------+-------+\n", ""),
+        "simple": ("====  =====\nZone  Price\n====  =====\n", "{:<4}  {}\n", "====  =====\n"),
+        "list-table": (":header-rows: 1\n\n* - Zone\n  - Price\n", "* - {}\n  - {}\n", ""),
+        "csv-table": (":header: Zone,Price\n\n", '"{}",{}\n', ""),
+    }[kind]
+    body = head + "".join(row.format(f"Z{number}", number * 3) for number in range(num_rows)) + foot
+    directive = kind if "-" in kind else "table"
+    options = "" if "-" in kind else "\n"
+    return f".. {directive}:: Fares\n{options}{textwrap.indent(body, '   ')}"
+
+
+@pytest.mark.parametrize("kind", ["grid", "simple", "list-table", "csv-table"])
+def test_tables_of_rst_keep_caption_and_header_in_each_passage(kind: str) -> None:
+    loaded = load("a.rst", f"Trams\n=====\n\nWhat they cost.\n\n{rst_table(kind, 60)}\nThe end.\n")
+    passages = split(loaded.text, count_tokens=lambda text: len(text.split()), chunk_tokens=80, markdown=True)
+    rows = [[line for line in text.split("\n") if line.startswith("| Z") and line[3].isdigit()] for text in passages]
+    assert [row for some in rows for row in some] == [f"| Z{number} | {number * 3} |" for number in range(60)]
+    parts = [text for text, some in zip(passages, rows, strict=True) if some]
+    assert len(parts) > 2
+    for text in parts:
+        assert "Fares\n\n| Zone | Price |\n|---|---|\n| Z" in text
+
+
+def test_rst_that_docutils_does_not_know_is_text_and_reads_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("the secret")
+    text = (
+        f".. include:: {tmp_path}/secret.txt\n\n.. csv-table::\n   :file: {tmp_path}/secret.txt\n\n"
+        ".. raw:: html\n\n   <b>bold</b>\n\n.. function:: pump(bar)\n\n   Raises the *pressure*.\n\n"
+        "=====  =====\nZone  Price\nbroken table\n\nSee :ref:`tides` |here|."
+    )
+    found = load("a.rst", text).text
+    for part in ("pump(bar)", "Raises the", "broken table", "tides"):
+        assert part in found
+    assert "the secret" not in found
