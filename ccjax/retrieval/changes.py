@@ -74,7 +74,6 @@ def find_changes(
         removed=tuple(document_id for document_id in versions if document_id not in finder.present),
         failed=tuple(finder.failed),
         unsupported=tuple(finder.unsupported.most_common()),
-        left_out=tuple(finder.left_out.items()),
     )
     return finder.new, finder.digests | forgotten, report
 
@@ -96,7 +95,6 @@ class _Finder:
         self.digests: dict[str, str | None] = {}
         self.failed: list[tuple[str, str]] = []
         self.unsupported: collections.Counter[str] = collections.Counter()
-        self.left_out: collections.Counter[str] = collections.Counter()
         self.present: set[str] = set()
         self._versions, self._known_digests, self._split = versions, digests, split
         self._max_file_bytes = max_file_bytes
@@ -181,6 +179,6 @@ class _Finder:
         for note in loaded.notes:
             _log.warning("%s: %s", path, note)
         if num_left_out:
-            self.left_out[str(path)] += num_left_out
+            _log.warning("%s: left out %d characters of base64, hex or minified code", document_id, num_left_out)
         self.present.add(document_id)
         self.new.append(IndexedDocument(document_id, loaded.title, version, passages, source, loaded.metadata))

@@ -6,7 +6,7 @@ import re
 
 import webencodings
 
-_MARKS = ((b"\xef\xbb\xbf", "utf-8-sig"), (b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"))
+_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _DECLARED = re.compile(
     rb"""\A\s*<\?xml[^>]*?encoding\s*=\s*["']([^"'>]+)|<meta[^>]*?charset\s*=\s*["']?\s*([^\s"'/>;]+)""", re.IGNORECASE
 )
@@ -33,12 +33,8 @@ def decode(data: bytes, *, is_html: bool = False) -> tuple[str, str | None]:
     Raises:
       ValueError: it is not text.
     """
-    for mark, name in _MARKS:
-        if data.startswith(mark):
-            try:
-                return data.decode(name), None
-            except UnicodeDecodeError as error:
-                raise ValueError(f"not {name}: byte {error.start}, {error.reason}") from None
+    if data.startswith(_MARKS):
+        return webencodings.decode(data, "utf-8", "strict")[0], None
     names = ["utf-8"]
     if is_html and (found := _DECLARED.search(data, 0, _DECLARED_WITHIN)):
         known = webencodings.lookup((found[1] or found[2]).decode("latin-1"))

@@ -23,16 +23,12 @@ _CLASSES = str.maketrans(
 )
 _LEAST_CHANGES = 0.4
 """Share of adjacent characters of different kinds (capitals, small letters, digits, others): 0.65 in base64 of random
-bytes, 0.55 in that of text, about 0.2 in identifiers, paths and URLs."""
+bytes, 0.55 in that of text, 0.47 in hex, about 0.2 in identifiers, paths and URLs."""
 _MOST_OTHERS = 0.1
 """Share of signs besides letters and digits: 0.03 in base64 of random bytes, far more in paths."""
-_HEX = re.compile(r"(?:[0-9a-f]+|[0-9A-F]+)\Z")
-_HEX_LETTERS = 0.15, 0.6
-"""Share of letters: 0.375 in hex of random bytes."""
 _URL = re.compile(r"://[^\s\"'<>()]*\Z")
 
 _LONG_LINE = re.compile(r"^.{500,}$", re.MULTILINE)
-_BLANKS, _DIGITS = " \t", "0123456789"
 
 
 def without_machine_text(text: str) -> tuple[str, int]:
@@ -44,32 +40,23 @@ def without_machine_text(text: str) -> tuple[str, int]:
 
 def _unless_readable(match: re.Match[str]) -> str:
     signs = "".join(re.findall(_ALPHABET, match[0]))
-    if len(signs) < _LEAST_CHARS or not (_is_hex(signs) or _is_base64(signs)):
+    kinds = re.sub(r"[^uld]", "s", signs.translate(_CLASSES))
+    changes = sum(map(operator.ne, kinds, kinds[1:]))
+    is_mixed = "d" in kinds and changes >= _LEAST_CHANGES * len(kinds) and kinds.count("s") <= _MOST_OTHERS * len(kinds)
+    if len(signs) < _LEAST_CHARS or not is_mixed:
         return match[0]
     before = match.string[max(0, match.start() - _MOST_URL_CHARS) : match.start()]
     return match[0] if len(signs) <= _MOST_URL_CHARS and _URL.search(before) else ""
 
 
-def _is_base64(signs: str) -> bool:
-    kinds = re.sub(r"[^uld]", "s", signs.translate(_CLASSES))
-    changes = sum(map(operator.ne, kinds, kinds[1:]))
-    is_mixed = {"u", "l", "d"} <= set(kinds) and changes >= _LEAST_CHANGES * len(kinds)
-    return is_mixed and kinds.count("s") <= _MOST_OTHERS * len(kinds)
-
-
-def _is_hex(signs: str) -> bool:
-    least, most = _HEX_LETTERS
-    return _HEX.match(signs) is not None and least <= 1 - _share(_DIGITS, signs) <= most
-
-
 def _is_minified(line: str) -> bool:
     """Whether a long line is code without blanks: calls, blocks and statements, unlike in JSON and in tables."""
     return (
-        _share(_BLANKS, line) <= 0.06
+        _share(" \t", line) <= 0.06
         and _share("(){};=", line) >= 0.06
         and _share("({", line) >= 0.02
         and _share(";=", line) >= 0.02
-        and _share(_DIGITS, line) <= 0.4
+        and _share("0123456789", line) <= 0.4
         and len(line.encode("ascii", "ignore")) >= 0.9 * len(line)
     )
 

@@ -20,8 +20,7 @@ class RefreshReport:
 
     A document that was served before and fails now is in both `removed` and `failed`. Files of other types than those
     that are read are only counted: `unsupported` holds (suffix, files), most first. `rebuilt` is the reason why a
-    saved index was not used, or None. `left_out` holds (path, characters) of updated files with parts that are in no
-    passage: base64, hex and minified code. `num_documents` were searchable then.
+    saved index was not used, or None. `num_documents` were searchable then.
     """
 
     added: tuple[str, ...] = ()
@@ -30,7 +29,6 @@ class RefreshReport:
     failed: tuple[tuple[str, str], ...] = ()
     unsupported: tuple[tuple[str, int], ...] = ()
     rebuilt: str | None = None
-    left_out: tuple[tuple[str, int], ...] = ()
     num_documents: int = dataclasses.field(default=0, compare=False)
 
     @property
@@ -52,7 +50,7 @@ class RefreshReport:
 
     def log_new(self, before: RefreshReport) -> None:
         """Logs the problems that `before` did not have: those of files one by one, most of them as a number, and the
-        suffixes of unsupported files in one line; and what was left out."""
+        suffixes of unsupported files in one line."""
         known, suffixes = {*before.failed}, {suffix for suffix, _ in before.unsupported}
         failed = [problem for problem in dict.fromkeys(self.failed) if problem not in known]
         for path, reason in failed[:_MOST_TOLD]:
@@ -62,5 +60,3 @@ class RefreshReport:
             _log.warning("skipped %d more; report.failed and GET /v1/documents/problems have all", more)
         if new := [suffix or "none" for suffix, _ in self.unsupported if suffix not in suffixes]:
             _log.warning("skipped files of types that are not read: %s", ", ".join(new[:_MOST_TOLD]))
-        for path, num_chars in self.left_out:
-            _log.warning("left out %d characters of base64, hex or minified code: %s", num_chars, path)

@@ -44,55 +44,17 @@ _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(
 
 
 class Retriever:
-    """Ranked passages from a directory of documents; created by `Retriever.open`.
+    """Ranked passages from the files below a directory; `refresh` updates their index, at first when it is opened.
 
     `search` may run in several threads and during `refresh`: it sees every document as it is before or after.
 
     Attributes:
       embedder: None in a search by words alone.
-      report: of the last update of the index, by `open` or `refresh`.
+      report: of the last update of the index.
     """
 
     def __init__(
         self,
-        docs_dir: Path,
-        options: DocumentOptions,
-        embedder: Embedder | None,
-        count_tokens: Callable[[str], int],
-        progress: Progress | None,
-        others: Path | None,
-    ) -> None:
-        """Use `Retriever.open`: a retriever constructed directly has an index that may be out of date."""
-        self._docs_dir, self._options = docs_dir.absolute(), options
-        self._index_dir = None if options.index_dir is None else Path(options.index_dir).resolve()
-        self.embedder = embedder
-        self._count_tokens = count_tokens
-        self._progress: Progress = progress or (lambda stage, done, total: None)
-        self._update_lock = threading.Lock()
-        self._clustering: threading.Thread | None = None
-        self._root: Path | None = None
-        self._others = others
-        self.report = RefreshReport()
-        settings = IndexSettings(
-            embedder="" if embedder is None else embedder.name,
-            dim=0 if embedder is None else embedder.dim,
-            chunk_tokens=options.chunk_tokens,
-            token_probe=tuple(count_tokens(text) for text in _TOKEN_PROBES),
-        )
-        self._rebuilt: str | None = None
-        if self._index_dir is not None:
-            self._index_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            self._index: PassageIndex | None = PassageIndex(self._index_dir, settings)
-        except IndexUnusableError as error:
-            assert self._index_dir is not None
-            _log.warning("the index in %s is rebuilt: %s", self._index_dir, error)
-            Catalog.delete(self._index_dir)
-            self._index, self._rebuilt = PassageIndex(self._index_dir, settings), str(error)
-
-    @classmethod
-    def open(
-        cls,
         docs_dir: str | Path,
         *,
         count_tokens: Callable[[str], int],
@@ -100,8 +62,8 @@ class Retriever:
         progress: Progress | None = None,
         others: Path | None = None,
         **options: Any,
-    ) -> Retriever:
-        """Opens a retriever over the files below `docs_dir` and updates its index.
+    ) -> None:
+        """Opens the index and updates it. A directory that cannot be read now is answered from its index.
 
         Args:
           count_tokens: length of a text in the engine's tokens; determines where passages end.
@@ -114,30 +76,54 @@ class Retriever:
             another embedder, tokenizer or chunk size, or a damaged one, is rebuilt with a log line.
 
         Raises:
-          ValueError: an argument is out of range, or `docs_dir` is not a directory.
+          ValueError: an argument is out of range, or `docs_dir` is not a directory and there is no index of it.
         """
-        docs_dir, chosen = Path(docs_dir), DocumentOptions(**options)
-        if not docs_dir.is_dir():
+        self._docs_dir, self._options = Path(docs_dir).absolute(), DocumentOptions(**options)
+        self._index_dir = None if self._options.index_dir is None else Path(self._options.index_dir).resolve()
+        if not self._docs_dir.is_dir() and (self._index_dir is None or not self._index_dir.is_dir()):
             raise ValueError(f"docs_dir: wanted a directory, got {str(docs_dir)!r}")
-        if chosen.index_dir is not None and Path(chosen.index_dir).resolve() == docs_dir.resolve():
-            raise ValueError(f"index_dir: wanted a directory other than docs_dir, got {chosen.index_dir!r}")
-        if chosen.search == "lexical":
+        if self._index_dir == self._docs_dir.resolve():
+            raise ValueError(f"index_dir: wanted a directory other than docs_dir, got {self._options.index_dir!r}")
+        if self._options.search == "lexical":
             embedder = None
         elif embedder is None and (embedder := default_embedder()) is None:
-            if chosen.search == "dense":
+            if self._options.search == "dense":
                 raise ValueError(f"search: wanted hybrid or lexical without a sentence encoder ({HOW_TO_INSTALL})")
             _log.warning("no sentence encoder installed: documents are searched by words alone (%s)", HOW_TO_INSTALL)
-        retriever = cls(docs_dir, chosen, embedder, count_tokens, progress, others)
+        self.embedder = embedder
+        self._count_tokens = count_tokens
+        self._progress: Progress = progress or (lambda stage, done, total: None)
+        self._update_lock = threading.Lock()
+        self._clustering: threading.Thread | None = None
+        self._root: Path | None = None
+        self._others = others
+        self.report = RefreshReport()
+        settings = IndexSettings(
+            embedder="" if embedder is None else embedder.name,
+            dim=0 if embedder is None else embedder.dim,
+            chunk_tokens=self._options.chunk_tokens,
+            token_probe=tuple(count_tokens(text) for text in _TOKEN_PROBES),
+        )
+        rebuilt = None
+        if self._index_dir is not None:
+            self._index_dir.mkdir(parents=True, exist_ok=True)
         try:
-            report = retriever.refresh()
+            self._index: PassageIndex | None = PassageIndex(self._index_dir, settings)
+        except IndexUnusableError as error:
+            assert self._index_dir is not None
+            rebuilt = str(error)
+            _log.warning("the index in %s is rebuilt: %s", self._index_dir, rebuilt)
+            Catalog.delete(self._index_dir)
+            self._index = PassageIndex(self._index_dir, settings)
+        try:
+            self.report = dataclasses.replace(self.refresh(), rebuilt=rebuilt)
         except BaseException:
-            retriever.close()
+            self.close()
             raise
-        skipped = f"; skipped {text}" if (text := report.skipped_text()) else ""
-        _log.info("%d documents in %d passages%s", report.num_documents, retriever.num_passages, skipped)
-        if not retriever.num_passages:
+        skipped = f"; skipped {text}" if (text := self.report.skipped_text()) else ""
+        _log.info("%d documents in %d passages%s", self.report.num_documents, self.num_passages, skipped)
+        if not self.num_passages:
             _log.warning("no passages: %s holds no usable document", docs_dir)
-        return retriever
 
     @property
     def num_documents(self) -> int:
@@ -282,12 +268,12 @@ class Retriever:
             self._apply(index, new, report, at_once=self._root not in (None, docs_dir))
             if digests:
                 index.write(digests=digests)
-            self._root, rebuilt, self._rebuilt = docs_dir, self._rebuilt, None
+            self._root = docs_dir
             if self._clustering is None or not self._clustering.is_alive():
                 self._clustering = threading.Thread(target=self._cluster, name="ccjax-cluster", daemon=True)
                 self._clustering.start()
             num_documents = index.catalog.count_documents()
-            self.report = dataclasses.replace(report, rebuilt=rebuilt, num_documents=num_documents)
+            self.report = dataclasses.replace(report, num_documents=num_documents)
             return self.report
 
     def close(self) -> None:

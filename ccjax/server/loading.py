@@ -66,7 +66,7 @@ def open_documents(
     if options.index_dir is None:
         indexes = user_cache() / "index"
         settings |= {"index_dir": indexes / key, "others": indexes}
-    retriever = Retriever.open(directory, count_tokens=token_counter(tokenizer), progress=progress, **settings)
+    retriever = Retriever(directory, count_tokens=token_counter(tokenizer), progress=progress, **settings)
     if not retriever.num_passages:
         failed, skipped = retriever.report.failed, retriever.report.skipped_text()
         retriever.close()

@@ -65,7 +65,7 @@ class Collection:
 
     def open(self, search: SearchKind, embedder: Embedder) -> Retriever:
         """A retriever with a new index."""
-        return Retriever.open(
+        return Retriever(
             self.directory,
             search=search,
             embedder=embedder,

@@ -42,4 +42,4 @@ def open_retriever(docs: Path, embedder: Embedder | None = None, **options: Any)
     """By words alone unless there is an `embedder`."""
     search = "lexical" if embedder is None else "hybrid"
     settings = {"count_tokens": lambda text: len(text.split()), "chunk_tokens": 8, "search": search, **options}
-    return Retriever.open(docs, embedder=embedder, **settings)
+    return Retriever(docs, embedder=embedder, **settings)

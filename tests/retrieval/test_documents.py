@@ -254,7 +254,7 @@ def test_lone_surrogates_of_a_pdf_font_are_dropped(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "data", "reason"),
     [
-        ("a.txt", b"\xff\xfeabc", "not utf-16: byte 4, truncated data"),
+        ("a.txt", b"\xff\xfeabc", "not utf-16-le: byte 2, truncated data"),
         ("a.md", b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 9, "contains NUL bytes, so it is not text"),
         ("a.txt", b"PK\x03\x04\x00\x00", "contains NUL bytes, so it is not text"),
         ("a.txt", b"", "the file is empty"),

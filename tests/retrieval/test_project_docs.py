@@ -25,7 +25,7 @@ LOG = "\n".join(
 
 @pytest.fixture(scope="module")
 def retriever() -> Retriever:
-    return Retriever.open(
+    return Retriever(
         FOLDER,
         embedder=MiniLMEmbedder.find(),
         count_tokens=lambda text: len(text.split()) * 3 // 2,

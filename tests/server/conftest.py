@@ -96,7 +96,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
         )
         tokenizer = engine.tokenizer
         assert tokenizer is not None
-        retriever = Retriever.open(
+        retriever = Retriever(
             docs_dir,
             embedder=CountingEmbedder(),
             count_tokens=lambda text: len(tokenizer.encode(text, allow_special=False)),

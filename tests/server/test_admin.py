@@ -362,7 +362,7 @@ def test_a_changed_file_drops_only_its_old_passages(start_server: StartServer, t
         tokenizer = server.engine.tokenizer
         assert tokenizer is not None
         count = functools.partial(tokenizer.encode, allow_special=False)
-        retriever = Retriever.open(docs, search="lexical", count_tokens=lambda text: len(count(text)), chunk_tokens=90)
+        retriever = Retriever(docs, search="lexical", count_tokens=lambda text: len(count(text)), chunk_tokens=90)
         backend = server.service.backend
         object.__setattr__(backend, "retriever", retriever)
         patience.warmed(server.url, ADMIN, document_ids="all", at_once=True)
