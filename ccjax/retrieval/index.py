@@ -271,13 +271,12 @@ class PassageIndex:
                 view, self._noted = self._clustered(noted), noted
             alive = self.catalog.rows()
             new = alive[alive > view.last_row]
-            batches = [(new, np.empty((len(new), 0), np.float32))]
-            if self.settings.dim:
-                batches = list(self.catalog.vectors(self.settings.dim, after=view.last_row))
+            vectors = np.empty((len(new), self.settings.dim), np.float32)
+            if self.settings.dim and len(new):
+                batches = self.catalog.vectors(self.settings.dim, after=view.last_row)
+                new, vectors = map(np.concatenate, zip(*batches, strict=True))
             self._stamp = self.catalog.stamp
-        for rows, vectors in batches:
-            view = view.plus(rows, vectors)
-        self._show(view.only(alive))
+        self._show(view.plus(new, vectors).only(alive))
 
     def _clustered(self, noted: str | None) -> VectorView:
         """The clusters alone; nothing if their file is damaged, since it can be rebuilt."""

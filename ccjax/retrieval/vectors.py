@@ -21,7 +21,8 @@ import numpy as np
 Batches = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 """Starts over a stream of (rows int64 [n], vectors float32 [n, dim]), rows ascending."""
 
-_BLOCK_ROWS = 8192
+_STAGE_ROWS = 8192
+"""Least rows in memory that are searched between two results."""
 _POINTS_PER_CLUSTER = 40  # faiss warns below 39
 _PROBED_SHARE, _LEAST_PROBED = 1 / 64, 8
 _FEW = 0.1
@@ -54,40 +55,6 @@ class Found:
         order = order[(rows[order] >= 0) & (scores[order] > -np.inf)]
         order = order[np.sort(np.unique(rows[order], return_index=True)[1])][:top_k]
         return cls(rows[order], scores[order], founds[-1].is_final)
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Some rows in memory.
-
-    Attributes:
-      rows: int64 [n], ascending.
-      alive: bool [n], False for deleted rows.
-      vectors: float32 [n, dim].
-    """
-
-    rows: np.ndarray
-    alive: np.ndarray
-    vectors: np.ndarray
-
-    def kept(self, mask: np.ndarray) -> Block:
-        """With the rows of a mask; the vectors of deleted ones are freed once they are more than half."""
-        alive = self.alive & mask
-        if 2 * np.count_nonzero(alive) >= len(alive):
-            return dataclasses.replace(self, alive=alive)
-        return Block(self.rows[alive], alive[alive], self.vectors[alive])
-
-    def nearest(self, query: np.ndarray, top_k: int, allowed: np.ndarray | None) -> Found:
-        """The rows that may be among the best, as every row is compared; in no order."""
-        scores = np.empty(len(self.rows), np.float32)
-        pointers = [_faiss.swig_ptr(array) for array in (scores, query, self.vectors)]
-        _faiss.fvec_inner_products_ny(*pointers, len(query), len(self.rows))
-        chosen = self.alive if allowed is None else is_in(self.rows, allowed)
-        scores, rows = scores[chosen], self.rows[chosen]
-        if 4 * top_k < len(scores):
-            near = scores >= np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
-            scores, rows = scores[near], rows[near]
-        return Found(rows, scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,33 +92,36 @@ class Clusters:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VectorView:
-    """All passages and their vectors, which may have 0 dimensions, at one moment; rows ascend from the clusters to the
-    last block."""
+    """All passages and their vectors, which may have 0 dimensions, at one moment.
 
-    blocks: tuple[Block, ...] = ()
+    Attributes:
+      rows: int64 [n], ascending, of those in memory; they are behind the clusters' rows.
+      alive: bool [n], False for deleted rows.
+      vectors: float32 [n, dim].
+    """
+
+    rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    alive: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.bool_))
+    vectors: np.ndarray | None = None
     clusters: Clusters | None = None
 
     @property
     def num_alive(self) -> int:
         """Number of rows that are not deleted."""
-        num_clustered = 0 if self.clusters is None else self.clusters.num_alive
-        return num_clustered + sum(int(np.count_nonzero(block.alive)) for block in self.blocks)
+        return int(np.count_nonzero(self.alive)) + (0 if self.clusters is None else self.clusters.num_alive)
 
     @property
     def last_row(self) -> int:
         """The last row; 0 without any."""
-        last = self.blocks[-1] if self.blocks else self.clusters
-        return 0 if last is None else int(last.rows[-1])
+        last = self.rows if len(self.rows) or self.clusters is None else self.clusters.rows
+        return int(last[-1]) if len(last) else 0
 
     def plus(self, rows: np.ndarray, vectors: np.ndarray) -> VectorView:
-        """With more rows, int64 [n], and their vectors, float32 [n, dim]. Small blocks are joined, so that a write
-        copies little and a search reads few of them."""
-        blocks = [*self.blocks, Block(rows, np.ones(len(rows), np.bool_), np.ascontiguousarray(vectors, np.float32))]
-        if len(blocks) > 1 and len(blocks[-2].rows) < _BLOCK_ROWS:
-            last, new = blocks[-2:]
-            pairs = ((last.rows, new.rows), (last.alive, new.alive), (last.vectors, new.vectors))
-            blocks[-2:] = [Block(*map(np.concatenate, pairs))]
-        return VectorView(tuple(block for block in blocks if len(block.rows)), self.clusters)
+        """With more rows, int64 [n], and their vectors, float32 [n, dim]."""
+        if self.vectors is not None:
+            rows, vectors = np.concatenate([self.rows, rows]), np.concatenate([self.vectors, vectors])
+        alive = np.concatenate([self.alive, np.ones(len(rows) - len(self.alive), np.bool_)])
+        return VectorView(rows, alive, np.ascontiguousarray(vectors, np.float32), self.clusters)
 
     def only(self, alive: np.ndarray) -> VectorView:
         """With those of its rows that are in `alive` (int64, ascending)."""
@@ -162,26 +132,29 @@ class VectorView:
         return self._kept(lambda rows: ~is_in(rows, gone))
 
     def _kept(self, mask_of: Callable[[np.ndarray], np.ndarray]) -> VectorView:
-        blocks = [block.kept(mask_of(block.rows)) for block in self.blocks]
+        """With the rows of a mask; the vectors of deleted ones are freed once they are more than half."""
         clusters = self.clusters
         if clusters is not None:
             clusters = Clusters(clusters.index, clusters.rows, clusters.alive & mask_of(clusters.rows))
-        return VectorView(tuple(block for block in blocks if len(block.rows)), clusters)
+        view = dataclasses.replace(self, alive=self.alive & mask_of(self.rows), clusters=clusters)
+        if view.vectors is None or 2 * np.count_nonzero(view.alive) >= len(view.alive):
+            return view
+        alive = view.alive
+        return VectorView(view.rows[alive], alive[alive], view.vectors[alive], clusters)
 
     def stages(
         self, query: np.ndarray, top_k: int, num_stages: int = 1, allowed: np.ndarray | None = None
     ) -> Iterator[Found]:
         """The best rows for `query` (float32 [dim]) after each of at most `num_stages` parts of the work, at least one:
-        of clusters if there are any, else of blocks. The last result does not depend on their number.
+        of clusters if there are any, else of the rows in memory. The last result does not depend on their number.
 
         Args:
           allowed: rows that may be found, ascending, none of them deleted; None for all.
         """
-        best, num_blocks = Found(), len(self.blocks)
-        for start, end in _parts(num_blocks, num_stages if self.clusters is None else 1):
-            nearest = (block.nearest(query, top_k, allowed) for block in self.blocks[start:end])
-            best = Found.best([best, *nearest], top_k)
-            if end < num_blocks:
+        best, num_rows = Found(), len(self.rows)
+        for start, end in _parts(num_rows, min(num_stages, num_rows // _STAGE_ROWS) if self.clusters is None else 1):
+            best = Found.best([best, self._nearest(slice(start, end), query, top_k, allowed)], top_k)
+            if end < num_rows:
                 yield best
         if self.clusters is not None:
             known = best
@@ -190,6 +163,21 @@ class VectorView:
                 if not found.is_final:
                     yield best
         yield dataclasses.replace(best, is_final=True)
+
+    def _nearest(self, some: slice, query: np.ndarray, top_k: int, allowed: np.ndarray | None) -> Found:
+        """Some rows in memory that may be among the best, as every one is compared; in no order."""
+        if self.vectors is None:
+            return Found()
+        rows, vectors = self.rows[some], self.vectors[some]
+        scores = np.empty(len(rows), np.float32)
+        pointers = [_faiss.swig_ptr(array) for array in (scores, query, vectors)]
+        _faiss.fvec_inner_products_ny(*pointers, len(query), len(rows))
+        chosen = self.alive[some] if allowed is None else is_in(rows, allowed)
+        scores, rows = scores[chosen], rows[chosen]
+        if 4 * top_k < len(scores):
+            near = scores >= np.partition(scores, len(scores) - top_k)[len(scores) - top_k]
+            scores, rows = scores[near], rows[near]
+        return Found(rows, scores)
 
 
 def staged_search(

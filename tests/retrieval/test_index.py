@@ -167,15 +167,14 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
     patch.undo()
 
 
-def test_blocks_stay_few_and_vectors_of_deleted_passages_are_freed() -> None:
+def test_vectors_of_deleted_passages_are_freed() -> None:
     index = PassageIndex(None, SETTINGS)
     for tag in "vw":  # each replaced
         for n in range(200):
             index.write([IndexedDocument(f"d{n}", "t", tag, ("text",))], unit_vectors(1, seed=n))
-            view = index._view
-            assert len(view.blocks) == 1 and len(view.blocks[0].vectors) <= max(2, 2 * len(index))
+            assert index._view.vectors is not None and len(index._view.vectors) <= max(2, 2 * len(index))
     index.write(removed=[f"d{n}" for n in range(200)])
-    assert len(index) == 0 and not index._view.blocks
+    assert len(index) == 0 and not len(index._view.rows)
 
 
 def test_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +388,7 @@ def test_frequent_words_are_not_scored_where_there_are_rare_ones(monkeypatch: py
 
 
 def test_the_last_stage_of_a_search_by_both_equals_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ccjax.retrieval.vectors._BLOCK_ROWS", 15)
+    monkeypatch.setattr("ccjax.retrieval.vectors._STAGE_ROWS", 15)
     index = PassageIndex(None, SETTINGS)
     for n in range(60):
         text = f"word{n} {'even' if n % 2 == 0 else 'odd'}"

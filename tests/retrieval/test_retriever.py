@@ -58,7 +58,7 @@ def test_scores_descend_and_top_k_may_exceed_the_passages(docs: Path) -> None:
 
 def test_staged_search_improves_and_ends_with_the_plain_result(docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ccjax.retrieval.retriever._WRITE_BATCH", 1)
-    monkeypatch.setattr("ccjax.retrieval.vectors._BLOCK_ROWS", 1)
+    monkeypatch.setattr("ccjax.retrieval.vectors._STAGE_ROWS", 1)
     retriever = open_retriever(docs, CountingEmbedder(), search="dense")
     stages = list(retriever.stages("the moon pulls the ocean", 3, 4))
     assert len(stages) == 4 and stages[-1] == (retriever.search("the moon pulls the ocean", 3), True)

@@ -95,12 +95,11 @@ def test_last_stage_equals_the_plain_search(view: VectorView, num_stages: int, t
         assert all(earlier <= later for earlier, later in itertools.pairwise(best))
 
 
-def test_stages_of_memory_are_blocks_and_those_of_clusters_know_most_early(
+def test_stages_of_memory_are_rows_and_those_of_clusters_know_most_early(
     flat: VectorView, clustered: VectorView
 ) -> None:
-    assert [len(block.rows) for block in flat.blocks] == [9000, 9000, 2000]
     first, _ = flat.stages(QUERIES[0], 5, 2)
-    assert first.rows.tolist() == ROWS[np.argsort(-(VECTORS[:9000] @ QUERIES[0]))[:5]].tolist()
+    assert first.rows.tolist() == ROWS[np.argsort(-(VECTORS[:10_000] @ QUERIES[0]))[:5]].tolist()
     early = 0
     for query in QUERIES:
         founds = list(clustered.stages(query, 5, 4))
@@ -124,17 +123,14 @@ def test_deleted_rows_are_not_found_and_their_vectors_are_freed(view: VectorView
     gone = ROWS[np.random.default_rng(4).random(NUM_VECTORS) < 0.6]
     left, alive = view.without(gone), ~np.isin(ROWS, gone)
     assert left.num_alive == view.only(ROWS[alive]).num_alive == alive.sum()
-    num_kept = sum(len(block.rows) for block in left.blocks)
-    assert num_kept == sum(len(block.vectors) for block in left.blocks)
-    assert num_kept < sum(len(block.rows) for block in view.blocks) / 2
+    assert left.vectors is not None and len(left.rows) == len(left.vectors) < len(view.rows) / 2
     for query in QUERIES[:10]:
         found = last(left.stages(query, 10))
         assert not {*found.rows.tolist()} & {*gone.tolist()} and len(found.rows) == 10
         if view.clusters is None:
             assert found.rows.tolist() == truth(query, 10, alive)
     few = view.without(gone[:100])
-    assert all(some.vectors is block.vectors for some, block in zip(few.blocks, view.blocks, strict=True))
-    assert few.num_alive == NUM_VECTORS - 100
+    assert few.vectors is view.vectors and few.num_alive == NUM_VECTORS - 100
     nothing = view.without(ROWS)
     assert nothing.num_alive == 0 and last(nothing.stages(QUERIES[0], 3)).rows.tolist() == []
 
