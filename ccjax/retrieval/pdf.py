@@ -4,7 +4,6 @@ line ends of its pages."""
 from __future__ import annotations
 
 import collections
-import dataclasses
 import io
 import itertools
 import json
@@ -22,6 +21,8 @@ from pdfminer.pdfinterp import PDFPageInterpreter, PDFResourceManager
 from pdfminer.pdfpage import PDFPage
 from pdfminer.pdfparser import PDFParser
 from pdfminer.utils import decode_text
+
+from ccjax.retrieval.pdf_tables import GAP, Line, Table, with_tables
 
 _MOST_MEMORY = 2 << 30
 _MOST_SECONDS = 30
@@ -46,17 +47,6 @@ _COMPOUND = re.compile(
 )
 _LEAST_SECOND = 4
 """Letters behind the hyphen of a compound: `long-`/`er` is `longer`."""
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Line:
-    """A line of text, its place on the page in points, and the size of most of its characters."""
-
-    text: str
-    size: float
-    x0: float
-    x1: float
-    y0: float
 
 
 def read_pdf(data: bytes) -> tuple[str, str, str | None]:
@@ -114,19 +104,30 @@ def _read(data: bytes) -> tuple[str, str, str | None]:
         raise ValueError("broken PDF: it has no pages")
     if not (num_empty := pages.count([])) < len(pages):
         raise ValueError("no text on any page (scanned pages need text recognition first)")
+    pages = [with_tables(boxes) for boxes in pages]
     margins = _repeated([_margins(boxes) for boxes in pages])
     boxes = [box for page in pages for box in page]
     paragraphs: list[str] = []
     words = set(re.findall(r"\w[\w-]+\w", " ".join(line.text for box in boxes for line in box)))
     levels = _levels([line for box in boxes for line in box if id(line) not in margins])
     is_open, before = False, 0
+    last: Table | None = None  # while nothing follows it
     runs = (
         itertools.groupby((one for one in box if id(one) not in margins), lambda o: levels[o.size]) for box in boxes
     )
     for level, lines in itertools.chain.from_iterable(runs):
         kept = list(lines)
-        if not (text := _joined([line.text.translate(_LIGATURES).strip() for line in kept], words)):
+        if (found := kept[0].table) is not None:
+            if last is not None and found.continues(last):
+                last.rows += found.rows[found.has_header :]
+                paragraphs[-1] = last.markdown()
+            else:
+                paragraphs.append(found.markdown())
+                last, before, is_open = found, 1, False
             continue
+        if not (text := _joined([line.text.strip() for line in kept], words)):
+            continue
+        last = None
         if level:
             paragraphs.append(f"{'#' * level} {' '.join(text.split())}")
         elif paragraphs and not before and (is_open or _is_cut(paragraphs[-1])) and (text[0].islower() or is_open):
@@ -148,7 +149,7 @@ class _TextOnly(PDFPageAggregator):
         pass
 
 
-def _parsed(data: bytes) -> tuple[str, list[list[list[_Line]]]]:
+def _parsed(data: bytes) -> tuple[str, list[list[list[Line]]]]:
     """The title, and for each page its blocks of lines."""
     document = PDFDocument(PDFParser(io.BytesIO(data)))
     title = decode_text(raw) if document.info and isinstance(raw := document.info[0].get("Title"), bytes) else ""
@@ -159,26 +160,32 @@ def _parsed(data: bytes) -> tuple[str, list[list[list[_Line]]]]:
     for page in PDFPage.create_pages(document):
         interpreter.process_page(page)
         boxes = [box for box in device.get_result() if isinstance(box, LTTextBox) and box.get_text().strip()]
-        pages.append(
-            [
-                [_Line(_text_of(o), _size(o), o.x0, o.x1, o.y0) for o in box if isinstance(o, LTTextLine)]
-                for box in boxes
-            ]
-        )
+        pages.append([[_line(line) for line in box if isinstance(line, LTTextLine)] for box in boxes])
     return title, pages
 
 
-def _text_of(line: LTTextLine) -> str:
-    text = line.get_text()
-    return _CODE.sub("", _CODE.sub("•", text, count=1) if _CODE.match(text) else text)
+def _line(line: LTTextLine) -> Line:
+    chars = [char for char in line if isinstance(char, LTChar)]
+    sizes = collections.Counter(round(2 * char.size) / 2 for char in chars)
+    fonts = collections.Counter(char.fontname for char in chars)
+    size, font = (sizes.most_common(1)[0][0], fonts.most_common(1)[0][0]) if chars else (0.0, "")
+    cells: list[tuple[float, float, str]] = []
+    for char in line:
+        if not isinstance(char, LTChar):
+            cells = [*cells[:-1], (*cells[-1][:2], f"{cells[-1][2]} ")] if cells else []
+        elif cells and char.x0 - cells[-1][1] < GAP * size:
+            cells[-1] = (cells[-1][0], char.x1, cells[-1][2] + char.get_text())
+        elif not char.get_text().isspace():
+            cells.append((char.x0, char.x1, char.get_text()))
+    cells = [(x0, x1, " ".join(_text_of(text).split())) for x0, x1, text in cells]
+    return Line(_text_of(line.get_text()), size, font, line.x0, line.x1, line.y0, cells)
 
 
-def _size(line: LTTextLine) -> float:
-    sizes = collections.Counter(round(2 * char.size) / 2 for char in line if isinstance(char, LTChar))
-    return sizes.most_common(1)[0][0] if sizes else 0.0
+def _text_of(text: str) -> str:
+    return _CODE.sub("", _CODE.sub("•", text, count=1) if _CODE.match(text) else text).translate(_LIGATURES)
 
 
-def _levels(lines: list[_Line]) -> dict[float, int]:
+def _levels(lines: list[Line]) -> dict[float, int]:
     """Sizes -> levels of headings, 0 for text: the larger, the higher."""
     counts, longest = collections.Counter[float](), collections.Counter[float]()
     for line in lines:
@@ -198,7 +205,7 @@ def _is_cut(text: str) -> bool:
     return re.search(r"[.!?:;…。！？]['\"”’»)\]]*$", text) is None
 
 
-def _margins(boxes: list[list[_Line]]) -> dict[int, str]:
+def _margins(boxes: list[list[Line]]) -> dict[int, str]:
     """The first and last lines of a page by height, as id -> text with # for numbers."""
     lines = [line for box in boxes for line in box if line.text.strip()]
     heights = sorted({round(line.y0) for line in lines})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 import zlib
 
 import pytest
+from reportlab.lib.pagesizes import A4
+from reportlab.lib.styles import getSampleStyleSheet
+from reportlab.pdfgen.canvas import Canvas
+from reportlab.platypus import Paragraph, SimpleDocTemplate, Table
 
 import ccjax.retrieval.pdf as reader
 from ccjax.retrieval.chunking import split
@@ -93,3 +98,54 @@ def test_streams_with_a_wrong_checksum_or_without_their_end_are_read(cut: int) -
     packed = zlib.compress(b"BT /F 9 Tf 50 700 Td (Here is a text.) Tj ET" + b" " * 5000 + bytes(range(200)))
     damaged = packed[:-4] + b"xxxx" if not cut else packed[:-cut]
     assert read_pdf(written(damaged, "/FlateDecode"))[1] == "Here is a text."
+
+
+THE_END = "That is all that there is to say of what the trams of this town cost in this year."
+
+
+def fares(num_rows: int, *, header: bool = True, repeats: int = 0, second: str = "{}") -> bytes:
+    """A table with text around it, over as many pages as it needs."""
+    out, styles = io.BytesIO(), getSampleStyleSheet()
+    rows = [["Zone", "Price", "Where it is"]] * header
+    rows += [[f"Z{n}", second.format(n * 3), f"behind the {n}th bridge of it"] for n in range(num_rows)]
+    before, after = (Paragraph(text, styles["Normal"]) for text in ("What a tram costs.", THE_END))
+    SimpleDocTemplate(out, pagesize=A4).build([before, Table(rows, repeatRows=repeats), after])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("repeats", [0, 1])
+@pytest.mark.parametrize("num_rows", [3, 60, 150])
+def test_rows_of_tables_stay_rows_in_order_with_the_header_in_each_passage(num_rows: int, repeats: int) -> None:
+    text = read_pdf(fares(num_rows, repeats=repeats))[1]
+    rows = [f"| Z{n} | {n * 3} | behind the {n}th bridge of it |" for n in range(num_rows)]
+    table = "\n".join(["| Zone | Price | Where it is |", "|---|---|---|", *rows])
+    assert text == f"What a tram costs.\n\n{table}\n\n{THE_END}"
+    passages = split(text, count_tokens=lambda text: len(text.split()), chunk_tokens=90, markdown=True)
+    assert num_rows < 4 or len(passages) > 3
+    assert all("| Zone | Price | Where it is |\n|---|---|---|\n| Z" in passage for passage in passages)
+
+
+def test_a_row_without_a_sign_of_being_a_header_is_none() -> None:
+    text = read_pdf(fares(4, header=False, second="{} pence"))[1]
+    assert "|  |  |  |\n|---|---|---|\n| Z0 | 0 pence | behind the 0th bridge of it |\n| Z1 |" in text
+
+
+def test_a_header_is_known_by_its_font_and_lines_of_a_cell_are_one() -> None:
+    out = io.BytesIO()
+    canvas = Canvas(out, pagesize=A4)
+    rows = [("Pump", "Made in"), ("Alder", "Bergen"), ("Birch", "Turku"), ("Cedar", "Oslo")]
+    for number, (name, town) in enumerate(rows):
+        canvas.setFont("Helvetica" if number else "Helvetica-Bold", 11)
+        canvas.drawString(72, 700 - 40 * number, name)
+        canvas.drawString(200, 700 - 40 * number, town)
+        canvas.drawString(200, 687 - 40 * number, "by hand" if number else "(town)")
+    canvas.save()
+    table = "\n".join(f"| {name} | {town} by hand |" for name, town in rows[1:])
+    assert read_pdf(out.getvalue())[1] == f"| Pump | Made in (town) |\n|---|---|\n{table}"
+
+
+def test_columns_of_prose_are_no_table() -> None:
+    left = "The moon pulls the sea|and the sea rises twice|a day in most of the|harbours of this world".split("|")
+    right = "while the sun pulls less|as it is so far from us|which is why its tides|are hardly ever seen".split("|")
+    text = read_pdf(pdf([[*block(left), *block(right, 320)]]))[1]
+    assert "|" not in text and " ".join(text.split()) == " ".join([*left, *right])
