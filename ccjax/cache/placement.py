@@ -55,6 +55,9 @@ class Placement:
     written to a lower tier twice (RAGCache sec. 5.1: swap out only once). A use counts in every tier with a copy: the
     lower one serves the next use after a restart or an eviction above.
 
+    Copies that queued requests wait for (`adopt_copy`) are evicted before all others, until one is used: only then does
+    the policy know them.
+
     With a policy that arranges variants as a tree (RAGCache sec. 5.1), a tier accepts a variant only if it holds its
     parent, and evicts only leaves: a parent is never in a lower tier than its children.
 
@@ -82,6 +85,7 @@ class Placement:
         self._on_gone = on_gone
         self._name = policy
         self._policies = {tier: make_policy(policy) for tier in store.usage()}
+        self._unused: dict[str, dict[str, None]] = {tier: {} for tier in self._policies}
         self._num_requests = 0
         self._prefill = (0, 0)
         self.pins: Pinned | None = None
@@ -131,6 +135,7 @@ class Placement:
             policy, info = self._policies[tier], self._info(meta, tier, share, tiers[number + 1 :], is_reused=True)
             use = policy.on_hit if meta.variant_id in policy else policy.on_insert
             use(meta.variant_id, info, self._num_requests)
+            self._unused[tier].pop(meta.variant_id, None)
 
     def store(
         self,
@@ -201,21 +206,19 @@ class Placement:
                 self._drop(variant_id, {tier})
 
     def adopt_copy(self, tier: str, meta: Sized, kv: KV) -> bool:
-        """Adds a copy that is in the memory of a tier already to this tier; False if it is not wanted there."""
-        copies, charge = self._store.tiers_of(meta.variant_id), self._store.memory_charge(tier, meta.num_tokens)
-        if not copies or tier in copies:
+        """Adds a copy that is in the memory of a tier already to this tier; until it is used, it is evicted before all
+        others. False if the tier has one, or no tier does."""
+        parent = self._parent_of(meta) if self._policies[tier].is_tree else None
+        has_parent = parent is None or tier in self._store.tiers_of(parent)
+        if not has_parent or not self._store.adopt(tier, meta.variant_id, kv):
             return False
-        info = self._info(meta, tier, 0.0, copies, num_bytes=charge)
-        if not self._make_room(tier, meta, info, lambda: 0, ()):
-            return False
-        took = self._store.adopt(tier, meta.variant_id, kv)
-        if not took:
-            self._drop(meta.variant_id, {tier})
-        return took
+        self._unused[tier][meta.variant_id] = None
+        return True
 
     def make_room(self, tier: str, num_bytes: int) -> bool:
         """Evicts until a tier has room for `num_bytes`; False if too little can be evicted."""
         kept: set[str] = set(self.pinned_ids(tier))
+        self._evict_unused(tier, lambda: self._store.shortfall_bytes(tier, num_bytes), kept)
         while short := self._store.shortfall_bytes(tier, num_bytes):
             victims = self._policies[tier].victims(short, pinned=kept)
             if not victims:
@@ -298,6 +301,7 @@ class Placement:
             return False
         policy.on_insert(variant_id, info, self._num_requests)
         kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # later also those that turn out to be in use
+        self._evict_unused(tier, shortfall, kept)
         while short := shortfall():
             victims = policy.victims(short, pinned=kept, new_key=variant_id, is_only_copy=info.below_load_s is None)
             if victims is None or variant_id in victims:
@@ -305,6 +309,15 @@ class Placement:
                 return False
             kept |= self._evict(tier, victims)
         return True
+
+    def _evict_unused(self, tier: str, shortfall: Callable[[], int | None], kept: Collection[str]) -> None:
+        """Evicts copies that were never used, the latest first (it is for the last request in the queue, and no parent
+        of another), as long as the tier is short of bytes."""
+        for variant_id in reversed(tuple(self._unused[tier])):
+            if not shortfall():
+                return
+            if variant_id not in kept:
+                self._evict(tier, (variant_id,))
 
     def _evict(self, tier: str, victims: Sequence[str]) -> set[str]:
         """Evicts variants from one tier; returns those that stay: in use, not deletable at the moment, or with children
@@ -315,14 +328,17 @@ class Placement:
         gone = set(self._store.evict(tier, victims))
         stayed = {key for key in victims if key not in gone and tier in self._store.tiers_of(key)}
         for variant_id in victims:
-            if variant_id in policy and variant_id not in stayed:
-                policy.on_remove(variant_id, evicted=variant_id in gone)
+            if variant_id not in stayed:
+                self._unused[tier].pop(variant_id, None)
+                if variant_id in policy:
+                    policy.on_remove(variant_id, evicted=variant_id in gone)
             if variant_id in gone and self._store.tier_of(variant_id) is None:
                 self._on_gone(VariantId(variant_id))
         return stayed
 
     def _drop(self, variant_id: str, tiers: Iterable[str]) -> None:
         for tier in tiers:
+            self._unused[tier].pop(variant_id, None)
             if variant_id in self._policies[tier]:
                 self._policies[tier].on_remove(variant_id, evicted=False)
 

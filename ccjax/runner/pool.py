@@ -265,13 +265,22 @@ class DevicePool(MemoryTier[PagedShard]):
         return kv if isinstance(kv, PagedShard) else self.write(kv)
 
     def write(self, kv: np.ndarray) -> PagedShard:
-        """Writes KV [L, 2, T, K, H] to free pages; may be called from any thread.
+        """Writes KV [L, 2, T, K, H] to free pages.
 
         Raises:
           TierFullError: too few pages are free, or they could not be written.
         """
+        (shard,) = self.allocate([kv.shape[2]])
+        self.fill(shard, kv)
+        return shard
+
+    def fill(self, shard: PagedShard, kv: np.ndarray) -> None:
+        """Writes KV [L, 2, T, K, H] to the pages of a shard; may be called from any thread.
+
+        Raises:
+          TierFullError: they could not be written.
+        """
         num_tokens = kv.shape[2]
-        (shard,) = self.allocate([num_tokens])
         size = self._sizes.write(num_tokens)
         padded = np.zeros(self.kv_spec.shape(size), self.kv_spec.np_dtype)
         padded[:, :, :num_tokens] = kv
@@ -280,7 +289,6 @@ class DevicePool(MemoryTier[PagedShard]):
         except RuntimeError as error:  # the pages are lost, or memory is too short for the KV to write
             raise TierFullError(f"device tier: {num_tokens} tokens could not be written: {error}") from error
         self._sizes.note("write", (size,))
-        return shard
 
     def _write(self, kv: np.ndarray, slots: np.ndarray) -> None:
         """Writes the first rows of `kv` `[L, 2, N, K, H]` to `slots`, in order; rows beyond the slots are dropped."""

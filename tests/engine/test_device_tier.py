@@ -11,12 +11,14 @@ import pytest
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.errors import ConfigError
+from ccjax.prompts import chunk_id
 from ccjax.runner import budgets
 from ccjax.runner.budgets import memory_bytes
 from ccjax.runner.pool import PAGE_TOKENS, num_pages
 from ccjax.store.errors import TierFullError
 from ccjax.store.memory import HostTier
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
+from tests.engine.test_batch_loop import Client, Turns, ask, check
 from tests.engine.test_identities import answer, assert_same
 from tests.polling import wait_until
 
@@ -28,6 +30,7 @@ LEAST = 512 // PAGE_TOKENS + 64
 
 LENGTHS = (40, 33, 64, 17)
 SEGMENTS = draw_segments(np.random.default_rng(11), LENGTHS)
+SHORT = [[1, 2, 3], [4, 5, 6]]
 NUM_STORED = sum(map(len, SEGMENTS[:-1]))
 
 
@@ -222,24 +225,29 @@ def test_kv_of_a_queued_request_is_copied_to_free_pages_of_the_device_before_it_
         wait_until(lambda: not engine._chunks.store._pins, timeout_s=120)
 
 
+class HeldCopies:
+    """Copies for queued requests that end only when the test allows it."""
+
+    def __init__(self, pool, monkeypatch, *, is_first_wrong=False):
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self._fill, self._is_wrong = pool.fill, is_first_wrong
+        monkeypatch.setattr(pool, "fill", self._held)
+
+    def _held(self, shard, kv):
+        self._fill(shard, np.zeros_like(kv) if self._is_wrong else kv)
+        self._is_wrong = False
+        if threading.current_thread().name.startswith("ccjax-device-preload"):
+            self.begun.set()
+            assert self.may_end.wait(120)
+
+
 def test_copy_for_a_request_that_left_the_queue_is_dropped(monkeypatch):
     with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
         engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)))
-        pool, copying, go_on = engine._device.pool, threading.Event(), threading.Event()
-        write = pool.write
-
-        def hold(kv):
-            shard = write(kv)
-            if threading.current_thread().name.startswith("ccjax-device-preload"):
-                copying.set()
-                assert go_on.wait(120)
-            return shard
-
-        monkeypatch.setattr(pool, "write", hold)
-        queued_behind(engine, copying.is_set)  # is admitted, and loads what is being copied
-        monkeypatch.setattr(pool, "write", write)
+        pool, copies = engine._device.pool, HeldCopies(engine._device.pool, monkeypatch)
+        queued_behind(engine, copies.begun.is_set)  # is admitted, and loads what is being copied
         assert engine.batch_counts.preloaded_bytes == 0
-        go_on.set()
+        copies.may_end.set()
         store = engine._chunks.store
 
         def num_held():
@@ -266,17 +274,140 @@ def test_pages_for_the_growth_of_answers_are_not_taken_by_copies():
             assert pool.num_free == num_spare
 
 
+def to_host(engine, segments):
+    """The variants of these segments, which from now on are in host memory alone."""
+    store, variants = engine._chunks.store, engine._chunks.variants
+    assert store.flush(120)
+    ids = [meta.variant_id for metas in variants.of_chunks(set(map(chunk_id, segments))).values() for meta in metas]
+    for variant_id in ids:
+        assert engine._device.pool.remove(variant_id)  # also if it is pinned
+        variants._placement.apply_changes(variant_id)
+    return ids
+
+
+def between_steps(client, turns, call):
+    """Calls something on the loop's thread, before the next step."""
+    done = threading.Event()
+
+    def once():
+        client.on_delta = lambda: None
+        call()
+        done.set()
+
+    client.on_delta = once
+    turns.until(done.is_set)
+
+
+def test_pages_of_a_queued_request_are_given_back_before_any_others():
+    """Before those of chunks that were used less often, and before an answer has to stop."""
+    other = draw_segments(np.random.default_rng(12), LENGTHS)
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        store, pool = engine._chunks.store, engine._device.pool
+        for segments in (SEGMENTS, other, SEGMENTS, SEGMENTS):
+            engine.run(ask(segments))
+        queued_ids = to_host(engine, SEGMENTS)
+        others, held, seen = set(store.ids("device")), [], []
+
+        def look():
+            if answering.deltas[-1].response is not None:  # the queued request was not admitted yet
+                seen.extend(store.ids("device"))
+                held.clear()
+
+        with Turns(engine) as turns:
+            answering = Client(engine, ask(SHORT, "off", 200, ignore_eos=True), look)
+            turns.until(lambda: answering.deltas)
+            queued = Client(engine, ask(SEGMENTS))
+            turns.until(lambda: set(queued_ids) <= set(store.ids("device")))
+            held.extend(pool.allocate([pool.num_free * PAGE_TOKENS]))
+        assert len(answering.response().token_ids) == 200
+        assert queued.response().reuse.reused_tokens == NUM_STORED
+        assert others <= set(seen) and not set(queued_ids) <= set(seen)
+        assert engine.batch_counts.preemptions == 0
+
+
+def test_no_answer_stops_for_the_pages_of_a_copy_under_way(monkeypatch):
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=2) as engine:
+        engine.run(ask(SEGMENTS))
+        pool, preloader = engine._device.pool, engine._chunks.device_preloader
+        to_host(engine, SEGMENTS)
+        copies, give_back = HeldCopies(pool, monkeypatch), preloader.give_back
+        monkeypatch.setattr(preloader, "give_back", lambda: copies.may_end.set() or give_back())
+        with Turns(engine) as turns:
+            answering = [Client(engine, ask(SHORT, "off", 100, ignore_eos=True)) for _ in range(2)]
+            turns.until(lambda: all(client.deltas for client in answering))
+            queued = Client(engine, ask(SEGMENTS))
+            turns.until(copies.begun.is_set)
+            held = pool.allocate([pool.num_free * PAGE_TOKENS])
+            turns.until(copies.may_end.is_set)
+            held.clear()
+        for client in answering:
+            assert len(client.response().token_ids) == 100
+        assert queued.response().reuse.reused_tokens == NUM_STORED
+        assert engine.batch_counts.preemptions == 0
+
+
 def test_kv_of_a_queued_request_stays_where_it_is_without_free_pages(monkeypatch):
     """Nothing is evicted for it, and what a full pool refuses once is not tried again."""
     with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
         engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)))
         pool, tried = engine._device.pool, []
 
-        def refuse(kv):
+        def refuse(shard, kv):
             tried.append(kv.shape[2])
             raise TierFullError("full")
 
-        monkeypatch.setattr(pool, "write", refuse)
+        monkeypatch.setattr(pool, "fill", refuse)
         num_variants = len(list(engine._chunks.variants))
         again = queued_behind(engine, lambda: len(tried) == num_variants)
         assert set(tiers(again.reuse)) == {"host"} and engine.batch_counts.preloaded_bytes == 0
+
+
+def test_copy_into_a_pool_that_is_lost_meanwhile_is_dropped(monkeypatch):
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        first, pool = engine.run(ask(SEGMENTS)), engine._device.pool
+        to_host(engine, SEGMENTS)
+        copies = HeldCopies(pool, monkeypatch, is_first_wrong=True)
+        with Turns(engine) as turns:
+            answering = Client(engine, ask(SHORT, "off", 100, ignore_eos=True))
+            turns.until(lambda: answering.deltas)
+            queued = Client(engine, ask(SEGMENTS))
+            turns.until(copies.begun.is_set)
+            for pages in pool._layers:
+                pages.k.delete()
+            turns.until(lambda: engine.batch_counts.retries)
+            assert engine.batch_counts.free_pages < engine.batch_counts.num_pages  # not replaced while it is written to
+            copies.may_end.set()
+        assert len(answering.response().token_ids) == 100
+        check(queued.response(), first)
+        check(engine.run(ask(SEGMENTS)), first)
+        assert queued.response().reuse.reused_tokens == NUM_STORED
+
+
+@pytest.mark.parametrize("is_computed_again", [False, True])
+def test_copy_of_variants_that_are_erased_meanwhile_is_dropped(monkeypatch, is_computed_again):
+    """A variant that is computed again has the same id, but may have been computed in another context."""
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL, max_num_seqs=2) as engine:
+        first, store = engine.run(ask(SEGMENTS)), engine._chunks.store
+        erased_ids = to_host(engine, SEGMENTS)
+        copies = HeldCopies(engine._device.pool, monkeypatch, is_first_wrong=True)
+        variants, preloader = engine._chunks.variants, engine._chunks.device_preloader
+        with Turns(engine) as turns:
+            answering = [Client(engine, ask(SHORT, "off", 300, ignore_eos=True)) for _ in range(2)]
+            turns.until(lambda: all(client.deltas for client in answering))
+            queued = Client(engine, ask(SEGMENTS))
+            turns.until(copies.begun.is_set)
+            between_steps(answering[0], turns, lambda: [variants.discard(variant_id) for variant_id in erased_ids])
+            if is_computed_again:
+                answering[1].cancel()
+                turns.until(queued.done.is_set)
+                check(queued.response(), first)
+                assert queued.response().reuse.reused_tokens == 0
+                between_steps(answering[0], turns, lambda: to_host(engine, SEGMENTS))
+            else:
+                queued.cancel()
+            copies.may_end.set()
+            turns.until(lambda: preloader._copy is None)
+            assert not store.ids("device")
+            assert not answering[0].done.is_set()  # else the copy would have been dropped for another reason
+            answering[0].cancel()
+        check(engine.run(ask(SEGMENTS)), first)

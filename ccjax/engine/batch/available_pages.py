@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ccjax.cache.device_preload import DevicePreloader
 from ccjax.cache.variants import VariantIndex
 from ccjax.engine.batch.group import SequenceGroup
 from ccjax.engine.batch.shared_prompt import SharedPrompt
@@ -17,16 +18,20 @@ class AvailablePages:
       shared: the groups whose prompt is shared, oldest first.
     """
 
-    def __init__(self, pool: DevicePool, store: TieredStore, variants: VariantIndex) -> None:
+    def __init__(
+        self, pool: DevicePool, store: TieredStore, variants: VariantIndex, preloader: DevicePreloader | None = None
+    ) -> None:
         self.shared: list[SequenceGroup] = []
         self._pool = pool
         self._store = store
         self._variants = variants
+        self._preloader = preloader
         self._caches_chunks = DEVICE in store.memory_tiers
 
     @property
     def num_pages(self) -> int:
-        """Free pages, plus those of unused cached chunks and of shared prompts that no admitted sequence reads."""
+        """Free pages, plus those of unused cached chunks, of a copy for a queued request that is under way, and of
+        shared prompts that no admitted sequence reads."""
         return self._num_evictable + sum(
             group.shared_prompt.num_pages for group in self.shared if group.shared_prompt and group.is_unread
         )
@@ -40,7 +45,10 @@ class AvailablePages:
                 break
             dropped.append((group, self.drop(group)))
         if self._caches_chunks and num_pages > self._pool.num_free:
-            self._variants.make_room(DEVICE, num_pages * self._pool.page_bytes)
+            num_bytes = num_pages * self._pool.page_bytes
+            if not self._variants.make_room(DEVICE, num_bytes) and self._preloader is not None:
+                self._preloader.give_back()  # last, since it has to be waited for
+                self._variants.make_room(DEVICE, num_bytes)
         return dropped
 
     def forget_cached(self) -> None:
@@ -58,4 +66,5 @@ class AvailablePages:
 
     @property
     def _num_evictable(self) -> int:
-        return self._pool.num_available(self._store.pinned_ids if self._caches_chunks else ())
+        num_reserved = 0 if self._preloader is None else self._preloader.num_pages
+        return num_reserved + self._pool.num_available(self._store.pinned_ids if self._caches_chunks else ())

@@ -208,7 +208,7 @@ class BatchLoop:
         sequences = self._sequences
         is_prefilling = sequences.is_prefilling
         if not len(sequences):
-            sequences.preload()  # drops a copy that is under way
+            sequences.forget_copy()
         with self._changed:
             while not is_prefilling and (self._pauses.num_pausing or not (self._new or len(sequences) or self._closed)):
                 self._pauses.is_possible = True

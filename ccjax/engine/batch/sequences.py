@@ -55,7 +55,7 @@ class Sequences:
           max_retries: how often a sequence whose step failed is retried.
         """
         self.packs: list[Prefilling] = []
-        self.pages = AvailablePages(pool, chunks.store, chunks.variants)
+        self.pages = AvailablePages(pool, chunks.store, chunks.variants, chunks.device_preloader)
         self.num_preemptions = 0
         self.num_retries = 0
         self.answer_tokens: float | None = None
@@ -163,8 +163,13 @@ class Sequences:
         if self._preloader is not None:
             queued = planning_order(self._queued())
             wanted = (variant_id for sequence in queued for variant_id in sequence.pinned_ids)
-            # So many are left for the answers: until a copy is collected, it cannot be evicted for them.
+            # So many are left for the answers, which would have to wait for the copy.
             self._preloader.want(wanted, num_spare=self._scheduler.settings.max_num_seqs)
+
+    def forget_copy(self) -> None:
+        """Drops a copy for a queued request that is under way."""
+        if self._preloader is not None:
+            self._preloader.forget()
 
     def _queued(self) -> list[TokenSequence]:
         return [sequence for sequence in self._by_id.values() if sequence.job is None]
@@ -454,8 +459,7 @@ class Sequences:
         if self._lost_s is None:
             return True
         self.pages.forget_cached()
-        if self._preloader is not None:
-            self._preloader.forget()
+        self.forget_copy()
         try:
             self._pool.renew()
         except RuntimeError:  # a chunk is being read, e.g. for a snapshot, or the device has no memory
