@@ -71,7 +71,10 @@ def _serve_on(listener: socket.socket, args: ServeOptions) -> int:
         if (args.store_index or "").startswith("redis") and importlib.util.find_spec("redis") is None:
             raise StartupError("--store-index: the package redis is not installed: pip install 'ccjax[cluster]'")
     if args.docs not in (None, DEMO) and not Path(args.docs).is_dir():
-        raise StartupError(f"--docs: wanted a directory, or {DEMO}, got {args.docs!r}")
+        from ccjax.server.loading import index_directory
+
+        if not index_directory(Path(args.docs), part(args, DocumentOptions)).is_dir():
+            raise StartupError(f"--docs: wanted a directory, or {DEMO}, got {args.docs!r}")
 
     configure_logging(args.log_level.upper(), args.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import ccjax.retrieval.jsonl as jsonl
 from ccjax.config.documents import DocumentOptions
@@ -22,6 +22,8 @@ from ccjax.retrieval.scan import CANNOT_READ, find_files
 Split = Callable[[LoadedDocument], tuple[str, ...]]
 """Splits a document into passages; ValueError if that is impossible."""
 _MOST_REASON_CHARS = 400
+_MOUNT = "mount"
+"""Digest of a directory below which another file system was mounted."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,11 +38,12 @@ def find_changes(
     progress: Callable[[int, int], None],
 ) -> tuple[list[IndexedDocument], dict[str, str | None], RefreshReport]:
     """Finds the changes since the index was built. Every file is read and hashed; those with a known hash are not
-    parsed. What cannot be read now is not deleted: the documents of such files and directories stay as they are.
+    parsed. What cannot be read now is not deleted: the documents of such files and directories, and of file systems
+    that are not mounted, stay as they are.
 
     Args:
       versions: (version, source) of the documents in the index, by id.
-      digests: of collections that the index holds completely.
+      digests: of collections that the index holds completely, and of what was mounted.
       skip: a directory to leave out.
       progress: called with the number of files done and of all files.
 
@@ -54,10 +57,21 @@ def find_changes(
     for path, reason in failed:
         if reason.startswith(CANNOT_READ):
             finder.keep_below(Path(path).relative_to(docs_dir).as_posix())
-    if versions and not failed and not any(is_read(path) for path in files.values()):
+    directories = {
+        str(parent) for name, path in files.items() if is_read(path) for parent in PurePosixPath(name).parents
+    }
+    mounts = {name for name in directories - {"."} if os.path.ismount(os.path.realpath(docs_dir / name))}
+    known_mounts = {name for name, digest in digests.items() if digest == _MOUNT}
+    if versions and not failed and not directories:
         # A directory whose last document was deleted looks like one that is not mounted, or that is being replaced.
         finder.failed.append((str(docs_dir), "is empty all at once; its index is kept until it has a document"))
         finder.keep_below(".")
+    else:
+        for name in sorted(known_mounts - directories):
+            if not os.path.ismount(os.path.realpath(docs_dir / name)):
+                reason = f"{CANNOT_READ}: it is not mounted; its index is kept until it has a document"
+                finder.failed.append((str(docs_dir / name), reason))
+                finder.keep_below(name)
     for done, (name, path) in enumerate(files.items()):
         progress(done, len(files))
         if jsonl.is_collection(path):
@@ -66,7 +80,10 @@ def find_changes(
             finder.file(name, path)
     progress(len(files), len(files))
     kept = {versions[document_id][1] for document_id in finder.present if document_id in versions}
-    forgotten = {source: None for source in digests if source not in files and source not in kept}
+    kept |= {str(parent) for source in kept for parent in PurePosixPath(source).parents}
+    kept = (kept - directories) | {*files} | mounts
+    finder.digests |= dict.fromkeys(mounts - known_mounts, _MOUNT)
+    forgotten = {name: None for name in digests if name not in kept}
     ids = [document.document_id for document in finder.new]
     report = RefreshReport(
         added=tuple(document_id for document_id in ids if document_id not in versions),

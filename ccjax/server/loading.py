@@ -60,12 +60,10 @@ def open_documents(
     except (ValueError, OSError) as error:
         message = str(error).removeprefix("directory: ").removeprefix("embedder: ")
         raise ValueError(f"embedder: {message}") from error
-    key = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
     settings = {name: getattr(options, name) for name in DocumentOptions.model_fields}
-    settings |= {"embedder": embedder}
+    settings |= {"embedder": embedder, "index_dir": index_directory(directory, options)}
     if options.index_dir is None:
-        indexes = user_cache() / "index"
-        settings |= {"index_dir": indexes / key, "others": indexes}
+        settings |= {"others": settings["index_dir"].parent}
     retriever = Retriever(directory, count_tokens=token_counter(tokenizer), progress=progress, **settings)
     if not retriever.num_passages:
         failed, skipped = retriever.report.failed, retriever.report.skipped_text()
@@ -79,6 +77,12 @@ def open_documents(
             retriever.close()
             raise
     return retriever
+
+
+def index_directory(directory: Path, options: DocumentOptions) -> Path:
+    """Where the index of a directory of documents is."""
+    key = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+    return user_cache() / "index" / key if options.index_dir is None else Path(options.index_dir)
 
 
 def token_counter(tokenizer: Tokenizer) -> Callable[[str], int]:

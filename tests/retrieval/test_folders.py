@@ -105,6 +105,97 @@ def test_what_may_not_be_read_any_more_keeps_its_text_until_it_is_gone(
     assert retriever.refresh().removed
 
 
+@pytest.fixture
+def mounted(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Directories that count as mounted file systems."""
+    mounted: set[Path] = set()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounted)
+    return mounted
+
+
+@pytest.mark.parametrize("leaves", ["an empty directory", "nothing", "an empty root"])
+def test_a_file_system_below_the_root_that_is_not_mounted_keeps_its_documents(
+    docs: Path, tmp_path: Path, mounted: set[Path], leaves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted.add(docs / "sub")
+    open_retriever(docs, index_dir=tmp_path / "index").close()
+    (docs / "sub").rename(tmp_path / "disk")
+    mounted.clear()
+    if leaves != "nothing":
+        (docs / "sub").mkdir()
+    if leaves == "an empty root":
+        (docs / "moon.md").rename(tmp_path / "moon.md")
+    for _ in range(2):  # also after a restart
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            retriever = open_retriever(docs, index_dir=tmp_path / "index")
+            reports = [retriever.report, *(retriever.refresh() for _ in range(3))]
+        assert all(not report.removed and len(report.failed) == 1 for report in reports)
+        path, reason = reports[0].failed[0]
+        assert (path, "until it has a document" in reason) == (str(docs if "root" in leaves else docs / "sub"), True)
+        assert len(caplog.records) == 1 and retriever.search("tea", 1)[0].document_id == "sub/tea.md"
+        retriever.close()
+    retriever = open_retriever(docs, index_dir=tmp_path / "index")
+    (docs / "moon.md").write_text("The moon pulls the whole ocean.")
+    assert retriever.refresh().changed == ("moon.md",)
+    shutil.rmtree(docs / "sub", ignore_errors=True)
+    (tmp_path / "disk").rename(docs / "sub")
+    mounted.add(docs / "sub")
+    assert retriever.refresh() == RefreshReport()
+    (docs / "sub" / "tea.md").unlink()  # real deletions
+    assert retriever.refresh().removed == ("sub/tea.md",)
+    (docs / "sub" / "bees.jsonl").unlink()
+    assert retriever.refresh().removed == ("sub/bees.jsonl/1",)
+    mounted.clear()
+    assert retriever.refresh() == RefreshReport()
+
+
+def test_documents_in_place_of_a_file_system_replace_its_documents(docs: Path, mounted: set[Path]) -> None:
+    mounted.add(docs / "sub")
+    retriever = open_retriever(docs)
+    mounted.clear()
+    shutil.rmtree(docs / "sub")
+    assert not retriever.refresh().removed
+    (docs / "sub").mkdir()
+    (docs / "sub" / "new.md").write_text("Something else.")
+    report = retriever.refresh()
+    assert (report.added, report.removed) == (("sub/new.md",), ("sub/bees.jsonl/1", "sub/tea.md"))
+    shutil.rmtree(docs / "sub")  # now a directory like any other
+    assert retriever.refresh() == RefreshReport(removed=("sub/new.md",))
+
+
+def test_all_documents_of_a_mounted_file_system_may_change_at_once(docs: Path, mounted: set[Path]) -> None:
+    mounted.add(docs / "sub")
+    retriever = open_retriever(docs)
+    (docs / "sub" / "bees.jsonl").unlink()
+    (docs / "sub" / "tea.md").write_text("Tea is grown in Assam.")
+    assert retriever.refresh().changed == ("sub/tea.md",)
+    mounted.clear()
+    shutil.rmtree(docs / "sub")
+    assert not retriever.refresh().removed
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_root_that_is_missing_at_the_start_is_answered_from_its_index(
+    docs: Path, tmp_path: Path, saved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if saved:
+        open_retriever(docs, index_dir=tmp_path / "index").close()
+    moved_away(docs)
+    if not saved:
+        with pytest.raises(ValueError, match="docs_dir: wanted a directory"):
+            open_retriever(docs, index_dir=tmp_path / "index")
+        return
+    with caplog.at_level(logging.WARNING):
+        retriever = open_retriever(docs, index_dir=tmp_path / "index")
+        retriever.refresh()
+    assert len(caplog.records) == 1 and "cannot be read" in caplog.text
+    assert retriever.search("tea", 1)[0].document_id == "sub/tea.md"
+    assert retriever.report.failed[0][0] == str(docs) and not retriever.report.removed
+    docs.with_name("elsewhere").rename(docs)
+    assert retriever.refresh() == RefreshReport()
+
+
 def test_links_that_lead_nowhere_now_keep_their_documents_until_they_are_gone(docs: Path) -> None:
     retriever = open_retriever(docs)
     shutil.move(docs / "sub", docs.with_name("mounted"))

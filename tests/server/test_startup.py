@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -212,9 +213,11 @@ def test_error_names_a_docs_folder_without_documents(tiny_model: Path, tmp_path:
 
 
 def test_server_warms_up_answers_and_exits_on_a_signal(
-    tiny_model: Path, docs_dir: Path, environment: dict[str, str]
+    tiny_model: Path, docs_dir: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    arguments = ["--model", str(tiny_model), "--docs", str(docs_dir), "--chunk-tokens", "40"]
+    docs = tmp_path / "docs"
+    shutil.copytree(docs_dir, docs)
+    arguments = ["--model", str(tiny_model), "--docs", str(docs), "--chunk-tokens", "40"]
     arguments += ["--top-k", "1", "--host-cache-bytes", "1MiB", "--system-prompt", "Answer."]
     arguments += ["--served-model-name", "house", *FEW_STEPS]
     with serving(arguments, environment) as (url, line, process):
@@ -243,6 +246,14 @@ def test_server_warms_up_answers_and_exits_on_a_signal(
             assert stage in errors
     cache = Path(environment["XDG_CACHE_HOME"]) / "ccjax"
     assert any((cache / "compile").iterdir()) and any((cache / "index").iterdir())
+    docs.rename(tmp_path / "elsewhere")
+    with serving(arguments, environment) as (url, line, process):
+        assert "of 5 documents" in line
+        documents["skipped"] = {"cannot be read": 1}
+        assert patience.get(f"{url}/ready").json() == ready
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(READY_S) == 0 and process.stderr is not None
+        assert process.stderr.read().count(f"skipped {docs}: cannot be read: No such file or directory") == 1
 
 
 @pytest.mark.parametrize(
