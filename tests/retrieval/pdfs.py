@@ -227,12 +227,14 @@ GOOD: dict[str, tuple[bytes, Sequence[str], Sequence[str]]] = {
     "rotated page": (pdf([block(LEFT)], rotation=90), COLUMNS[:1], []),
     "AES-128 without password": (encrypted(PLAIN, "", "AES-128"), ["reused anywhere"], []),
     "AES-256 without password": (encrypted(PLAIN, "", "AES-256"), ["reused anywhere"], []),
+    "AES-256 of 2008 without password": (encrypted(PLAIN, "", "AES-256-R5"), ["reused anywhere"], []),
     "RC4 without password": (encrypted(PLAIN, "", "RC4-128"), ["reused anywhere"], []),
     "one page scanned": (pdf([block(["Only this page has text."]), [], []]), ["Only this page has text."], []),
 }
 """Files, what their text contains, and what it does not contain."""
 BAD: dict[str, tuple[bytes, str]] = {
     "password AES-256": (encrypted(PLAIN, "secret", "AES-256"), "protected by a password"),
+    "password AES-256 of 2008": (encrypted(PLAIN, "secret", "AES-256-R5"), "protected by a password"),
     "password AES-128": (encrypted(PLAIN, "secret", "AES-128"), "protected by a password"),
     "password RC4": (encrypted(PLAIN, "secret", "RC4-128"), "protected by a password"),
     "password of other letters": (encrypted(PLAIN, "ключ", "AES-256"), "protected by a password"),
