@@ -14,14 +14,20 @@ from pathlib import Path, PurePosixPath
 import ccjax.retrieval.jsonl as jsonl
 from ccjax.config.documents import DocumentOptions
 from ccjax.retrieval.catalog import IndexedDocument
-from ccjax.retrieval.documents import DocumentError, LoadedDocument, is_supported, parse_document, read_document
+from ccjax.retrieval.documents import (
+    DocumentError,
+    LoadedDocument,
+    is_supported,
+    parse_document,
+    read_document,
+    reason_of,
+)
 from ccjax.retrieval.machine_text import without_machine_text
 from ccjax.retrieval.report import RefreshReport
 from ccjax.retrieval.scan import CANNOT_READ, find_files
 
 Split = Callable[[LoadedDocument], tuple[str, ...]]
 """Splits a document into passages; ValueError if that is impossible."""
-_MOST_REASON_CHARS = 400
 _MOUNT = "mount"
 """Digest of a directory below which another file system was mounted."""
 _log = logging.getLogger(__name__)
@@ -126,23 +132,17 @@ class _Finder:
                 self.present.add(document_id)
 
     @contextlib.contextmanager
-    def _reporting(self, path: str | Path, name: str = "") -> Iterator[None]:
+    def _reporting(self, place: str | Path, name: str = "") -> Iterator[None]:
         """Reports any problem with a file, or with one document of it, so that the others are still read. Parsers raise
         more than they document (`RecursionError`, `OverflowError`, ...)."""
         try:
-            try:
-                yield
-            except OSError as error:
-                raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
-        except DocumentError as problem:
-            cause = problem.__context__
+            yield
+        except Exception as error:
+            cause = error.__context__ if isinstance(error, DocumentError) else error
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 self.keep_below(name)
-            self.failed.append((problem.path, problem.reason))
-        except Exception as error:
-            _log.debug("%s", path, exc_info=True)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_REASON_CHARS]
-            self.failed.append((str(path), reason))
+            _log.debug("%s", place, exc_info=True)
+            self.failed.append((str(place), reason_of(error)))
 
     def file(self, name: str, path: Path) -> None:
         if not is_supported(path) and os.path.isfile(path):
@@ -152,7 +152,7 @@ class _Finder:
             data = read_document(path, max_file_bytes=self._max_file_bytes)
             version = hashlib.sha256(data).hexdigest()
             if not self._is_known(name, version):
-                self._take(name, name, version, path, parse_document(path, data))
+                self._take(name, name, version, parse_document(path, data))
 
     def collection(self, name: str, path: Path) -> None:
         with self._reporting(path, name):
@@ -162,21 +162,24 @@ class _Finder:
                 self.present.update(self._of_source.get(name, []))
                 return
             num_failed = len(self.failed)
-            for line in jsonl.read_lines(path, name, max_line_bytes=self._max_file_bytes):
-                with self._reporting(path if isinstance(line, DocumentError) else f"{path}: {line.document_id}"):
-                    self._take_line(name, path, line)
+            for number, line in enumerate(jsonl.lines(path, self._max_file_bytes), 1):
+                with self._reporting(f"{path}:{number}"):
+                    if line is None:
+                        raise ValueError(f"too large: over the limit max_file_bytes={self._max_file_bytes}")
+                    if line:
+                        self._take_line(name, line)
             if len(self.failed) == num_failed:  # else they are reported again next time
                 self.digests[name] = digest
             elif name in self._known_digests:
                 self.digests[name] = None
 
-    def _take_line(self, name: str, path: Path, line: jsonl.CollectionLine | DocumentError) -> None:
-        if isinstance(line, DocumentError):
-            raise line
-        if line.document_id in self.present:
-            raise DocumentError(path, f"_id: wanted every one once, got {line.document_id!r} again")
-        if not self._is_known(line.document_id, line.version):
-            self._take(line.document_id, name, line.version, path, line.document)
+    def _take_line(self, name: str, line: bytes) -> None:
+        document_id, loaded = jsonl.parse_line(line, name)
+        if document_id in self.present:
+            raise ValueError(f"_id: wanted every one once, got {document_id!r} again")
+        version = hashlib.sha256(line).hexdigest()
+        if not self._is_known(document_id, version):
+            self._take(document_id, name, version, loaded)
 
     def _is_known(self, document_id: str, version: str) -> bool:
         """Whether the index holds this version."""
@@ -185,17 +188,13 @@ class _Finder:
         self.present.add(document_id)
         return True
 
-    def _take(self, document_id: str, source: str, version: str, path: Path, loaded: LoadedDocument) -> None:
+    def _take(self, document_id: str, source: str, version: str, loaded: LoadedDocument) -> None:
         text, num_left_out = without_machine_text(loaded.text)
         if not text.strip():
-            raise DocumentError(path, "no text besides base64, hex or minified code")
-        try:
-            passages = self._split(dataclasses.replace(loaded, text=text))
-        except ValueError as error:
-            raise DocumentError(path, str(error)) from None
-        for note in loaded.notes:
-            _log.warning("%s: %s", path, note)
-        if num_left_out:
-            _log.warning("%s: left out %d characters of base64, hex or minified code", document_id, num_left_out)
+            raise ValueError("no text besides base64, hex or minified code")
+        passages = self._split(dataclasses.replace(loaded, text=text))
+        note = f"left out {num_left_out} characters of base64, hex or minified code" if num_left_out else ""
+        for told in filter(None, (*loaded.notes, note)):
+            _log.warning("%s: %s", document_id, told)
         self.present.add(document_id)
         self.new.append(IndexedDocument(document_id, loaded.title, version, passages, source, loaded.metadata))

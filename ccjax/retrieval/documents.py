@@ -24,6 +24,7 @@ MAX_FILE_BYTES = 20_000_000
 _MOST = sys.float_info.max
 _MOST_FRONT_MATTER_CHARS = 65_536
 """YAML is parsed at 0.1 MB/s."""
+_MOST_REASON_CHARS = 400
 Value = str | float | bool
 _Read = Callable[[bytes], "LoadedDocument"]
 
@@ -115,7 +116,7 @@ def read_document(path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
             raise DocumentError(path, f"too large: {size} bytes, over the limit max_file_bytes={max_file_bytes}")
         return data
     except OSError as error:
-        raise DocumentError(path, f"cannot be read: {error.strerror or error}") from None
+        raise DocumentError(path, reason_of(error)) from None
 
 
 def parse_document(path: Path, data: bytes) -> LoadedDocument:
@@ -138,12 +139,17 @@ def parse_document(path: Path, data: bytes) -> LoadedDocument:
 
 
 def reason_of(error: Exception) -> str:
-    """Why content could not be parsed; libraries raise more than they document, on broken files."""
+    """Why content could not be read or parsed; libraries raise more than they document, on broken files."""
+    if isinstance(error, DocumentError):
+        return error.reason
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or error}"
     if isinstance(error, UnicodeDecodeError):
         return f"not {error.encoding}: byte {error.start}, {error.reason}"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
-    return str(error) if isinstance(error, ValueError) else f"cannot be parsed: {type(error).__name__}: {error}"[:400]
+    kind = "" if isinstance(error, ValueError) else f"cannot be parsed: {type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:_MOST_REASON_CHARS]
 
 
 def _title_from_name(path: Path) -> str:

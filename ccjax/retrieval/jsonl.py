@@ -6,14 +6,12 @@ metadata are optional, other names are ignored.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from ccjax.retrieval.documents import DocumentError, LoadedDocument, cleaned, plain_metadata, reason_of
+from ccjax.retrieval.documents import LoadedDocument, cleaned, plain_metadata
 from ccjax.types import LONGEST_ID
 
 _LONGEST_ID = LONGEST_ID - 16
@@ -25,47 +23,28 @@ def is_collection(path: Path) -> bool:
     return path.suffix.lower() == ".jsonl"
 
 
-@dataclasses.dataclass(frozen=True)
-class CollectionLine:
-    """One document of a collection; `version` is the sha256 (hex) of its line."""
-
-    document_id: str
-    version: str
-    document: LoadedDocument
-
-
-def read_lines(path: Path, name: str, *, max_line_bytes: int) -> Iterator[CollectionLine | DocumentError]:
-    """Yields the documents of a collection, or an error for each bad line; the file is never in memory as a whole.
-
-    Args:
-      name: the collection's own id, prefix of the ids of its documents.
+def lines(path: Path, max_bytes: int) -> Iterator[bytes | None]:
+    """The lines of a collection, None for those over `max_bytes`; the file is never in memory as a whole.
 
     Raises:
       OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        for number, line in enumerate(_lines(file, max_line_bytes), 1):
-            try:
-                if line is None:
-                    raise ValueError(f"too large: over the limit max_file_bytes={max_line_bytes}")
-                if line.strip():
-                    yield _parse(line.strip(), name)
-            except Exception as error:
-                yield DocumentError(f"{path}:{number}", reason_of(error))
+        while line := file.readline(max_bytes + 1):
+            if len(line) <= max_bytes or line.endswith(b"\n"):
+                yield line.strip()
+                continue
+            while line and not line.endswith(b"\n"):
+                line = file.readline(max_bytes)
+            yield None
 
 
-def _lines(file: IO[bytes], max_bytes: int) -> Iterator[bytes | None]:
-    """Line by line, None for those that are too long."""
-    while line := file.readline(max_bytes + 1):
-        if len(line) <= max_bytes or line.endswith(b"\n"):
-            yield line
-            continue
-        while line and not line.endswith(b"\n"):
-            line = file.readline(max_bytes)
-        yield None
+def parse_line(line: bytes, name: str) -> tuple[str, LoadedDocument]:
+    """The id of a line's document, which begins with the collection's `name`, and the document.
 
-
-def _parse(line: bytes, name: str) -> CollectionLine:
+    Raises:
+      ValueError: it is none; some lines have the JSON parser raise RecursionError.
+    """
     value = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
     if not isinstance(value, Mapping):
         raise ValueError(f"wanted an object with _id and text, got {type(value).__name__}")
@@ -76,8 +55,7 @@ def _parse(line: bytes, name: str) -> CollectionLine:
     if len(name) + len(own_id) > _LONGEST_ID:
         raise ValueError(f"_id: wanted at most {max(0, _LONGEST_ID - len(name))} characters, got {len(own_id)}")
     title = " ".join(title.split()) or own_id
-    document = LoadedDocument(title, text, metadata=plain_metadata(value.get("metadata")))
-    return CollectionLine(f"{name}/{own_id}", hashlib.sha256(line).hexdigest(), document)
+    return f"{name}/{own_id}", LoadedDocument(title, text, metadata=plain_metadata(value.get("metadata")))
 
 
 def _text(value: Any, name: str) -> str:

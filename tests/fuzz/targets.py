@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -21,7 +22,7 @@ from ccjax.policy.calibration import Calibration, Trial
 from ccjax.policy.prefill_cost import PrefillGrid
 from ccjax.retrieval.documents import DocumentError, parse_document
 from ccjax.retrieval.filters import parse_filter
-from ccjax.retrieval.jsonl import read_lines
+from ccjax.retrieval.jsonl import lines, parse_line
 from ccjax.server.body import parse_body
 from ccjax.server.completions import CompletionBody
 from ccjax.server.errors import ApiError
@@ -70,9 +71,10 @@ def _document(suffix: str) -> Callable[[bytes], object]:
 def _jsonl(data: bytes) -> None:
     path = _FOLDER / "lines.jsonl"
     path.write_bytes(data)
-    for line in read_lines(path, "lines.jsonl", max_line_bytes=4096):
-        if not isinstance(line, DocumentError):
-            assert line.document_id and line.document.text.strip()
+    for line in lines(path, 4096):
+        with contextlib.suppress(ValueError, RecursionError):
+            document_id, document = parse_line(line or b"", "lines.jsonl")
+            assert document_id and document.text.strip()
 
 
 def _body(model: Any) -> Callable[[bytes], object]:

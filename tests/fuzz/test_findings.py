@@ -10,12 +10,12 @@ import pytest
 
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.retrieval.documents import DocumentError, parse_document
-from ccjax.retrieval.jsonl import read_lines
 from ccjax.store.catalog import CatalogError, decode_part
 from ccjax.store.errors import ShardCorruptError
 from ccjax.store.records import decode_record
 from ccjax.store.spec import KVSpec, StoreIdentity
 from tests.fuzz.targets import TARGETS
+from tests.retrieval.opened import open_retriever
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32")
 
@@ -109,7 +109,7 @@ def test_page_with_nul_bytes_is_rejected():
 
 
 def test_deeply_nested_line_does_not_break_the_collection(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_bytes(b"[" * 2000 + b'\n{"_id": "a", "text": "b"}\n')
-    wrong, right = read_lines(path, "c", max_line_bytes=10_000)
-    assert isinstance(wrong, DocumentError) and "recursion" in str(wrong) and right.document.text == "b"
+    (tmp_path / "c.jsonl").write_bytes(b"[" * 2000 + b'\n{"_id": "a", "text": "b"}\n')
+    retriever = open_retriever(tmp_path)
+    ((_, reason),) = retriever.report.failed
+    assert "recursion" in reason and retriever.document_ids == ("c.jsonl/a",)

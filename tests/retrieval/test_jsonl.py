@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from ccjax.retrieval import DocumentError, RefreshReport, Retriever
-from ccjax.retrieval.jsonl import CollectionLine, read_lines
+from ccjax.retrieval import RefreshReport, Retriever
+from ccjax.retrieval.jsonl import lines, parse_line
 from tests.retrieval.opened import CountingEmbedder, open_retriever
 
 
-def collection(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), "utf-8")
+def collection(path: Path, *values: Any) -> Path:
+    path.write_text("".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values), "utf-8")
     return path
 
 
@@ -25,11 +25,13 @@ MOON = {"id": 7, "text": "The moon pulls the ocean.\n\nIt has no air."}
 
 def test_each_line_is_a_document(tmp_path: Path) -> None:
     path = collection(tmp_path / "a.jsonl", BEES, "", MOON)
-    bees, moon = read_lines(path, "x/a.jsonl", max_line_bytes=1000)
-    assert isinstance(bees, CollectionLine) and isinstance(moon, CollectionLine)
-    assert (bees.document_id, bees.document.title, bees.document.text) == ("x/a.jsonl/bees", "Bees", BEES["text"])
-    assert bees.document.metadata == {"year": 2020, "tags": ["x"]} and not bees.document.markdown
-    assert (moon.document_id, moon.document.title) == ("x/a.jsonl/7", "7") and moon.version != bees.version
+    first, empty, last = lines(path, 1000)
+    assert first is not None and empty == b"" and last is not None
+    bees_id, bees = parse_line(first, "x/a.jsonl")
+    moon_id, moon = parse_line(last, "x/a.jsonl")
+    assert (bees_id, bees.title, bees.text) == ("x/a.jsonl/bees", "Bees", BEES["text"])
+    assert bees.metadata == {"year": 2020, "tags": ["x"]} and not bees.markdown
+    assert (moon_id, moon.title) == ("x/a.jsonl/7", "7")
 
 
 @pytest.mark.parametrize(
@@ -48,17 +50,16 @@ def test_each_line_is_a_document(tmp_path: Path) -> None:
 )
 def test_invalid_line_is_reported_and_the_others_are_read(tmp_path: Path, line: Any, reason: str) -> None:
     path = collection(tmp_path / "a.jsonl", BEES, line, MOON)
-    first, problem, last = read_lines(path, "a.jsonl", max_line_bytes=300)
-    assert isinstance(first, CollectionLine) and isinstance(last, CollectionLine) and last.document_id == "a.jsonl/7"
-    assert isinstance(problem, DocumentError)
-    assert problem.path == f"{path}:2" and reason in problem.reason
+    retriever = open_retriever(tmp_path, max_file_bytes=300)
+    assert retriever.document_ids == ("a.jsonl/7", "a.jsonl/bees")
+    ((place, problem),) = retriever.report.failed
+    assert place == f"{path}:2" and reason in problem
 
 
 def test_undecodable_line_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"_id": "a", "text": "caf\xe9"}\n')
-    (problem,) = read_lines(path, "a.jsonl", max_line_bytes=300)
-    assert isinstance(problem, DocumentError) and "utf-8" in problem.reason
+    (tmp_path / "a.jsonl").write_bytes(b'{"_id": "a", "text": "caf\xe9"}\n')
+    ((_, problem),) = open_retriever(tmp_path).report.failed
+    assert "utf-8" in problem
 
 
 def test_a_collection_is_searched_like_files(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_collection_problems_are_reported_on_every_refresh(tmp_path: Path) -> No
     path = collection(tmp_path / "a.jsonl", BEES, BEES, "{")
     retriever = open_retriever(tmp_path)
     for report in (retriever.report, retriever.refresh()):
-        assert [name for name, _ in report.failed] == [str(path), f"{path}:3"]
+        assert [name for name, _ in report.failed] == [f"{path}:2", f"{path}:3"]
         assert "wanted every one once, got 'a.jsonl/bees' again" in report.failed[0][1]
     assert retriever.num_documents == 1
     collection(path, BEES)
