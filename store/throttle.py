@@ -9,6 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+DONE: Future[None] = Future()
+"""A read to pass a link for what is there already."""
+DONE.set_result(None)
+
 
 class ThrottledLink:
     """Delays reads as one shared wire would: they complete in the order of their start, in total at `bytes_per_s`.

@@ -40,7 +40,7 @@ class ChunkCache:
       planner, capture: what a prefill reuses, and what is kept of it.
       runs: what is kept of whole prompts and answers; None where chunks are kept as prompts had them.
       preloader: reads what queued requests will need.
-      device_preloader: copies it to the device; None without a device tier.
+      device_preloader: copies it to the device; None without a device tier, or without preloading.
       documents, pins: documents as units.
       frame: the passages that others are prepared behind.
       updater: applies what other processes change in the store.
@@ -118,7 +118,10 @@ class ChunkCache:
         if preload_bytes is None:
             preload_bytes = max(host_cache_bytes(config) // 8, _LEAST_PRELOAD_BYTES)
         preloader = Preloader(store, budget_bytes=preload_bytes, must_wait=lambda: planner.is_reading)
-        to_device = DevicePreloader(store, variants, device.pool) if device.has_tier else None
+        to_device = None
+        if device.has_tier and preload_bytes:
+            waiting = {"link": device_link, "must_wait": lambda: planner.is_loading}
+            to_device = DevicePreloader(store, variants, device.pool, **waiting)
         documents = DocumentCache(capture.unprepared, variants, store)
         pins = DocumentPins(variants, store, max_variants=config.max_variants, share=config.pin_share)
         variants.spare(pins)

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from ccjax.runner.plan_rows import padded_to
 from ccjax.runner.pool import DevicePool
 from ccjax.store.errors import StoreError
 from ccjax.store.spec import KVSpec
-from ccjax.store.throttle import ThrottledLink
+from ccjax.store.throttle import DONE, ThrottledLink
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.usage import DEVICE
 from ccjax.types import PlannedSegment, PrefillPlan, VariantId
@@ -33,9 +33,6 @@ _MOST_MERGED = 2
 
 _ALIGNMENT = 64
 """Alignment in bytes of host memory that XLA uses without a copy."""
-
-_DONE: Future[None] = Future()
-_DONE.set_result(None)
 
 _POLL_S = 0.05
 """How often a wait checks whether it should end."""
@@ -159,6 +156,11 @@ class LayerLoader:
         with self._changed:  # the ticket is completed only after `__exit__`
             return not self._stopped and bool(self._late(0, self._num_started))
 
+    @property
+    def is_loading(self) -> bool:
+        """True while layers are still to come over the link to the device; may be called from any thread."""
+        return bool(self._variants) and not self._stopped and self._num_taken < self._num_layers
+
     def is_ready(self, layer: int) -> bool:
         """True if `take` of the layer would not wait."""
         return not self._variants or layer in self._ready or self._failure is not None
@@ -239,7 +241,7 @@ class LayerLoader:
             on_device = jax.device_put(parts, self._placement)
             jax.block_until_ready(on_device)
             if self._link is not None:
-                self._link(_DONE, sum(rows.nbytes for rows in merged)).result()
+                self._link(DONE, sum(rows.nbytes for rows in merged)).result()
             ended_s = time.perf_counter()
             self._copy_s += ended_s - began_s
             if layer + 1 == self._num_layers:

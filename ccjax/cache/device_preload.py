@@ -1,4 +1,5 @@
-"""Copies the KV that queued requests will reuse from host memory to free pages of the device (CacheCraft sec. 3.5)."""
+"""Copies the KV that queued requests will reuse to free pages of the device: from host memory, or what a `Preload` has
+read from disk (CacheCraft sec. 3.5)."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ccjax.cache.variants import VariantIndex
 from ccjax.runner.pool import DevicePool, PagedShard, num_pages
 from ccjax.store.errors import TierFullError
+from ccjax.store.throttle import DONE, ThrottledLink
 from ccjax.store.tiered import TieredStore
-from ccjax.store.usage import HOST
+from ccjax.store.usage import DISK, HOST
 from ccjax.types import ChunkId, VariantId
 
 logger = logging.getLogger(__name__)
@@ -34,13 +36,26 @@ class DevicePreloader:
     copy. Once `collect` has added it to the device tier, it is evicted before all others until a request has used it.
     Methods are for the batch thread.
 
+    Args:
+      link: throttles copies to the device.
+      must_wait: True while a running request loads over this link; its KV goes first.
+
     Attributes:
       num_bytes: of the KV added so far.
     """
 
-    def __init__(self, store: TieredStore, variants: VariantIndex, pool: DevicePool) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        variants: VariantIndex,
+        pool: DevicePool,
+        *,
+        link: ThrottledLink | None = None,
+        must_wait: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.num_bytes = 0
         self._store, self._variants, self._pool = store, variants, pool
+        self._link, self._must_wait = link, must_wait
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ccjax-device-preload")
         self._copy: _Copy | None = None
         self._tried: set[VariantId] = set()
@@ -51,15 +66,15 @@ class DevicePreloader:
         return 0 if self._copy is None else self._copy.shard.num_pages
 
     def want(self, variant_ids: Iterable[VariantId], *, num_spare: int) -> None:
-        """Starts to copy the first of these variants that is in host memory alone, unless a copy is under way, if it
-        leaves `num_spare` pages free. Each is tried once, as long as it is wanted."""
+        """Starts to copy the first of these variants that is in memory, but not on the device, unless a copy is under
+        way, if it leaves `num_spare` pages free. Each is tried once, as long as it is wanted."""
         wanted = dict.fromkeys(variant_ids)
         self._tried &= wanted.keys()
         for variant_id in wanted:
-            if self._copy is not None:
+            if self._copy is not None or self._must_wait():
                 return
             summary = self._store.get_summary(variant_id)
-            if variant_id in self._tried or summary is None or self._store.tier_of(variant_id) != HOST:
+            if variant_id in self._tried or summary is None or not self._is_in_memory(variant_id):
                 continue
             if num_pages(summary.num_tokens) + num_spare > self._pool.num_free:
                 continue
@@ -100,15 +115,22 @@ class DevicePreloader:
         self._thread.shutdown()
         self._copy = None
 
+    def _is_in_memory(self, variant_id: VariantId) -> bool:
+        tier = self._store.tier_of(variant_id)
+        return tier == HOST or (tier == DISK and not self._store.unread_bytes(variant_id))
+
     def _fill(self, variant_id: VariantId, shard: PagedShard) -> bool:
-        """Writes the KV to the pages; False if it is not in host memory any more, or could not be written."""
+        """Writes the KV to the pages; False if it is gone, not what was stored, or could not be written."""
         try:
             ticket = self._store.prepare_load((variant_id,), counted=False)
             try:
-                kv = None if ticket.lossy else ticket.whole().get(variant_id)
-                if kv is not None:
-                    self._pool.fill(shard, kv)
-                return kv is not None
+                if ticket.missing or ticket.lossy:
+                    return False
+                kv = ticket.read_layers(variant_id, 0, self._store.kv_spec.num_layers)
+                self._pool.fill(shard, kv)
+                if self._link is not None:
+                    self._link(DONE, kv.nbytes).result()
+                return True
             finally:
                 self._store.complete_load(ticket, ok=False)
         except TierFullError:

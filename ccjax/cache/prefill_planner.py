@@ -44,7 +44,8 @@ FindVariants = Callable[[Collection[ChunkId]], Mapping[ChunkId, Sequence[Variant
 
 
 class PrefillPlanner:
-    """Plans and loads for the prefills of one engine. Not thread-safe, except `is_reading` and `would_load`.
+    """Plans and loads for the prefills of one engine. Not thread-safe, except `is_reading`, `is_loading` and
+    `would_load`.
 
     Attributes:
       prepared: which variants may serve a prompt.
@@ -82,8 +83,15 @@ class PrefillPlanner:
     @property
     def is_reading(self) -> bool:
         """True while a running prefill has reads in flight; callable from any thread."""
-        loaders = [reference() for reference in self._loaders]
-        return any(loader is not None and loader.is_reading for loader in loaders)
+        return any(loader.is_reading for loader in self._open_loaders())
+
+    @property
+    def is_loading(self) -> bool:
+        """True while a running prefill waits for KV from host memory or disk; callable from any thread."""
+        return any(loader.is_loading for loader in self._open_loaders())
+
+    def _open_loaders(self) -> list[LayerLoader]:
+        return [loader for reference in self._loaders if (loader := reference()) is not None]
 
     def would_load(
         self, prompt: Prompt, mode: ReuseMode, settings: PlannerSettings | None = None

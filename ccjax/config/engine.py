@@ -106,8 +106,8 @@ class CacheSettings(SettingsModel):
     disk_cache_bytes: NumBytes | None = Field(default=None, ge=1)
     """Limit on the size of the store; without it no limit."""
     preload_bytes: Annotated[NumBytes | None, KEYWORD_ONLY] = Field(default=None, ge=0)
-    """Additional host memory for KV that queued requests will need from the store; 0 disables preloading, without it an
-    eighth of `host_cache_bytes`, at least 256 MiB."""
+    """Additional host memory for KV that queued requests will need from the store; 0 disables preloading, to free pages
+    of the device, too; without it an eighth of `host_cache_bytes`, at least 256 MiB."""
     store: Annotated[str, Described("a URL such as 'file:///path'", "URL")] | None = None
     """URL of the persistent chunk store: file:///var/cache/ccjax, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, with
     ?endpoint=http://HOST:PORT&region=NAME for servers other than AWS; credentials are found as the clouds' own tools

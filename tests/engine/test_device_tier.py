@@ -1,5 +1,6 @@
 """Chunk-caches on the device change where KV is read from, but never the answers."""
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -13,6 +14,7 @@ from ccjax.engine import Request, SamplingParams
 from ccjax.errors import ConfigError
 from ccjax.prompts import chunk_id
 from ccjax.runner import budgets
+from ccjax.runner import pack as pack_module
 from ccjax.runner.budgets import memory_bytes
 from ccjax.runner.pool import PAGE_TOKENS, num_pages
 from ccjax.store.errors import TierFullError
@@ -194,19 +196,21 @@ def test_impossible_device_budgets_are_rejected(monkeypatch):
     MODEL.engine(max_model_len=512, **own).close()
 
 
-def queued_behind(engine, until):
-    """The answer to SEGMENTS, which were stored before and are in host memory alone now, queued behind an answer that
+def queued_behind(engine, until, lost=("device",)):
+    """The answer to SEGMENTS, which were stored before and are in no tier of `lost` now, queued behind an answer that
     is cancelled once `until()`."""
     events, begun = queue.SimpleQueue(), queue.SimpleQueue()
     engine.cache.flush()
     for meta in list(engine._chunks.variants):
-        assert engine._chunks.store.evict("device", [meta.variant_id])
+        assert all(engine._chunks.store.evict(tier, [meta.variant_id]) for tier in lost)
         engine._chunks.variants._placement.apply_changes(meta.variant_id)
     long = Request(segments=[[1, 2, 3], [4, 5, 6]], sampling=SamplingParams(400, ignore_eos=True), reuse="off")
     cancel = engine.submit(long, begun.put)
     assert begun.get(timeout=120).token_ids
-    engine.submit(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)), events.put)
-    wait_until(until, timeout_s=120)
+    request = Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0))
+    with contextlib.closing(engine.preload(request)):  # as the server does
+        engine.submit(request, events.put)
+        wait_until(until, timeout_s=120)
     cancel()
     while True:
         event = events.get(timeout=120)
@@ -239,6 +243,86 @@ class HeldCopies:
         if threading.current_thread().name.startswith("ccjax-device-preload"):
             self.begun.set()
             assert self.may_end.wait(120)
+
+
+def test_kv_of_a_queued_request_comes_from_disk_to_the_device_before_it_runs(url):
+    with MODEL.engine(store=url, max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        first, size = engine.run(ask(SEGMENTS)), NUM_STORED * MODEL.token_bytes
+        again = queued_behind(engine, lambda: engine.batch_counts.preloaded_bytes == size, ("device", "host"))
+        assert set(tiers(again.reuse)) == {"device"} and again.reuse.reused_tokens == NUM_STORED
+        assert again.token_ids == first.token_ids[:4]
+
+
+class Layers:
+    """Stops the loop in a layer of the first pack until the test goes on."""
+
+    def __init__(self, monkeypatch):
+        self.in_first, self.may_go, self.in_last = threading.Event(), threading.Event(), lambda: None
+        self._run_layer = pack_module.Pack.run_layer
+        monkeypatch.setattr(pack_module.Pack, "run_layer", lambda pack: self._run(pack))
+
+    def _run(self, pack):
+        if not self.in_first.is_set():
+            self.in_first.set()
+            assert self.may_go.wait(120)
+        elif pack.layer == MODEL.config.num_layers - 1:
+            self.in_last, call = (lambda: None), self.in_last
+            call()
+        self._run_layer(pack)
+
+
+def test_copies_begin_while_the_prompt_before_is_computed(monkeypatch):
+    """And over a slow link, too."""
+    carried = []
+
+    def link(done, num_bytes):
+        carried.append(num_bytes)
+        return done
+
+    with MODEL.engine(device_link=link, max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        first = engine.run(ask(SEGMENTS))
+        to_host(engine, SEGMENTS)
+        copies, layers, begun = HeldCopies(engine._device.pool, monkeypatch), Layers(monkeypatch), []
+        copies.may_end.set()
+        layers.in_last = lambda: begun.append(copies.begun.wait(60))
+        Client(engine, ask(SHORT, "off", 1))
+        assert layers.in_first.wait(120)
+        queued = Client(engine, ask(SEGMENTS))
+        layers.may_go.set()
+        check(queued.response(), first)
+        assert begun == [True]
+        assert sum(carried) >= NUM_STORED * MODEL.token_bytes
+
+
+def test_copies_wait_for_what_a_running_prompt_loads(monkeypatch):
+    """As long as it has a layer to come."""
+    seen, looked, num_left = [], threading.Event(), []
+
+    def link(done, num_bytes):
+        if num_left:
+            num_left[0] -= 1
+            if not num_left[0]:  # the last layer of the first prompt comes once the loop has looked at the queue
+                assert looked.wait(120)
+                seen.append(engine._chunks.device_preloader._copy)
+        return done
+
+    with MODEL.engine(device_link=link, max_model_len=512, device_cache_bytes=ALL, max_num_seqs=1) as engine:
+        other = draw_segments(np.random.default_rng(12), LENGTHS)
+        first = [engine.run(ask(segments)) for segments in (other, SEGMENTS)]
+        to_host(engine, SEGMENTS)
+        to_host(engine, other)
+        layers, sequences = Layers(monkeypatch), engine._loop._sequences
+        num_left.append(MODEL.config.num_layers)
+        look_ahead = sequences.look_ahead
+        monkeypatch.setattr(sequences, "look_ahead", lambda: (look_ahead(), looked.set()))
+
+        running = Client(engine, ask(other))
+        assert layers.in_first.wait(120)
+        queued = Client(engine, ask(SEGMENTS))
+        layers.may_go.set()
+        check(running.response(), first[0])
+        check(queued.response(), first[1])
+        assert seen == [None] and tiers(running.response().reuse) == ["host"] * 5
 
 
 def test_copy_for_a_request_that_left_the_queue_is_dropped(monkeypatch):

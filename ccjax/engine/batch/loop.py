@@ -359,6 +359,7 @@ class BatchLoop:
             self._refresh()
             if self._scheduler.after_layer(time.perf_counter()):
                 decoded_s += self._decode()
+            sequences.look_ahead()
             decoded_s += self._interrupt()
         if pack not in sequences.packs:  # the pool's pages are lost
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -138,8 +139,12 @@ class Sequences:
             elif group.deadline_s is not None and group.deadline_s <= now_s:
                 self.fail(sequence, too_late())
 
-    def plan_waiting(self) -> None:
-        """Plans the first sequences in the queue; again if variants of their chunks have changed since."""
+    def plan_waiting(self, *, most: int | None = None) -> None:
+        """Plans the first sequences in the queue; again if variants of their chunks have changed since.
+
+        Args:
+          most: how many to plan at most; None for no limit.
+        """
         self._apply_changes()
         if self._preloader is not None and (copied := self._preloader.collect()) is not None:
             for sequence in self._queued():
@@ -153,10 +158,19 @@ class Sequences:
         num_planned = _NUM_PREPLANNED if num_free else 1
         if 0 < num_free < len(waiting):  # the order also depends on what is cached
             num_planned = max(num_planned, self._scheduler.settings.reorder_window)
-        for sequence in planning_order(waiting)[:num_planned]:
-            changed_at = self._variants.changes.last(sequence.chunk_ids)
-            if sequence.planned_at_change is None or sequence.planned_at_change < changed_at:
-                self._plan(sequence)
+        unplanned = (one for one in planning_order(waiting)[:num_planned] if self._is_outdated(one))
+        for sequence in itertools.islice(unplanned, most):
+            self._plan(sequence)
+
+    def _is_outdated(self, sequence: TokenSequence) -> bool:
+        changed_at = self._variants.changes.last(sequence.chunk_ids)
+        return sequence.planned_at_change is None or sequence.planned_at_change < changed_at
+
+    def look_ahead(self) -> None:
+        """Between two layers: begins to load for sequences in the queue, and plans one more for that."""
+        if self._preloader is not None and self._scheduler.num_waiting:
+            self.plan_waiting(most=1)
+            self.preload()
 
     def preload(self) -> None:
         """Starts to copy what planned sequences in the queue will reuse to free pages of the device."""
