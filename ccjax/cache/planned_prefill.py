@@ -181,6 +181,7 @@ class PlannedPrefill:
         """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns
         the plan that is pinned."""
         assert self.plan is not None
+        self._planned_at_s = time.perf_counter()  # it may have been planned long before, in the queue
         while self.contract.mode != "off":
             loads = self._planner.loads
             self._disk_bytes = loads.disk_bytes(self.plan)
