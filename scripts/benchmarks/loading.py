@@ -13,6 +13,12 @@ Keys of --json, besides those of every benchmark (`bench.py --help`):
     all runs); `wait_s` (part of it in which the device waited for KV); `hidden_share`: 1 - (prefill_s - that of the
     first case) / load_s; `allowed_share`: the most that this way can hide, layerwise eq. 16 without its rounding;
     `lost_loads`: loads that failed or were abandoned; if not 0, the row is not comparable
+
+With `--queued N`, N requests wait behind one that computes its prompt, one answer at a time, on a device that keeps
+pages; their KV is in host memory, behind a link of 3 GB/s, and behind one over which a request loads as long as it then
+computes. Copied to the device while they wait, or not. Instead of `cases`:
+  queued[]: `link_bytes_per_s`; `is_preloaded`; of the N requests `ttft_s` (from their arrival; the mean of N, median
+    and all runs: `runs_s`), `prefill_s`, `wait_s`, `lost_loads` as above; `preloaded_bytes`: copied ahead for all N
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ from ccjax.loading.named import default_model
 from ccjax.store.throttle import ThrottledLink
 from ccjax.types import ReuseReport
 from scripts.benchmarks.common import corpus_passages, environment, median, stages
+from scripts.benchmarks.queued_loading import run_queued
 from scripts.benchmarks.ttft import NUM_PASSAGES, QUESTION
 
 QUICK = {"context_tokens": 256, "repetitions": 1, "ratios": [2.0]}
@@ -51,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context-tokens", type=positive_int, default=1024, help="approximately (%(default)s)")
     add("--link", choices=("disk", "device"), default="disk", help="which link is slow (%(default)s)")
     add("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0], help="of loading to prefill (%(default)s)")
+    add("--queued", type=positive_int, metavar="N", help="only requests that wait in the queue: TTFT of N")
     add("--repetitions", type=positive_int, default=5, help="runs per case; the median counts (%(default)s)")
 
 
@@ -79,6 +87,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     repetitions = arguments.repetitions
     model = load_model(arguments.model, dtype=with_dtype({})["dtype"])
     assert model.tokenizer is not None
+    if arguments.queued is not None:
+        about = {"model": arguments.model, "passages": NUM_PASSAGES, "repetitions": repetitions}
+        found = run_queued(model, arguments.queued, arguments.context_tokens, repetitions)
+        return {"benchmark": "loading", **environment(), **about, **found}
     documents = corpus_passages(model.tokenizer, NUM_PASSAGES, max(1, arguments.context_tokens // NUM_PASSAGES - 8))
     messages = [{"role": "user", "content": QUESTION}]
     request = Request(messages=messages, documents=documents, sampling=SamplingParams(max_new_tokens=1))

@@ -146,6 +146,17 @@ def test_loading_shows_what_each_way_hides(monkeypatch, link):
     assert of["sync", False] == 0.0 < of["layerwise", False] < of.get(("layerwise", True), 1.0)
 
 
+def test_loading_compares_requests_that_wait_with_copies_ahead_and_without(monkeypatch):
+    monkeypatch.setattr(load_plan, "loads_to_give_up", lambda loads, hidden_s, habit: frozenset())
+    _, figures = in_process.figures("loading", "--model", "demo", "--queued", 2)
+    assert [row["is_preloaded"] for row in figures["queued"]] == [True, False] * 2
+    assert len({row["link_bytes_per_s"] for row in figures["queued"]}) == 2 and "cases" not in figures
+    for row in figures["queued"]:
+        assert row["is_preloaded"] or row["preloaded_bytes"] == 0
+        assert row["lost_loads"] == 0
+        assert row["runs_s"] == [row["ttft_s"]] and row["ttft_s"] > row["prefill_s"] > row["wait_s"] >= 0.0
+
+
 def test_least_exposed_time_is_equation_16_and_that_of_a_simulated_pipeline():
     # L = 5, Tprefill : Tload = 1 : 2 gives Lp = 3: of 2 s the first 3/5 must be there before.
     assert loading.least_exposed_s("layerwise", 5, 1.0, 2.0, 0.0) == pytest.approx(1.2)
