@@ -33,6 +33,10 @@ class Embedder(Protocol):
         """The text in parts, at least one, each of which `embed` reads whole."""
         ...
 
+    def known_share(self, text: str) -> float:
+        """Share of the text's characters, 0 to 1, that are in words of the vocabulary."""
+        ...
+
 
 class MiniLMEmbedder:
     """all-MiniLM-L6-v2, or any sentence-transformers directory of BERT type, computed in JAX.
@@ -74,6 +78,10 @@ class MiniLMEmbedder:
     def windows(self, text: str) -> Sequence[str]:
         """Parts of at most `max_tokens` tokens."""
         return self._encoder.windows(text)
+
+    def known_share(self, text: str) -> float:
+        """Share of the text's characters that are in words of the vocabulary."""
+        return self._encoder.known_share(text)
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each whole text, control tokens included."""

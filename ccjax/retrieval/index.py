@@ -117,9 +117,14 @@ class PassageIndex:
         num_stages: int,
         *,
         where: Filter | None = None,
+        weight: float = 1.0,
     ) -> Iterator[tuple[list[Passage], bool]]:
         """Preliminary results of `search` after each of at most `num_stages` parts of the search by similarity, and
-        whether they are final: then they equal those of `search`."""
+        whether they are final: then they equal those of `search`.
+
+        Args:
+          weight: of the ranks by similarity in the sum; those by words have 1.
+        """
         if vector is not None:
             if vector.shape[-1:] != (self.settings.dim,) or vector.ndim > 2 or not vector.size:
                 raise ValueError(f"vector: wanted [{self.settings.dim}], got {vector.shape}")
@@ -138,7 +143,7 @@ class PassageIndex:
                 near = zip(*(view.stages(one, depth, num_stages, allowed) for one in vector), strict=True)
             for founds in near:
                 found = Found.best(founds, depth)
-                if (passages := self._passages(by_words, found, vector, top_k, view)) is None:
+                if (passages := self._passages(by_words, found, vector, top_k, view, weight)) is None:
                     break
                 yield passages, found.is_final
                 if found.is_final:
@@ -162,12 +167,13 @@ class PassageIndex:
         vector: np.ndarray | None,
         top_k: int,
         view: VectorView,
+        weight: float,
     ) -> list[Passage] | None:
         """The results; None if a passage was deleted since, so that `view` is out of date."""
         ranks: dict[int, float] = {}
-        for ranking in (near.rows.tolist(), [row for _, row in by_words]):
+        for share, ranking in ((weight, near.rows.tolist()), (1.0, [row for _, row in by_words])):
             for rank, row in enumerate(ranking, 1):
-                ranks[row] = ranks.get(row, 0.0) + 1.0 / (_RANK_OFFSET + rank)
+                ranks[row] = ranks.get(row, 0.0) + share / (_RANK_OFFSET + rank)
         best = sorted(ranks, key=lambda row: (-ranks[row], row))[:top_k]
         with self.catalog.lock:
             known = self.catalog.passages(best)

@@ -38,6 +38,9 @@ _MOST_WINDOWS = 8
 """Parts of a long question that are embedded: as many from its beginning as from its end."""
 _EARLIER_WEIGHT, _EARLIER_WORDS = 0.25, 100
 """Of the vector of the question before a follow-up; its last words, which count once, those of the follow-up twice."""
+_USUAL_SHARE = 1 / 2
+"""Share of a question's characters in words of the encoder, from which on its vector counts fully, as in 438 of 440
+questions in English (0.9 on average); German has 0.28, Thai 0.03, and their vectors mislead."""
 _WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -211,6 +214,7 @@ class Retriever:
         query = own_words(query)
         earlier = " ".join(own_words(earlier).split()[-_EARLIER_WORDS:]) if is_follow_up(query) else ""
         vectors = self._vectors(query, earlier) if len(index) else None
+        weight = 1.0 if self.embedder is None else min(1.0, self.embedder.known_share(query) / _USUAL_SHARE)
         words = None
         if self._options.search != "dense":
             words = [earlier, query, query] if earlier.strip() else query
@@ -218,7 +222,7 @@ class Retriever:
         def chosen() -> Iterator[tuple[list[Passage], bool]]:
             wanted, parts, is_all = top_k + _SPARE, num_stages, False
             while not is_all:
-                for passages, is_all in index.stages(words, vectors, wanted, parts, where=where):
+                for passages, is_all in index.stages(words, vectors, wanted, parts, where=where, weight=weight):
                     is_cut = len(passages) == wanted < _MOST_FOUND
                     found = [passage for passage in passages if min_score is None or passage.score >= min_score]
                     found = distinct(found, top_k)

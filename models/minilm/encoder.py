@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,18 @@ class SentenceEncoder:
         if self.config.lower_case:
             texts = [text.lower() for text in texts]
         return [len(encoding.ids) for encoding in self._whole.encode_batch(list(texts))]
+
+    def known_share(self, text: str) -> float:
+        """Share of a text's characters, without blanks, that are in words of the vocabulary; in languages that the
+        model does not know they are single, in pieces of words, or unknown."""
+        text = text.lower() if self.config.lower_case else text
+        tokens = self._whole.encode(text, add_special_tokens=False)
+        sizes, unknown = collections.Counter(tokens.word_ids), self._whole.token_to_id("[UNK]")
+        known = 0
+        for number, word, (start, end) in zip(tokens.ids, tokens.word_ids, tokens.offsets, strict=True):
+            is_word = sizes[word] == 1 and number != unknown and (end - start > 1 or not text[start:end].isalpha())
+            known += (end - start) * is_word
+        return known / max(1, sum(end - start for start, end in tokens.offsets))
 
     def windows(self, text: str) -> list[str]:
         """A text in parts of at most `max_seq_length` tokens, which `encode` reads whole; only long words are cut."""

@@ -80,7 +80,8 @@ class _EmbedsOnce:
 
     def __init__(self, embedder: Embedder) -> None:
         self._embedder, self._known = embedder, dict[str, np.ndarray]()
-        self.name, self.dim, self.windows = embedder.name, embedder.dim, embedder.windows
+        self.name, self.dim = embedder.name, embedder.dim
+        self.windows, self.known_share = embedder.windows, embedder.known_share
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """See `Embedder.embed`."""

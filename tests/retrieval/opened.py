@@ -19,6 +19,7 @@ class CountingEmbedder:
     def __init__(self, name: str = "counting-1", dim: int = 512) -> None:
         self.name, self.dim, self._dim = name, dim, dim
         self.texts: list[str] = []
+        self.share = 1.0
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         self.texts.extend(texts)
@@ -36,6 +37,9 @@ class CountingEmbedder:
         """Eight words each."""
         words = text.split()
         return [" ".join(words[start : start + 8]) for start in range(0, len(words), 8)]
+
+    def known_share(self, text: str) -> float:
+        return self.share
 
 
 def open_retriever(docs: Path, embedder: Embedder | None = None, **options: Any) -> Retriever:

