@@ -6,12 +6,7 @@ from __future__ import annotations
 import collections
 import io
 import itertools
-import json
 import re
-import resource
-import signal
-import subprocess
-import sys
 import unicodedata
 
 from pdfminer.converter import PDFPageAggregator
@@ -22,6 +17,7 @@ from pdfminer.pdfpage import PDFPage
 from pdfminer.pdfparser import PDFParser
 from pdfminer.utils import decode_text
 
+from ccjax.retrieval.apart import Apart
 from ccjax.retrieval.pdf_tables import GAP, Line, Table, with_tables
 
 _MOST_MEMORY = 2 << 30
@@ -47,6 +43,7 @@ _COMPOUND = re.compile(
 )
 _LEAST_SECOND = 4
 """Letters behind the hyphen of a compound: `long-`/`er` is `longer`."""
+_read_apart = Apart(__name__, "read_here")
 
 
 def read_pdf(data: bytes) -> tuple[str, str, str | None]:
@@ -55,41 +52,19 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
     Paragraphs are separated by blank lines; larger lines are headings. Sentences and words that lines, columns or pages
     cut are joined; what repeats at the top or the bottom of pages is left out, and so are page numbers there.
 
-    pdfminer believes every number in a file and unpacks streams whole, so it runs in a process of its own, with limits
-    on memory and time.
+    pdfminer believes every number in a file and unpacks streams whole, so each file is read in a process of its own,
+    with limits on memory and time.
 
     Raises:
       ValueError: it is protected by a password, broken, too large when unpacked, or has no text.
     """
     seconds = _MOST_SECONDS * (1 + len(data) // 1_000_000)
-    command = [sys.executable, "-m", __name__, str(_MOST_MEMORY), str(seconds)]
-    process = subprocess.run(command, input=data, capture_output=True, check=False)
-    if process.returncode == -signal.SIGXCPU:
-        raise ValueError(f"too large: to read it takes over {seconds} s")
-    if process.returncode:
-        raise ValueError(f"broken PDF: {process.stderr.decode(errors='replace')[-200:] or process.returncode}")
-    found = json.loads(process.stdout)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return tuple(found)
+    title, text, note = _read_apart(data, most_memory=_MOST_MEMORY, most_seconds=seconds)
+    return title, text, note
 
 
-def _main(most_memory: str, most_seconds: str) -> None:
-    """What the process does: writes what `read_pdf` returns, or what is wrong with the file, as JSON."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(most_seconds), resource.RLIM_INFINITY))
-    if sys.platform == "linux":  # elsewhere it does not limit memory, or cannot be set
-        resource.setrlimit(resource.RLIMIT_AS, (int(most_memory), resource.RLIM_INFINITY))
-    try:
-        found = _read(sys.stdin.buffer.read())
-    except MemoryError:
-        found = f"too large: to read it takes over {int(most_memory) >> 20} MB of memory"
-    except ValueError as error:
-        found = str(error)
-    print(json.dumps(found))
-
-
-def _read(data: bytes) -> tuple[str, str, str | None]:
-    """What `read_pdf` returns."""
+def read_here(data: bytes) -> tuple[str, str, str | None]:
+    """What `read_pdf` returns, in this process."""
     try:
         title, pages = _parsed(data)
     except PDFPasswordIncorrect:
@@ -240,7 +215,3 @@ def _joined(lines: list[str], words: set[str]) -> str:
         )
         text = (text if is_compound and not is_word else text[:-1]) + line
     return text
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
