@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from itertools import takewhile
 from types import MappingProxyType
@@ -112,10 +111,10 @@ def _auto(
     all that deviate more. Variants computed behind passages or the frame are preferred to others.
 
     Chunks with known deviations share their number: the highest deviations of any chunk, each weighted by the part of
-    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. With
-    `settings.run_tokens` they are means over runs (for `max_deviation` maxima), and the number is rounded to whole
-    runs. Others get their own number, by attention (CacheCraft eq. 14). If most tokens of the chunks to recompute
-    anything of are in these others, the question's attention chooses instead, among all of them
+    its old context that is missing, so that chunks with a similar prefix get fewer; ties by position. A run of
+    `settings.run_tokens` counts as its highest one, since a few tokens deviate far more than those beside them, and the
+    number is rounded to whole runs. Others get their own number, by attention (CacheCraft eq. 14). If most tokens of
+    the chunks to recompute anything of are in these others, the question's attention chooses instead, among all of them
     (`ccjax.policy.question`): in mode `bounded` without `settings.max_deviation`.
     """
     choices = best_choices(chunks, candidates, mode, settings, in_context_first=True)
@@ -147,8 +146,7 @@ def _auto(
         num_shared += sizes[index]
         for first in range(0, len(values), settings.run_tokens):
             own = values[first : first + settings.run_tokens]
-            value = max(own) if limit is not None else math.fsum(own) / len(own)
-            runs.append((-value * choice.missing, index, first, first + len(own)))
+            runs.append((-max(own) * choice.missing, index, first, first + len(own)))
     if num_shared:
         budget = min(budget, num_recompute_tokens(cap, num_shared))
     if limit is not None:

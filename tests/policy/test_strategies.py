@@ -173,13 +173,18 @@ class TestAuto:
             ({"recompute_ratio": 0.1}, (), (0, 1, 2, 3)),  # half a run is rounded up
             ({"recompute_ratio": 0.3}, (), (0, 1, 2, 3, 8, 9)),
             ({"recompute_ratio": 0.4}, (0, 1, 2, 3), (0, 1, 2, 3, 8, 9)),
-            ({"max_deviation": 0.14}, (0, 1, 2, 3), (0, 1, 2, 3, 8, 9)),  # by maxima
+            ({"max_deviation": 0.14}, (0, 1, 2, 3), (0, 1, 2, 3, 8, 9)),
         ],
     )
-    def test_runs_are_recomputed_whole_by_their_mean_deviation(self, settings, of_b, of_d):
-        """Runs of 4: means 0.1, 0, 0.1 of B and 0.425, 0.0625, 0.35 of D; the last of each has 2 tokens."""
+    def test_runs_are_recomputed_whole_by_their_highest_deviation(self, settings, of_b, of_d):
+        """Runs of 4; the last of each chunk has 2 tokens."""
         b, d = [variant("B", "SAX", deviations=self.LOW)], [variant("D", "SAX", deviations=self.HIGH)]
         assert self.decided(b, d, run_tokens=4, **settings) == [of_b, of_d]
+
+    def test_a_run_with_one_high_deviation_goes_before_one_with_a_higher_mean(self):
+        b = [variant("B", "SAX", deviations=(0.2,) * 4 + (0.0, 0.6, 0.0, 0.0, 0.1, 0.1))]
+        d = [variant("D", "SAX", deviations=self.LOW)]
+        assert self.decided(b, d, run_tokens=4, recompute_ratio=0.2) == [(4, 5, 6, 7), ()]
 
     def test_question_chooses_tokens_if_most_deviations_are_unknown(self):
         never_b, never_d = variant("B", "SAX"), variant("D", "SAX")
