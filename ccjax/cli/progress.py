@@ -93,8 +93,11 @@ class Stages:
         """`names`: display names of stages."""
         self.shown, self._names = shown, names or {}
         self._tasks: dict[str, TaskID] = {}
+        self._closed = False
 
     def __call__(self, stage: str, done: int, total: int, **fields: Any) -> None:
+        if self._closed:
+            return
         # A stage may have nothing to do; without a total its bar would seem to run forever.
         done, total = done if total else 1, total or 1
         if stage not in self._tasks:
@@ -104,6 +107,7 @@ class Stages:
         self.shown.update(self._tasks[stage], completed=done, total=total, **fields)
 
     def close(self) -> None:
-        """Leaves the bars as they are."""
+        """Leaves the bars as they are; what is reported later, such as each refresh of a server, is not shown."""
+        self._closed = True
         if self._tasks:  # without any, rich would print an empty line
             self.shown.stop()

@@ -42,13 +42,14 @@ class Apart:
         """The result.
 
         Raises:
-          ValueError: the function raised it, took too much memory or time, or its process ended by itself.
+          ValueError: the function raised it, took too much memory or time, or ended its process.
+          ChildProcessError: there is no process to read it, such as while the machine has no memory left.
         """
         request = _REQUEST.pack(most_seconds, most_memory, len(data)) + data
         with self._lock:
             reply = self._asked(request) or self._asked(request)  # the process may have ended meanwhile
         if reply is None:
-            raise ValueError("the process that reads it ended")
+            raise ChildProcessError("the process that reads it ended")
         result, problem = json.loads(reply)
         if problem is not None:
             raise ValueError(problem)
@@ -58,9 +59,12 @@ class Apart:
         """The reply; None if the process ended instead."""
         if self._process is None:
             command = [sys.executable, "-m", __name__, *self._arguments]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                )
+            except OSError as error:
+                raise ChildProcessError(f"no process to read it can be started: {error}") from None
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         complete = False

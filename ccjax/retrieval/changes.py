@@ -39,6 +39,7 @@ def find_changes(
     digests: Mapping[str, str],
     split: Split,
     options: DocumentOptions,
+    refused: dict[str, tuple[str, str]],
     *,
     skip: Path | None,
     progress: Callable[[int, int], None],
@@ -50,6 +51,8 @@ def find_changes(
     Args:
       versions: (version, source) of the documents in the index, by id.
       digests: of collections that the index holds completely, and of what was mounted.
+      refused: (digest, reason) of the files whose content could not be used, by name; brought up to date. They are
+        reported without being parsed again, which may take a minute each, until they change.
       skip: a directory to leave out.
       progress: called with the number of files done and of all files.
 
@@ -57,7 +60,7 @@ def find_changes(
       (documents, digests, report): new and changed documents, and the digests of their sources to store once all are
       added, None to forget one.
     """
-    finder = _Finder(versions, digests, split, options.max_file_bytes)
+    finder = _Finder(versions, digests, split, options.max_file_bytes, refused)
     files, failed = find_files(docs_dir, skip=skip, exclude=options.docs_exclude, outside_links=options.docs_links)
     finder.failed += failed
     for path, reason in failed:
@@ -85,6 +88,8 @@ def find_changes(
         else:
             finder.file(name, path)
     progress(len(files), len(files))
+    for name in refused.keys() - files.keys():
+        del refused[name]
     kept = {versions[document_id][1] for document_id in finder.present if document_id in versions}
     kept |= {str(parent) for source in kept for parent in PurePosixPath(source).parents}
     kept = (kept - directories) | {*files} | mounts
@@ -113,6 +118,7 @@ class _Finder:
         digests: Mapping[str, str],
         split: Split,
         max_file_bytes: int,
+        refused: dict[str, tuple[str, str]],
     ) -> None:
         self.new: list[IndexedDocument] = []
         self.digests: dict[str, str | None] = {}
@@ -120,7 +126,7 @@ class _Finder:
         self.unsupported: collections.Counter[str] = collections.Counter()
         self.present: set[str] = set()
         self._versions, self._known_digests, self._split = versions, digests, split
-        self._max_file_bytes = max_file_bytes
+        self._max_file_bytes, self._refused = max_file_bytes, refused
         self._of_source: dict[str, list[str]] = {}
         for document_id, (_, source) in versions.items():
             self._of_source.setdefault(source, []).append(document_id)
@@ -151,8 +157,20 @@ class _Finder:
         with self._reporting(path, name):
             data = read_document(path, max_file_bytes=self._max_file_bytes)
             version = hashlib.sha256(data).hexdigest()
-            if not self._is_known(name, version):
-                self._take(name, name, version, parse_document(path, data))
+            if self._is_known(name, version):
+                return
+            digest, reason = self._refused.pop(name, ("", ""))
+            if digest != version:
+                try:
+                    self._take(name, name, version, parse_document(path, data))
+                    return
+                except ValueError as error:
+                    if isinstance(error.__context__, OSError):  # which may go well next time
+                        raise
+                    _log.debug("%s", path, exc_info=True)
+                    reason = reason_of(error)
+            self._refused[name] = (version, reason)
+            self.failed.append((str(path), reason))
 
     def collection(self, name: str, path: Path) -> None:
         with self._reporting(path, name):

@@ -128,7 +128,7 @@ def parse_document(path: Path, data: bytes) -> LoadedDocument:
     if not data.strip():
         raise DocumentError(path, "the file is empty")
     try:
-        loaded = _READERS[_kind(path)](data)
+        loaded = _parsed(path, data)
     except Exception as error:
         raise DocumentError(path, reason_of(error)) from None
     text = cleaned(loaded.text).strip("\n").rstrip()
@@ -136,6 +136,15 @@ def parse_document(path: Path, data: bytes) -> LoadedDocument:
         raise DocumentError(path, "no text besides a title" if loaded.title else "no text")
     title = " ".join(cleaned(loaded.title).split())
     return dataclasses.replace(loaded, title=title or _title_from_name(path), text=text)
+
+
+def _parsed(path: Path, data: bytes) -> LoadedDocument:
+    try:
+        return _READERS[_kind(path)](data)
+    except ChildProcessError:  # which may go well next time
+        raise
+    except OSError as error:  # of a library: the content is in memory
+        raise ValueError(f"cannot be parsed: {type(error).__name__}: {error}") from None
 
 
 def reason_of(error: Exception) -> str:

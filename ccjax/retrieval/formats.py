@@ -94,7 +94,7 @@ def _table_of(rows: list[list[str]]) -> str:
     if width < 2 or len(rows) < 2:
         return "\n".join([*above, *(" ".join(row) for row in rows)])
     if len(rows) * width > _MOST_CELLS:
-        raise ValueError(f"wanted a table of at most {_MOST_CELLS} cells, got {len(rows)} rows of {width}")
+        raise ValueError(f"too large: wanted a table of at most {_MOST_CELLS} cells, got {len(rows)} rows of {width}")
     return "\n\n".join([*above, table([row + [""] * (width - len(row)) for row in rows])])
 
 
@@ -151,8 +151,10 @@ def _opened(data: bytes) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
         infos = archive.infolist()
-        if len(infos) > _MOST_PARTS or sum(info.file_size for info in infos) > _MOST_UNPACKED_BYTES:
-            raise ValueError(f"wanted at most {_MOST_UNPACKED_BYTES} bytes and {_MOST_PARTS} parts when unpacked")
+        num_bytes = sum(info.file_size for info in infos)
+        if len(infos) > _MOST_PARTS or num_bytes > _MOST_UNPACKED_BYTES:
+            wanted = f"{_MOST_UNPACKED_BYTES} bytes in {_MOST_PARTS} parts"
+            raise ValueError(f"too large: wanted at most {wanted} when unpacked, got {num_bytes} in {len(infos)}")
         for info in infos:
             if info.flag_bits & 1:
                 raise ValueError("protected by a password")
@@ -224,7 +226,7 @@ def read_xlsx(data: bytes) -> tuple[str, str]:
         for values in sheet.iter_rows(values_only=True):
             num_cells += 1 + len(values)
             if num_cells > _MOST_CELLS:
-                raise ValueError(f"wanted at most {_MOST_CELLS} cells")
+                raise ValueError(f"too large: wanted at most {_MOST_CELLS} cells")
             cells = ["" if value is None else str(value).removesuffix(" 00:00:00") for value in values]
             if any(cells):
                 rows.append(cells)

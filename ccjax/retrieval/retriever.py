@@ -95,6 +95,7 @@ class Retriever:
             _log.warning("no sentence encoder installed: documents are searched by words alone (%s)", HOW_TO_INSTALL)
         self.embedder = embedder
         self._count_tokens = count_tokens
+        self._refused: dict[str, tuple[str, str]] = {}
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._update_lock = threading.Lock()
         self._clustering: threading.Thread | None = None
@@ -265,6 +266,7 @@ class Retriever:
                 index.catalog.digests(),
                 self._split,
                 self._options,
+                self._refused,
                 skip=self._index_dir,
                 progress=lambda done, total: self._progress("read", done, total),
             )

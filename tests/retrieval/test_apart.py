@@ -66,7 +66,6 @@ def test_many_files_are_read_by_one_process_also_behind_one_that_is_refused(
     [
         (f"{OS}abort()", "ended with -6"),
         (f"{OS}_exit(3)", "ended with 3"),
-        (f"{OS}kill({OS}getppid(), 9)", "the process that reads it ended$"),
         ("int('x')", "invalid literal"),
         ("[0][1]", "IndexError: list index"),
         ("__import__('sys').exit(0)", "SystemExit: 0"),
@@ -80,6 +79,17 @@ def test_what_goes_wrong_is_told_and_the_next_call_is_answered(expression: str, 
     with pytest.raises(ValueError, match=reason):
         evaluated(call, expression)
     assert evaluated(call, "1 + 1") == 2
+
+
+def test_a_process_that_ends_is_replaced_once_and_then_the_content_cannot_be_read_now(started: list[Any]) -> None:
+    call = Apart("builtins", "eval", idle_seconds=600)
+    assert evaluated(call, "1") == 1
+    started[0].kill()
+    started[0].wait()
+    assert evaluated(call, "2") == 2 and len(started) == 2
+    with pytest.raises(OSError, match="^the process that reads it ended$"):
+        evaluated(call, f"{OS}kill({OS}getppid(), 9)")
+    assert evaluated(call, "3") == 3
 
 
 def test_what_a_parser_prints_is_no_reply() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 
+import ccjax.retrieval.changes as changes
+import ccjax.retrieval.documents as documents
 from ccjax.config.documents import DocumentOptions
 from ccjax.retrieval import RefreshReport
+from ccjax.retrieval.documents import LoadedDocument, parse_document
 from ccjax.retrieval.index import PassageIndex
 from ccjax.server.loading import open_documents
 from tests.retrieval.opened import CountingEmbedder, open_retriever
@@ -357,3 +361,57 @@ def test_an_entry_that_cannot_be_looked_at_stops_no_other(docs: Path) -> None:
     retriever = open_retriever(docs)
     assert "moon.md" in retriever.document_ids
     assert retriever.refresh().removed == ()
+
+
+@pytest.mark.parametrize("name", ["a.pdf", "a.docx", "a.ipynb", "a.txt", "a.csv"])
+def test_what_cannot_be_used_is_parsed_once_for_each_change_and_stays_reported(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes] = []
+
+    def counted(path: Path, data: bytes) -> LoadedDocument:
+        parsed.append(data)
+        return parse_document(path, data)
+
+    monkeypatch.setattr(changes, "parse_document", counted)
+    broken, path = [b"x\0\xffy\0\0" * 30, b"z\0\xffy\0\0" * 30], tmp_path / name
+    (tmp_path / "b.md").write_text("The heron nests on the weir.")
+    path.write_bytes(broken[0])
+    with contextlib.closing(open_retriever(tmp_path)) as retriever:
+        first = retriever.report.failed
+        assert [told for told, _ in first] == [str(path)] and parsed[0] == broken[0] and len(parsed) == 2
+        assert retriever.refresh().failed == first and len(parsed) == 2
+        path.write_bytes(broken[1])
+        assert len(retriever.refresh().failed) == 1 == len(retriever.refresh().failed) and parsed[2:] == broken[1:]
+        path.unlink()
+        assert not retriever.refresh().failed
+        path.write_bytes(broken[1])
+        assert len(retriever.refresh().failed) == 1 and parsed[3:] == broken[1:]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "kept"),
+    [
+        (ChildProcessError("no memory is left"), "cannot be read: no memory is left", ("a.txt",)),
+        (OSError("no document part"), "cannot be parsed: OSError: no document part", ()),
+        (KeyError("part"), "cannot be parsed: KeyError: 'part'", ()),
+    ],
+)
+def test_what_cannot_be_read_at_the_moment_keeps_its_text_and_what_is_broken_does_not(
+    error: Exception, reason: str, kept: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "b.md").write_text("The heron nests on the weir.")
+    (tmp_path / "a.txt").write_text("The swan is black.")
+    with contextlib.closing(open_retriever(tmp_path)) as retriever:
+        (tmp_path / "a.txt").write_text("The otter lives below the mill.")
+        with monkeypatch.context() as patched:
+
+            def failing(data: bytes) -> LoadedDocument:
+                raise error
+
+            patched.setitem(documents._READERS, ".txt", failing)
+            assert retriever.refresh().failed == ((str(tmp_path / "a.txt"), reason),)
+            assert {*retriever.document_ids} == {"b.md", *kept}
+        if kept:
+            assert not retriever.refresh().failed
+            assert "otter" in retriever.passages("a.txt")[0].text

@@ -28,6 +28,9 @@ def test_stage_is_logged_at_once_and_then_every_five_seconds() -> None:
     stages("embed", 0, 7)
     stages("empty", 0, 0)
     stages.close()
+    log.now_s = 500
+    stages("read", 0, 120)  # a refresh of a server that is long ready
+    stages("cluster", 0, 1)
     assert log.lines == [
         "[0 s] Reading documents\n",
         "[5 s] Reading documents: 50 of 120\n",
