@@ -194,7 +194,7 @@ class _Finder:
     def _take_line(self, name: str, line: bytes) -> None:
         document_id, loaded = jsonl.parse_line(line, name)
         if document_id in self.present:
-            raise ValueError(f"_id: wanted every one once, got {document_id!r} again")
+            raise ValueError(f"not a document: _id: wanted every one once, got {document_id!r} again")
         version = hashlib.sha256(line).hexdigest()
         if not self._is_known(document_id, version):
             self._take(document_id, name, version, loaded)

@@ -51,6 +51,9 @@ def read_rst(text: str) -> tuple[str, str]:
     """Title and text of reStructuredText. What docutils cannot make out, such as the directives of Sphinx, is text."""
     tree = docutils.core.publish_doctree(text, settings_overrides=_RST)
     for message in [*tree.findall(docutils.nodes.system_message)]:
+        if isinstance(message.parent, docutils.nodes.section) and message["level"] < _RST["report_level"]:
+            message.parent.remove(message)  # a heading with too short a line, which is one all the same
+            continue
         cited = "\n\n".join(node.astext() for node in message.findall(docutils.nodes.literal_block))
         paragraphs = re.split(r"\n(?:[ \t]*\n)+", cited) if cited else []
         message.parent.replace(message, [docutils.nodes.paragraph("", part) for part in paragraphs])

@@ -46,6 +46,13 @@ def parse_line(line: bytes, name: str) -> tuple[str, LoadedDocument]:
       ValueError: it is none; some lines have the JSON parser raise RecursionError.
     """
     value = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+    try:
+        return _document_of(value, name)
+    except ValueError as error:
+        raise ValueError(f"not a document: {error}") from None
+
+
+def _document_of(value: Any, name: str) -> tuple[str, LoadedDocument]:
     if not isinstance(value, Mapping):
         raise ValueError(f"wanted an object with _id and text, got {type(value).__name__}")
     own_id = _text(value.get("_id", value.get("id")), "_id")

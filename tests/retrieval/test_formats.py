@@ -339,3 +339,13 @@ def test_rst_that_docutils_does_not_know_is_text_and_reads_no_other_file(tmp_pat
     for part in ("pump(bar)", "Raises the", "broken table", "tides"):
         assert part in found
     assert "the secret" not in found
+
+
+@pytest.mark.parametrize("underline", ["-----", "--------------"])
+def test_a_heading_of_rst_with_too_short_a_line_is_told_once(underline: str) -> None:
+    sections = (
+        f"{name}\n{underline}\n\n{text}" for name, text in (("Engine Orion", "It is *old."), ("Engine Vega", "New."))
+    )
+    text = load("a.rst", "\n\n".join(["Engines\n=======\n\nAll are blue.", *sections])).text
+    assert text.count("Engine Orion") == text.count("Engine Vega") == text.count("It is *old.") == 1
+    assert "## Engine Orion" in text and "---" not in text and "New." in text
