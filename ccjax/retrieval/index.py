@@ -174,7 +174,9 @@ class PassageIndex:
         for share, ranking in ((weight, near.rows.tolist()), (1.0, [row for _, row in by_words])):
             for rank, row in enumerate(ranking, 1):
                 ranks[row] = ranks.get(row, 0.0) + share / (_RANK_OFFSET + rank)
-        best = sorted(ranks, key=lambda row: (-ranks[row], row))[:top_k]
+        scores = {row: score for score, row in by_words}
+        # Where one is first by words and another by meaning, words decide: names and numbers differ in them alone.
+        best = sorted(ranks, key=lambda row: (-ranks[row], -scores.get(row, 0.0), row))[:top_k]
         with self.catalog.lock:
             known = self.catalog.passages(best)
             if len(known) < len(best):

@@ -32,8 +32,8 @@ def indexed_text(text: str) -> str:
 
 def question_terms(text: str) -> list[str]:
     """What to look for, as FTS5 strings: the words of a question, once each, and its compounds (`E-1040`,
-    `--context-tokens`) also as a whole. English stop words are left out unless there is nothing else; one in capitals
-    behind another word (`Pump A`) is looked for together with that."""
+    `--context-tokens`) also as a whole. English stop words are left out unless there is nothing else. Behind another
+    word, one of them in capitals (`Pump A`) is looked for together with that, and so is a number (`quay 52`)."""
     text = unicodedata.normalize("NFKC", text)
     terms: dict[str, bool] = {}
     before = ""
@@ -45,8 +45,9 @@ def question_terms(text: str) -> list[str]:
             continue
         written = "".join(c if unicodedata.category(c)[0] in "LMN" else " " for c in piece).split()
         words = _folded(" ".join(written)).split()
-        is_name = len(words) == 1 and written[0].isupper() and before.lower() not in {"", *_STOP_WORDS}
-        if is_name and words[0] in _STOP_WORDS and not text.isupper():
+        is_single = len(words) == 1 and before.lower() not in {"", *_STOP_WORDS}
+        is_letter = is_single and written[0].isupper() and words[0] in _STOP_WORDS and not text.isupper()
+        if is_letter or (is_single and words[0].isdecimal()):
             terms[f'"{_folded(before)} {words[0]}"'] = False
         terms |= {f'"{word}"': word in _STOP_WORDS for word in words}
         if len(words) > 1:

@@ -360,6 +360,17 @@ def test_results_of_both_searches_are_joined_by_reciprocal_rank() -> None:
     assert ids(index, "haystack", query) == ids(index, None, query)
 
 
+def test_words_decide_between_the_first_by_words_and_the_first_by_meaning() -> None:
+    index = PassageIndex(None, SETTINGS)
+    vectors = np.zeros((2, 8), np.float32)
+    vectors[:, 0], vectors[:, 1] = (1.0, 0.8), (0.0, 0.6)
+    texts = ("The pressure of pump B is 9 bar.", "The pressure of pump A is 4 bar.")
+    index.write([IndexedDocument(f"d{n}", "t", "v", (text,)) for n, text in enumerate(texts)], vectors)
+    query = np.eye(8, dtype=np.float32)[0]
+    assert ids(index, "pressure of pump A", query) == ["d1", "d0"]
+    assert ids(index, "pressure of pump B", query) == ["d0", "d1"]
+
+
 def test_a_passage_that_only_words_find_has_its_similarity_as_score(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "_DEPTH", 1)
     index = of_texts([f"word{n}" for n in range(30)])

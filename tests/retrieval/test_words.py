@@ -25,6 +25,8 @@ SETTINGS = IndexSettings("", 0, 200, ())
         ("pressure of Pump A", ['"pressure"', '"pump"', '"pump a"']),
         ("hepatitis A or B?", ['"hepatitis"', '"hepatitis a"', '"b"']),
         ("ask Bureau IT, or the US", ['"ask"', '"bureau"', '"bureau it"', '"us"']),
+        ("who owns locker 44 of quay 52", ['"owns"', '"locker"', '"locker 44"', '"44"', '"quay"', '"quay 52"', '"52"']),
+        ("of 1999 in 2000", ['"1999"', '"2000"']),
         ("is A Door open", ['"door"', '"open"']),
         ("WHAT IS PUMP A", ['"pump"']),
         ("हिन्दी", ['"हिन्दी"']),
