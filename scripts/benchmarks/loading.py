@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     messages = [{"role": "user", "content": QUESTION}]
     request = Request(messages=messages, documents=documents, sampling=SamplingParams(max_new_tokens=1))
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack, stages() as say:
-        config = EngineConfig(**with_dtype({"store": (Path(directory) / "store").as_uri()}))
+        # One request at a time, so that the pages of up to 21 engines fit into memory.
+        config = EngineConfig(**with_dtype({"store": (Path(directory) / "store").as_uri(), "max_num_seqs": 1}))
         say("prepare the passages")
         fill(model, config, "prepared", [documents])
 
