@@ -235,13 +235,14 @@ class LayerLoader:
         """Puts the merged rows of a layer on the device, whose load began at `started_s`."""
         try:
             began_s = time.perf_counter()
+            arrived = None if self._link is None else self._link(DONE, sum(rows.nbytes for rows in merged))
             ends = itertools.accumulate(size for _, size in self._merged_pieces)
             sizes = [(size, end) for (_, size), end in zip(self._merged_pieces, ends, strict=True)]
             parts = [tuple(rows[end - size : end] for rows in merged) for size, end in sizes]
             on_device = jax.device_put(parts, self._placement)
             jax.block_until_ready(on_device)
-            if self._link is not None:
-                self._link(DONE, sum(rows.nbytes for rows in merged)).result()
+            if arrived is not None:
+                arrived.result()
             ended_s = time.perf_counter()
             self._copy_s += ended_s - began_s
             if layer + 1 == self._num_layers:

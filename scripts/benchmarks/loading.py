@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for ratio in arguments.ratios:
             load_s = ratio * prefill_s
             for loading, is_queued in WAYS:
-                if is_queued and tier == "host":  # only reads from disk begin in the queue
+                if tier == "host" and (loading, is_queued) != ("layerwise", False):  # the others are ways to read
                     continue
                 cases.append(case(tier, loading, load_s=load_s, queue_s=QUEUE_SHARE * load_s if is_queued else 0.0))
                 # Else the time to compute is unknown, and a slow load is soon abandoned.
