@@ -22,11 +22,13 @@ from ccjax.kernels.inputs import AttentionInputs
 from ccjax.kernels.rope import rotate
 
 _FEW_QUERIES, _MANY_QUERIES = 384, 2048
-_FEW_BLOCK, _BLOCK, _MANY_BLOCK = (64, 512), (128, 256), (256, 256)
-"""Queries and keys of a block: for fewer than `_FEW_QUERIES` queries, for others, and for at least `_MANY_QUERIES`.
-XLA runs smaller products on one core. Times of the three sizes on two AMD EPYC cores with AVX-512, 16 / 4 heads of 64:
-21 / 26 / 40 ms for 320 queries over 2,048 slots, 58 / 46 / 47 for 1,024, 110 / 88 / 84 for 2,048, and 363 / 316 / 283
-for 4,096 over 4,096. With AVX2, 2,048 queries took 95 to 130 ms with the second size and 129 to 148 with the first."""
+_FEW_BLOCK, _BLOCK, _MANY_BLOCK = (80, 512), (128, 256), (256, 256)
+"""Most queries of a block, and its keys: for fewer than `_FEW_QUERIES` queries, for others, and for at least
+`_MANY_QUERIES`. XLA runs smaller products on one core. On two AMD EPYC cores with AVX-512, 16 / 4 heads of 64, blocks
+of 64, 128 and 256 queries take 21 / 26 / 40 ms for 320 queries over 2,048 slots, 58 / 46 / 47 for 1,024, 110 / 88 / 84
+for 2,048, and 363 / 316 / 283 for 4,096 over 4,096. With AVX2, 2,048 queries took 95 to 130 ms with the second size and
+129 to 148 with the first. On two Xeon cores, 9 / 3 heads, 160 queries over 1,024 slots take 4.2 ms in two blocks of 80,
+and 5.6 in three of 64."""
 _MOST_SCORES = 1 << 20
 """Most scores in a block of the largest size, all heads: with 32 heads of 128, 2,048 queries took 331 ms in blocks of
 256 queries and 314 ms in blocks of 128."""
@@ -35,11 +37,12 @@ _OVER_SLOTS = (((2,), (1,)), ((0,), (0,)))
 
 
 def _block(num_queries: int, num_slots: int, num_heads: int) -> tuple[int, int]:
-    """Queries and keys of a block."""
-    sizes = _FEW_BLOCK if num_queries < _FEW_QUERIES else _BLOCK
+    """Queries and keys of a block. The queries are divided evenly: padding takes as long as queries do."""
+    most, keys = _FEW_BLOCK if num_queries < _FEW_QUERIES else _BLOCK
     if num_queries >= _MANY_QUERIES and num_heads * _MANY_BLOCK[0] * _MANY_BLOCK[1] <= _MOST_SCORES:
-        sizes = _MANY_BLOCK
-    return min(sizes[0], num_queries), min(sizes[1], num_slots)
+        most, keys = _MANY_BLOCK
+    queries = -(-num_queries // -(-num_queries // most))
+    return queries + -queries % 8, min(keys, num_slots)
 
 
 def blocked_attention(

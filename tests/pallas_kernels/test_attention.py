@@ -66,8 +66,8 @@ def test_wrong_key_rotation_exceeds_the_tolerance(implementation, head_dim):
         assert worst(case.run(implementation, k_rotation=wrong), expected) > tolerance
 
 
-@pytest.mark.parametrize(("queries", "heads", "block"), [(384, 4, 128), (2050, 2, 256)])
-def test_cpu_uses_larger_blocks_for_many_queries(monkeypatch, queries, heads, block):
+@pytest.mark.parametrize(("queries", "heads", "block"), [(160, 4, 80), (384, 4, 128), (2050, 2, 232)])
+def test_cpu_divides_queries_evenly_into_blocks(monkeypatch, queries, heads, block):
     monkeypatch.setattr(xla, "_MOST_SCORES", 2 * 256 * 256)  # makes 4 heads count as many
     slots = 1100 if queries < 1000 else 2300
     case = Case(queries=queries, slots=slots, used=slots - 100, heads=heads, head_dim=32 if queries < 1000 else 8)
@@ -79,10 +79,10 @@ def test_cpu_uses_larger_blocks_for_many_queries(monkeypatch, queries, heads, bl
 
 
 def test_cpu_block_sizes_match_the_docs():
-    sizes = [(383, 16), (384, 16), (2047, 16), (2048, 16), (2048, 32)]
+    sizes = [(160, 16), (320, 16), (383, 16), (384, 16), (2047, 16), (2048, 16), (2048, 32)]
     blocks = [_block(queries, 4096, heads) for queries, heads in sizes]
-    assert blocks == [(64, 512), (128, 256), (128, 256), (256, 256), (128, 256)]
-    assert _block(3, 100, 16) == (3, 100)
+    assert blocks == [(80, 512), (80, 512), (80, 512), (128, 256), (128, 256), (256, 256), (128, 256)]
+    assert _block(3, 100, 16) == (8, 100)
 
 
 @pytest.mark.gpu
