@@ -95,7 +95,8 @@ class LayerLoader:
         self._reused = [(key, segment) for key, segment in reused if ticket.tiers[key] != DEVICE]
         self._variants = tuple(dict.fromkeys(variant_id for variant_id, _ in self._reused))
         self._merged_bytes = self._gathered_bytes = 0
-        self._merge_s = self._copy_s = 0.0
+        self._merge_s = self._copy_s = self._copied_at_s = 0.0
+        self._num_copied = 0
         self._pool = pool
         self._merged_pieces = _pieces(_positions([segment for _, segment in self._reused]))
         self._gathered_pieces = self._paged([(key, segment) for key, segment in reused if ticket.tiers[key] == DEVICE])
@@ -115,7 +116,7 @@ class LayerLoader:
         self._kept: list[tuple[np.ndarray, np.ndarray]] = []
         self._copies: ThreadPoolExecutor | None = None
         if self._is_copied or link is not None:  # else the device uses the merged rows where they are
-            self._copies = ThreadPoolExecutor(1, thread_name_prefix="ccjax-copy")
+            self._copies = ThreadPoolExecutor(_MOST_MERGED, thread_name_prefix="ccjax-copy")
         self._thread = threading.Thread(target=self._work, name="ccjax-load", daemon=True)
 
     def _paged(self, reused: list[tuple[VariantId, PlannedSegment]]) -> list[tuple[np.ndarray, jax.Array]]:
@@ -210,7 +211,8 @@ class LayerLoader:
     # -- the threads -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Merges the layers, each while the one before it is copied to the device."""
+        """Merges the layers, each while the one before it is copied to the device; its own copy waits behind that one, so
+        that the link is never idle in between."""
         try:
             for layer in range(self._num_layers):
                 started_s = time.perf_counter()
@@ -244,8 +246,12 @@ class LayerLoader:
             if arrived is not None:
                 arrived.result()
             ended_s = time.perf_counter()
-            self._copy_s += ended_s - began_s
-            if layer + 1 == self._num_layers:
+            with self._changed:
+                self._copy_s += ended_s - max(began_s, self._copied_at_s)  # two share the link
+                self._copied_at_s = ended_s
+                self._num_copied += 1
+                is_last = self._num_copied == self._num_layers
+            if is_last:
                 in_turn = self._copies is None
                 self._on_merge(self._merged_bytes, (sum if in_turn else max)((self._merge_s, self._copy_s)))
             if self._on_layer is not None:

@@ -95,8 +95,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     messages = [{"role": "user", "content": QUESTION}]
     request = Request(messages=messages, documents=documents, sampling=SamplingParams(max_new_tokens=1))
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack, stages() as say:
-        # One request at a time, so that the pages of up to 21 engines fit into memory.
-        config = EngineConfig(**with_dtype({"store": (Path(directory) / "store").as_uri(), "max_num_seqs": 1}))
+        # The pages of up to 21 engines have to fit into memory.
+        limits = {"max_num_seqs": 1, "max_model_len": max(2048, 2 * arguments.context_tokens)}
+        config = EngineConfig(**with_dtype({"store": (Path(directory) / "store").as_uri(), **limits}))
         say("prepare the passages")
         fill(model, config, "prepared", [documents])
 
