@@ -211,8 +211,8 @@ class LayerLoader:
     # -- the threads -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Merges the layers, each while the one before it is copied to the device; its own copy waits behind that one, so
-        that the link is never idle in between."""
+        """Merges the layers, each while the one before it is copied to the device. Its own copy queues behind that one,
+        so that the link is not idle in between."""
         try:
             for layer in range(self._num_layers):
                 started_s = time.perf_counter()
