@@ -35,6 +35,10 @@ _RANK_OFFSET = 5
 """Of reciprocal rank fusion (Cormack, Clarke, Buettcher, SIGIR 2009), the sum over searches of 1 / (offset + rank).
 Their 60 is for many searches; of two it prefers what both find late to what one finds first. 3 to 10 are alike: they
 find more than 60 in two of four collections and no less in the others."""
+_SCORE_WEIGHT = 0.05
+"""Of the scores in that sum, from 0 for the last to 1 for the first of the joined results: ranks alone do not say that
+one row of a table, or one pump, has the number or letter of the question and the next has not. With 0.05 (to 0.1), 41
+of 48 such questions find theirs first instead of 36, other collections as many; with 0.2 MuSiQue loses."""
 _LEAST_SHARE = 0.3
 """Passages below this share of the best bm25 do not count as found by words in a search by both: most questions share a
 word with most passages, and ranks alone would say that the second is nearly as good as the only one with a number."""
@@ -104,7 +108,7 @@ class PassageIndex:
 
         Returns:
           Scores are inner products with `vector`, or without one bm25. The order of a search by both is that of the sum
-          over both of 1 / (5 + rank), ties in order of arrival.
+          over both of 1 / (5 + rank) and a small share of the score, ties in order of arrival.
         """
         ((passages, _),) = self.stages(text, vector, top_k, 1, where=where)
         return passages
@@ -170,22 +174,24 @@ class PassageIndex:
         weight: float,
     ) -> list[Passage] | None:
         """The results; None if a passage was deleted since, so that `view` is out of date."""
-        ranks: dict[int, float] = {}
-        for share, ranking in ((weight, near.rows.tolist()), (1.0, [row for _, row in by_words])):
-            for rank, row in enumerate(ranking, 1):
-                ranks[row] = ranks.get(row, 0.0) + share / (_RANK_OFFSET + rank)
+        sums: dict[int, float] = {}
+        by_meaning = list(zip(near.scores.tolist(), near.rows.tolist(), strict=True))
+        for share, found in ((weight, by_meaning), (1.0, by_words)):
+            span = found[0][0] - found[-1][0] if found else 0.0
+            for rank, (score, row) in enumerate(found, 1):
+                relative = (score - found[-1][0]) / span if span > 0 else 1.0
+                sums[row] = sums.get(row, 0.0) + share * (1 / (_RANK_OFFSET + rank) + _SCORE_WEIGHT * relative)
         scores = {row: score for score, row in by_words}
         # Where one is first by words and another by meaning, words decide: names and numbers differ in them alone.
-        best = sorted(ranks, key=lambda row: (-ranks[row], -scores.get(row, 0.0), row))[:top_k]
+        best = sorted(sums, key=lambda row: (-sums[row], -scores.get(row, 0.0), row))[:top_k]
         with self.catalog.lock:
             known = self.catalog.passages(best)
             if len(known) < len(best):
                 if self._view is view:
                     self._sync()  # another process deleted it
                 return None
-            scores = {row: score for score, row in by_words}
             if vector is not None:
-                scores = dict(zip(near.rows.tolist(), near.scores.tolist(), strict=True))
+                scores = {row: score for score, row in by_meaning}
                 others = self.catalog.some_vectors([row for row in best if row not in scores])
                 scores |= {row: float((vector @ other).max()) for row, other in others.items()}
         return [dataclasses.replace(known[row], score=scores[row]) for row in best]

@@ -25,6 +25,7 @@ from ccjax.evaluation.pages import show
 from ccjax.evaluation.scores import best, contains
 from ccjax.retrieval import Embedder, Passage, Retriever, default_embedder
 from scripts.benchmarks.common import BenchmarkError, Say, existing, rows_of
+from scripts.benchmarks.tables import write_tables
 
 PROJECT_DOCS = Path(__file__).resolve().parents[2] / "tests" / "retrieval" / "project_docs"
 TOP_K = 5
@@ -209,6 +210,7 @@ def _haystack(passages: Sequence[Passage], embedder: Embedder) -> Search | None:
 def _collections(data: Path, home: Path, num_questions: int) -> Iterator[Collection]:
     yield _error_codes(home / "error codes")
     yield _project_docs()
+    yield _tables(home / "tables")
     yield _squad(rows_of(data / "qa" / "squad_xquad_en.jsonl"), home / "squad", num_questions)
     rows = rows_of(data / "qa" / "musique_distractor_200.jsonl")
     yield _musique(rows[:num_questions], home / "MuSiQue")
@@ -283,6 +285,13 @@ def _project_docs() -> Collection:
         for row in rows
     ]
     return Collection("this project's documents", PROJECT_DOCS, asked)
+
+
+def _tables(home: Path) -> Collection:
+    """Tables, and sections of like texts; the right answer is in one row or sentence of them."""
+    home.mkdir(parents=True)
+    asked = [Question(text, (((file, quote),),)) for text, file, quote in write_tables(home)]
+    return Collection("tables and headings", home, asked)
 
 
 def _written(home: Path, texts: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -344,8 +344,8 @@ def test_an_index_without_vectors_is_searched_by_words(tmp_path: Path) -> None:
     assert len(index) == len(PassageIndex(tmp_path, settings)) == 2
 
 
-def test_results_of_both_searches_are_joined_by_reciprocal_rank() -> None:
-    """By similarity d3, d0, d1, d2, by words d1: worth 1/6 + 1/8, then 1/6, 1/7, 1/9."""
+def test_results_of_both_searches_are_joined_by_rank() -> None:
+    """By similarity d3, d0, d1, d2, by words d1: worth 1/6 + 1/8, then 1/6, 1/7, 1/9, and 0.05 of their scores."""
     index = PassageIndex(None, SETTINGS)
     vectors = np.zeros((4, 8), np.float32)
     vectors[:, 0], vectors[:, 1] = (0.8, 0.6, 0.0, 1.0), (0.6, 0.8, 1.0, 0.0)
@@ -358,6 +358,20 @@ def test_results_of_both_searches_are_joined_by_reciprocal_rank() -> None:
     np.testing.assert_allclose(scores, [0.6, 1.0, 0.8, 0.0], atol=1e-6)  # similarities, as in a search by it alone
     assert ids(index, "the needle", query, 1) == ["d1"]
     assert ids(index, "haystack", query) == ids(index, None, query)
+
+
+def test_a_large_lead_by_words_outweighs_a_rank_by_meaning() -> None:
+    """Locker 44 is first by words and fourth by meaning; what is first by meaning has its number elsewhere."""
+    index = PassageIndex(None, SETTINGS)
+    vectors = np.zeros((24, 8), np.float32)
+    vectors[:, 0] = [0.89, 0.9, 0.895, 0.87, *np.linspace(0.86, 0.5, 20)]
+    vectors[:, 1] = np.sqrt(1 - vectors[:, 0] ** 2)
+    texts = [f"Locker {n} costs a day." for n in range(41, 65)]
+    texts[1] = "Locker 42 costs 44 a day."
+    index.write([IndexedDocument(f"d{n}", "t", "v", (text,)) for n, text in enumerate(texts)], vectors)
+    query = np.eye(8, dtype=np.float32)[0]
+    assert ids(index, "What does locker 44 cost a day?", None)[0] == "d3"
+    assert ids(index, "What does locker 44 cost a day?", query)[0] == "d3"
 
 
 def test_words_decide_between_the_first_by_words_and_the_first_by_meaning() -> None:
