@@ -57,7 +57,8 @@ def read_rst(text: str) -> tuple[str, str]:
         cited = "\n\n".join(node.astext() for node in message.findall(docutils.nodes.literal_block))
         paragraphs = re.split(r"\n(?:[ \t]*\n)+", cited) if cited else []
         message.parent.replace(message, [docutils.nodes.paragraph("", part) for part in paragraphs])
-    return read_html(docutils.core.publish_from_doctree(tree, writer="html5", settings_overrides=_RST))
+    title, text = read_html(docutils.core.publish_from_doctree(tree, writer="html5", settings_overrides=_RST))
+    return title if tree.get("title") else "", text  # the page of a document without one is called <string>
 
 
 def read_csv(text: str, delimiter: str | None = None) -> str:

@@ -349,3 +349,10 @@ def test_a_heading_of_rst_with_too_short_a_line_is_told_once(underline: str) -> 
     text = load("a.rst", "\n\n".join(["Engines\n=======\n\nAll are blue.", *sections])).text
     assert text.count("Engine Orion") == text.count("Engine Vega") == text.count("It is *old.") == 1
     assert "## Engine Orion" in text and "---" not in text and "New." in text
+
+
+@pytest.mark.parametrize(
+    "text", ["Pump A\n------\n\nRed.\n\nPump B\n------\n\nBlue.", "Only a sentence.", ".. note:: A note."]
+)
+def test_rst_without_a_title_has_the_name_of_its_file(text: str) -> None:
+    assert load("Old_pumps.rst", text).title == load("Old_pumps.txt", text).title == "Old pumps"
