@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 
 import regex
 
@@ -14,6 +15,7 @@ _WITHOUT_BLANKS = re.compile(
     "\U00020000-\U0003ffff]+"
 )
 """Scripts that put no blanks between words, and Korean, whose words have many endings."""
+_BAR, _RULE = re.compile(r"(?<!\\)\|"), re.compile(r"\|?(?:\s*:?-+:?\s*\|)+(?:\s*:?-+:?\s*)?")
 _OPTIONAL_MARKS = regex.compile(r"(?<=[\p{Latin}\p{Greek}\p{Cyrillic}\p{Arabic}\p{Hebrew}])\p{M}+|\u0640")
 _STOP_WORDS = frozenset(
     """a about above after again against all also am an and any are as at be because been before being below between
@@ -26,8 +28,9 @@ _STOP_WORDS = frozenset(
 
 def indexed_text(text: str) -> str:
     """The text as it is indexed: folded, and pairs of characters (of which a word of these scripts has at least one) in
-    place of text without blanks."""
-    return _WITHOUT_BLANKS.sub(lambda run: f" {' '.join(_pairs(run[0]))} ", _folded(text))
+    place of text without blanks. Numbers in tables also stand behind the word that heads their column (`quay 52`)."""
+    folded = _folded("\n".join([text, *_numbered(text)]))
+    return _WITHOUT_BLANKS.sub(lambda run: f" {' '.join(_pairs(run[0]))} ", folded)
 
 
 def question_terms(text: str) -> list[str]:
@@ -54,6 +57,21 @@ def question_terms(text: str) -> list[str]:
             terms[f'"{" ".join(words)}"'] = False
         before = written[-1] if words and piece.endswith(written[-1]) else ""
     return [term for term, is_stop in terms.items() if not is_stop] or list(terms)
+
+
+def _numbered(text: str) -> Iterator[str]:
+    """The whole numbers in Markdown's tables, each behind the first word of its column's header."""
+    before: list[str] = []
+    header: list[str] = []
+    for line in text.split("\n") if "|" in text else ():
+        line = line.strip()
+        cells = [cell.strip() for cell in _BAR.split(line.removeprefix("|").removesuffix("|"))]
+        if len(cells) < 2 or _RULE.fullmatch(line):
+            header = before if len(cells) > 1 else []
+        for name, cell in zip(header, cells, strict=False):
+            if name and cell.isdecimal():
+                yield f"{name.split()[0]} {cell}"
+        before = cells
 
 
 def _folded(text: str) -> str:

@@ -37,6 +37,20 @@ def test_terms_of_a_question(question: str, terms: list[str]) -> None:
     assert question_terms(question) == terms
 
 
+@pytest.mark.parametrize(
+    ("text", "added"),
+    [
+        ("| Quay | Depth (m) |\n|---|---|\n| 52 | 7.4 |\n| 53 | 9 |", "quay 52 quay 53 depth 9"),
+        ("Quay no. | Name\n:--|--:\n 52 | a \\| 7\n\n| 3 | 4 |", "quay 52"),
+        ("| | Quay |\n|-|-|\n| 1 | 2 | 3 |", "quay 2"),
+        ("| Quay |\n|---|\n| 52 |", ""),
+        ("a | b\n5 | 6", ""),
+    ],
+)
+def test_numbers_of_a_table_are_indexed_with_the_name_of_their_column(text: str, added: str) -> None:
+    assert indexed_text(text).removeprefix(text.lower()).split() == added.split()
+
+
 def test_text_without_blanks_is_indexed_in_pairs() -> None:
     assert indexed_text("a 東京都 b").split() == ["a", "東京", "京都", "都", "b"]
 
