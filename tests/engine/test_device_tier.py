@@ -452,16 +452,15 @@ def test_copy_into_a_pool_that_is_lost_meanwhile_is_dropped(monkeypatch):
         to_host(engine, SEGMENTS)
         copies = HeldCopies(pool, monkeypatch, is_first_wrong=True)
         with Turns(engine) as turns:
-            answering = Client(engine, ask(SHORT, "off", 100, ignore_eos=True))
+            answering = Client(engine, ask(SHORT, "off", 300, ignore_eos=True))
             turns.until(lambda: answering.deltas)
             queued = Client(engine, ask(SEGMENTS))
             turns.until(copies.begun.is_set)
-            for pages in pool._layers:
-                pages.k.delete()
+            between_steps(answering, turns, lambda: [pages.k.delete() for pages in pool._layers])
             turns.until(lambda: engine.batch_counts.retries)
             assert engine.batch_counts.free_pages < engine.batch_counts.num_pages  # not replaced while it is written to
             copies.may_end.set()
-        assert len(answering.response().token_ids) == 100
+        assert len(answering.response().token_ids) == 300
         check(queued.response(), first)
         check(engine.run(ask(SEGMENTS)), first)
         assert queued.response().reuse.reused_tokens == NUM_STORED
