@@ -37,8 +37,8 @@ Their 60 is for many searches; of two it prefers what both find late to what one
 find more than 60 in two of four collections and no less in the others."""
 _SCORE_WEIGHT = 0.05
 """Of the scores in that sum, from 0 for the last to 1 for the first of the joined results: ranks alone do not say that
-one row of a table, or one pump, has the number or letter of the question and the next has not. With 0.05 (to 0.1), 41
-of 48 such questions find theirs first instead of 36, other collections as many; with 0.2 MuSiQue loses."""
+one row of a table, or one pump, has the number or letter of the question and the next has not. With 0.05, 42 of 48 such
+questions find theirs first instead of 34, other collections as many; with 0.2 MuSiQue loses."""
 _LEAST_SHARE = 0.3
 """Passages below this share of the best bm25 do not count as found by words in a search by both: most questions share a
 word with most passages, and ranks alone would say that the second is nearly as good as the only one with a number."""

@@ -19,7 +19,8 @@ _CODE_OR_COMMENT = re.compile(
 _BOLD = re.compile(r"\*\*(?=\S)([^\n*]{0,79}[^\s.!?;:*]):?\*\*:?")
 """A paragraph that stands for a heading."""
 _NOTE = re.compile(r"(?m)^\[(?://|comment|_)\]:[ ]?#.*$")
-_BAR = re.compile(r"(?<!\\)\|")
+BAR = re.compile(r"(?<!\\)\|")
+"""Separates the cells of a table."""
 _LONGEST_HEADER = 240
 _LINK = re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)")
 
@@ -96,7 +97,7 @@ def fenced(text: str, language: str = "") -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """A table, its header first; if the header is too long to be repeated often, rows as `name: value`."""
-    rows = [[" ".join(_BAR.sub(r"\\|", cell).split()) for cell in row] for row in rows]
+    rows = [[" ".join(BAR.sub(r"\\|", cell).split()) for cell in row] for row in rows]
     if sum(map(len, rows[0])) > _LONGEST_HEADER:
         pairs = (zip(rows[0], row, strict=False) for row in rows[1:])
         return "\n".join(

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import regex
 
+from ccjax.retrieval.markdown import BAR
+
 TOKENIZER = "porter unicode61 remove_diacritics 0 categories 'L* M* N* Co'"
 """Letters with their marks, and numbers; marks are parts of words in Hindi and Thai."""
 _WITHOUT_BLANKS = re.compile(
@@ -15,7 +17,7 @@ _WITHOUT_BLANKS = re.compile(
     "\U00020000-\U0003ffff]+"
 )
 """Scripts that put no blanks between words, and Korean, whose words have many endings."""
-_BAR, _RULE = re.compile(r"(?<!\\)\|"), re.compile(r"\|?(?:\s*:?-+:?\s*\|)+(?:\s*:?-+:?\s*)?")
+_RULE = re.compile(r"\|?(?:\s*:?-+:?\s*\|)+(?:\s*:?-+:?\s*)?")
 _OPTIONAL_MARKS = regex.compile(r"(?<=[\p{Latin}\p{Greek}\p{Cyrillic}\p{Arabic}\p{Hebrew}])\p{M}+|\u0640")
 _STOP_WORDS = frozenset(
     """a about above after again against all also am an and any are as at be because been before being below between
@@ -65,7 +67,7 @@ def _numbered(text: str) -> Iterator[str]:
     header: list[str] = []
     for line in text.split("\n") if "|" in text else ():
         line = line.strip()
-        cells = [cell.strip() for cell in _BAR.split(line.removeprefix("|").removesuffix("|"))]
+        cells = [cell.strip() for cell in BAR.split(line.removeprefix("|").removesuffix("|"))]
         if len(cells) < 2 or _RULE.fullmatch(line):
             header = before if len(cells) > 1 else []
         for name, cell in zip(header, cells, strict=False):

@@ -359,29 +359,21 @@ class _Noted:
         return read
 
 
-def test_a_layer_is_merged_while_the_one_before_it_is_copied():
-    """The copy of each layer ends only once the next one is being merged."""
+def test_a_layer_is_on_its_way_before_the_copy_of_the_one_before_it_ends():
+    """The copy of each layer ends only once that of the next one has begun."""
     ticket, model = SteeredTicket(), MODEL.device_model()
     ticket.arrive(NUM_LAYERS)
-    merged: list[int] = []
-    read_layers = ticket.read_layers
-
-    def noted(variant_id, first, last, *, timeout_s=None):
-        with ticket.changed:
-            merged.append(first)
-            ticket.changed.notify_all()
-        return read_layers(variant_id, first, last, timeout_s=timeout_s)
 
     class Link:
-        num_copied = 0
+        num_begun = 0
 
         def __call__(self, read, num_bytes):
-            self.num_copied += 1
-            if self.num_copied < NUM_LAYERS:
-                ticket.wait_for(lambda: self.num_copied in merged)
+            with ticket.changed:
+                self.num_begun = own = self.num_begun + 1
+                ticket.changed.notify_all()
+            ticket.wait_for(lambda: self.num_begun > own or own == NUM_LAYERS)
             return read
 
-    ticket.read_layers = noted
     with loader(model, plan(), ticket, link=Link()) as contexts:
         for layer in range(NUM_LAYERS):
             for positions, k, v in contexts.take(layer):
