@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -382,6 +383,18 @@ def test_a_layer_is_on_its_way_before_the_copy_of_the_one_before_it_ends():
                 np.testing.assert_array_equal(np.asarray(k)[:73], wanted[0])
                 np.testing.assert_array_equal(np.asarray(v)[:73], wanted[1])
     assert contexts._copies._shutdown and not load_threads()
+
+
+def test_copies_that_share_the_link_are_not_counted_twice():
+    """Else a load of this link would count as twice as long as it takes."""
+    ticket, model, counted = SteeredTicket(), MODEL.device_model(), []
+    ticket.arrive(NUM_LAYERS)
+    link = ThrottledLink(NUM_LAYERS * 256 * MODEL.token_bytes)
+    began_s = time.perf_counter()
+    with loader(model, plan(), ticket, link=link, on_merge=lambda _, seconds: counted.append(seconds)) as contexts:
+        for layer in range(NUM_LAYERS):
+            contexts.take(layer)
+    assert 0 < counted[0] <= time.perf_counter() - began_s and len(counted) == 1
 
 
 def test_memory_of_copied_layers_is_used_again(monkeypatch):
