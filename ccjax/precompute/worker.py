@@ -36,6 +36,7 @@ from ccjax.types import Chunk, Document
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 3
+_PROGRESS_S = 1.0
 _SAMPLE = ".ccjax-sample-"
 _LEFT_OVER_S = 3600.0
 
@@ -180,6 +181,9 @@ class Worker:
         retriever = open_documents(settings.model, settings.documents, self._model.tokenizer, self._progress)
         if retriever is None:
             raise ValueError("docs: wanted a directory of documents, or demo")
+        total = retriever.num_pending
+        while not retriever.wait(_PROGRESS_S):
+            self._progress("embed", total - retriever.num_pending, total)
         return retriever
 
     @property

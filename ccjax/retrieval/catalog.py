@@ -227,7 +227,7 @@ class Catalog:
         """Adds a new document; returns int64 [passages], the rows of its passages.
 
         Args:
-          vectors: float32 [passages, dim]; dim 0 for none.
+          vectors: float32 [passages, dim]; dim 0 for none. One that is NaN is not stored.
         """
         execute = self._connection.execute
         metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
@@ -236,16 +236,22 @@ class Catalog:
         insert = "INSERT INTO documents (document_id, source, title, version, metadata) VALUES (?, ?, ?, ?, ?)"
         key = execute(insert, values).lastrowid
         rows: list[int] = []
-        for number, (text, vector) in enumerate(zip(document.passages, vectors, strict=True)):
+        for number, text in enumerate(document.passages):
             insert = "INSERT INTO passages (document, number, text) VALUES (?, ?, ?)"
             row = execute(insert, (key, number, text)).lastrowid
             assert row is not None
             execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, indexed_text(text)))
-            if len(vector):
-                execute("INSERT INTO vectors VALUES (?, ?)", (row, vector.astype("<f4").tobytes()))
             rows.append(row)
+        self.add_vectors(rows, vectors)
         self._frequencies.clear()
         return np.array(rows, np.int64)
+
+    def add_vectors(self, rows: Sequence[int], vectors: np.ndarray) -> None:
+        """Adds the vectors of passages, as in `add`; those of deleted passages, and known ones, are ignored."""
+        insert = "INSERT OR IGNORE INTO vectors SELECT id, ? FROM passages WHERE id = ?"
+        own = zip(rows, vectors.astype("<f4"), strict=True)
+        stored = ((vector.tobytes(), int(row)) for row, vector in own if len(vector) and not np.isnan(vector[0]))
+        self._connection.executemany(insert, stored)
 
     def remove(self, document_ids: Collection[str]) -> np.ndarray:
         """Deletes documents, ignoring unknown ones; returns int64 [passages], the deleted rows, ascending."""
@@ -338,8 +344,8 @@ class Catalog:
         return known
 
     def vectors(self, dim: int, after: int = 0, last: int = 2**63 - 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Rows after `after` up to `last` with their vectors, (int64 [n], float32 [n, dim]), ascending, in batches;
-        writes may happen in between."""
+        """Rows after `after` up to `last` that have vectors, with these: (int64 [n], float32 [n, dim]), ascending, in
+        batches; writes may happen in between."""
         query = "SELECT passage, vector FROM vectors WHERE passage > ? AND passage <= ? ORDER BY passage LIMIT ?"
         while found := self._all(query, after, last, _ROWS_AT_ONCE):
             rows = np.array([row for row, _ in found], np.int64)
@@ -350,7 +356,7 @@ class Catalog:
             after = int(rows[-1])
 
     def some_vectors(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
-        """The vectors of some rows, float32 [dim]."""
+        """The vectors of some rows, float32 [dim], as far as they are computed."""
         query = "SELECT passage, vector FROM vectors WHERE passage IN (SELECT value FROM json_each(?))"
         return {row: np.frombuffer(vector, "<f4") for row, vector in self._all(query, json.dumps(rows))}
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,8 @@ def _naming_damage() -> Iterator[None]:
 class PassageIndex:
     """Documents with one vector for each passage, or none. Thread-safe.
 
-    A search sees every document as it is before or after a `write`, never in between.
+    A search sees every document as it is before or after a `write`, never in between. Passages whose vectors are not
+    computed yet are found by words alone, and similarity counts as much as the share of passages that have vectors.
 
     Attributes:
       catalog: the documents; only `write` changes them.
@@ -93,6 +95,11 @@ class PassageIndex:
         """False while all vectors are compared."""
         return self._view.clusters is not None
 
+    @property
+    def num_pending(self) -> int:
+        """Number of passages whose vectors are not computed yet."""
+        return len(self._view.missing)
+
     # -- searching ---------------------------------------------------------------------------------------------
 
     def search(
@@ -107,8 +114,9 @@ class PassageIndex:
             nothing. Of several, [n, dim], the nearest counts.
 
         Returns:
-          Scores are inner products with `vector`, or without one bm25. The order of a search by both is that of the sum
-          over both of 1 / (5 + rank) and a small share of the score, ties in order of arrival.
+          Scores are inner products with `vector`, NaN where a passage has no vector yet, or without `vector` bm25. The
+          order of a search by both is that of the sum over both of 1 / (5 + rank) and a small share of the score, ties
+          in order of arrival.
         """
         ((passages, _),) = self.stages(text, vector, top_k, 1, where=where)
         return passages
@@ -137,6 +145,7 @@ class PassageIndex:
         depth = top_k if text is None or vector is None else max(_DEPTH, top_k)
         while True:
             view = self._view
+            share = 1.0 - len(view.missing) / max(1, view.num_alive)
             with self.catalog.lock:
                 allowed = None if where is None else self._allowed(view, where)
                 by_words = [] if text is None or not view.num_alive else self._by_words(text, depth, allowed)
@@ -147,7 +156,7 @@ class PassageIndex:
                 near = zip(*(view.stages(one, depth, num_stages, allowed) for one in vector), strict=True)
             for founds in near:
                 found = Found.best(founds, depth)
-                if (passages := self._passages(by_words, found, vector, top_k, view, weight)) is None:
+                if (passages := self._passages(by_words, found, vector, top_k, view, share * weight)) is None:
                     break
                 yield passages, found.is_final
                 if found.is_final:
@@ -194,7 +203,7 @@ class PassageIndex:
                 scores = {row: score for score, row in by_meaning}
                 others = self.catalog.some_vectors([row for row in best if row not in scores])
                 scores |= {row: float((vector @ other).max()) for row, other in others.items()}
-        return [dataclasses.replace(known[row], score=scores[row]) for row in best]
+        return [dataclasses.replace(known[row], score=scores.get(row, math.nan)) for row in best]
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -209,7 +218,8 @@ class PassageIndex:
         """Adds and removes documents, all or nothing. A document of the same id is replaced.
 
         Args:
-          vectors: float32 [passages, dim], in the order of the documents' passages.
+          vectors: float32 [passages, dim], in the order of the documents' passages; NaN in the rows of those that
+            `fill` adds later.
           removed: document ids; unknown ones are ignored.
           digests: notes to keep about sources, None to forget one.
         """
@@ -235,6 +245,32 @@ class PassageIndex:
                 view = self._view.without(gone) if len(gone) else self._view
                 self._show(view.plus(np.concatenate(rows), vectors) if rows else view)
 
+    def missing(self, count: int) -> dict[int, str]:
+        """Row -> text of at most `count` passages whose vectors are not computed yet, beginning anywhere, so that
+        several processes do not compute the same."""
+        self.keep_up()
+        rows = self._view.missing
+        start = int(np.random.default_rng().integers(max(1, len(rows) - count + 1)))
+        found = self.catalog.passages(rows[start : start + count].tolist())
+        return {row: passage.text for row, passage in found.items()}
+
+    def fill(self, rows: Sequence[int], vectors: np.ndarray) -> None:
+        """Adds the vectors of passages that are `missing`, float32 [n, dim]; those deleted meanwhile are ignored."""
+        with self.catalog.lock:
+            with self.catalog.transaction():
+                self.catalog.add_vectors(rows, vectors)
+            if self._stamp != self.catalog.stamp:
+                self._sync()
+            else:
+                is_missing = is_in(np.array(rows, np.int64), self._view.missing)
+                self._show(self._view.filled(np.array(rows, np.int64)[is_missing], vectors[is_missing]))
+
+    def keep_up(self) -> None:
+        """Reads what other processes wrote, if they did."""
+        with self.catalog.lock:
+            if self._stamp != self.catalog.stamp:
+                self._sync()
+
     def improve(self) -> bool:
         """Clusters the vectors if there are many and too much has changed; False if nothing was done. Takes minutes for
         a million passages; searches and writes continue meanwhile."""
@@ -259,6 +295,8 @@ class PassageIndex:
 
     def _is_due(self, view: VectorView) -> bool:
         clusters, num_alive = view.clusters, view.num_alive
+        if len(view.missing):
+            return False
         if clusters is None or num_alive < LEAST_CLUSTERED:
             return (clusters is None) == (num_alive >= LEAST_CLUSTERED)
         num_changed = num_alive - clusters.num_alive + len(clusters.rows) - clusters.num_alive
@@ -283,14 +321,18 @@ class PassageIndex:
             noted = self.catalog.get_value("clusters")
             if noted != self._noted:
                 view, self._noted = self._clustered(noted), noted
-            alive = self.catalog.rows()
+            alive, dim = self.catalog.rows(), self.settings.dim
             new = alive[alive > view.last_row]
-            vectors = np.empty((len(new), self.settings.dim), np.float32)
-            if self.settings.dim and len(new):
-                batches = self.catalog.vectors(self.settings.dim, after=view.last_row)
-                new, vectors = map(np.concatenate, zip(*batches, strict=True))
+            view = view.plus(new, np.full((len(new), dim), np.nan, np.float32)).only(alive)
+            if len(view.missing):
+                parts = list(self.catalog.vectors(dim, after=int(view.missing[0]) - 1))
+                rows, vectors = (
+                    map(np.concatenate, zip(*parts, strict=True)) if parts else (new[:0], np.empty((0, dim)))
+                )
+                is_new = is_in(rows, view.missing)
+                view = view.filled(rows[is_new], vectors[is_new])
             self._stamp = self.catalog.stamp
-        self._show(view.plus(new, vectors).only(alive))
+        self._show(view)
 
     def _clustered(self, noted: str | None) -> VectorView:
         """The clusters alone; nothing if their file is damaged, since it can be rebuilt."""

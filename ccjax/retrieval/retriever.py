@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ccjax.config.documents import DocumentOptions
+from ccjax.retrieval.background import BackgroundWork
 from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, Passage
 from ccjax.retrieval.changes import find_changes
 from ccjax.retrieval.chunking import split
@@ -29,7 +31,9 @@ _log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called as (stage, done, total); stages are `read` (files) and `embed` (passages)."""
 
-_EMBED_BATCH = 64  # passages between two progress reports: about 3 s on two CPU cores
+_EMBED_BATCH = 64  # passages between two progress reports: a second on two CPU cores
+_MOST_EMBEDDED_FIRST = 1024
+"""New passages whose vectors are computed before they are searchable: some ten seconds on two CPU cores."""
 _SPARE = 8
 """Passages that are found beyond those wanted, in place of near-duplicates and of those below a least score; if these
 are more, four times as many, and so on up to `_MOST_FOUND`."""
@@ -49,7 +53,8 @@ _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(
 class Retriever:
     """Ranked passages from the files below a directory; `refresh` updates their index, at first when it is opened.
 
-    `search` may run in several threads and during `refresh`: it sees every document as it is before or after.
+    `search` may run in several threads and during `refresh`: it sees every document as it is before or after. Many new
+    passages are searchable by words at once, while their vectors are computed in the background (`wait`).
 
     Attributes:
       embedder: None in a search by words alone.
@@ -72,7 +77,7 @@ class Retriever:
           count_tokens: length of a text in the engine's tokens; determines where passages end.
           embedder: None = `default_embedder()`; a `lexical` search has none. Without an encoder a `hybrid` search is
             `lexical`, with a log line.
-          progress: called while files are read and passages embedded.
+          progress: called while files are read and passages embedded, but not from the background.
           others: directory of the indexes of other folders. Documents that one of them holds are not embedded again, so
             a folder may be moved.
           options: of `DocumentOptions`. Without `index_dir` the index is kept in memory only. A saved index made with
@@ -98,7 +103,6 @@ class Retriever:
         self._refused: dict[str, tuple[str, str]] = {}
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._update_lock = threading.Lock()
-        self._clustering: threading.Thread | None = None
         self._root: Path | None = None
         self._others = others
         self.report = RefreshReport()
@@ -119,6 +123,7 @@ class Retriever:
             _log.warning("the index in %s is rebuilt: %s", self._index_dir, rebuilt)
             Catalog.delete(self._index_dir)
             self._index = PassageIndex(self._index_dir, settings)
+        self._background = BackgroundWork(self._index, self._embed)
         try:
             self.report = dataclasses.replace(self.refresh(), rebuilt=rebuilt)
         except BaseException:
@@ -138,6 +143,15 @@ class Retriever:
     def num_passages(self) -> int:
         """Number of searchable passages."""
         return len(self._current())
+
+    @property
+    def num_pending(self) -> int:
+        """Number of passages whose vectors are still computed, so that they are found by words alone."""
+        return self._current().num_pending
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until all vectors are computed, or that failed; False if it took longer."""
+        return self._background.wait(timeout_s)
 
     @property
     def document_ids(self) -> tuple[str, ...]:
@@ -225,7 +239,8 @@ class Retriever:
             while not is_all:
                 for passages, is_all in index.stages(words, vectors, wanted, parts, where=where, weight=weight):
                     is_cut = len(passages) == wanted < _MOST_FOUND
-                    found = [passage for passage in passages if min_score is None or passage.score >= min_score]
+                    scored = self._scored(passages, vectors)
+                    found = [passage for passage in scored if min_score is None or passage.score >= min_score]
                     found = distinct(found, top_k)
                     if is_all and len(found) < top_k and is_cut:
                         wanted, parts, is_all = 4 * wanted, 1, False
@@ -249,12 +264,23 @@ class Retriever:
         sums = np.stack(vectors) + _EARLIER_WEIGHT * before
         return sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-9)
 
+    def _scored(self, passages: Sequence[Passage], vectors: np.ndarray | None) -> list[Passage]:
+        """With scores for those whose vectors are not in the index yet."""
+        texts = [passage.text for passage in passages if math.isnan(passage.score)]
+        if not texts or vectors is None:
+            return list(passages)
+        scores = iter((vectors @ self._embed(texts).T).max(axis=0).tolist())
+        return [
+            dataclasses.replace(passage, score=next(scores)) if math.isnan(passage.score) else passage
+            for passage in passages
+        ]
+
     def refresh(self) -> RefreshReport:
         """Updates the index from the directory.
 
         Every file is read and hashed; only new and changed ones are parsed and embedded, other vectors are kept. A
-        changed file that cannot be used any more is dropped, not served stale. If many passages have changed, their
-        vectors are clustered anew in the background.
+        changed file that cannot be used any more is dropped, not served stale. In the background, the vectors of many
+        new passages are computed, and all are clustered anew if many have changed.
         """
         with self._update_lock:
             index, before = self._current(), self.report
@@ -274,10 +300,11 @@ class Retriever:
             self._apply(index, new, report, at_once=self._root not in (None, docs_dir))
             if digests:
                 index.write(digests=digests)
+            index.keep_up()
             self._root = docs_dir
-            if self._clustering is None or not self._clustering.is_alive():
-                self._clustering = threading.Thread(target=self._cluster, name="ccjax-cluster", daemon=True)
-                self._clustering.start()
+            self._background.start()
+            if self._options.search == "dense" and self.wait() and index.num_pending:
+                raise ValueError("embedder: the vectors of some passages could not be computed")
             num_documents = index.catalog.count_documents()
             self.report = dataclasses.replace(report, num_documents=num_documents)
             return self.report
@@ -287,16 +314,8 @@ class Retriever:
         with self._update_lock:
             index, self._index = self._index, None
             if index is not None:
+                self._background.close()
                 index.close()
-
-    def _cluster(self) -> None:
-        """Clusters the vectors while searches continue."""
-        try:
-            if (index := self._index) is not None and index.improve():
-                _log.info("the vectors of %d passages were clustered", len(index))
-        except Exception:
-            if self._index is not None:  # else it was closed meanwhile
-                _log.exception("clustering failed; all vectors are compared")
 
     def _current(self) -> PassageIndex:
         index = self._index
@@ -317,37 +336,45 @@ class Retriever:
     def _apply(
         self, index: PassageIndex, new: Sequence[IndexedDocument], report: RefreshReport, *, at_once: bool
     ) -> None:
-        """Embeds new passages, but for those whose text was in a removed or changed document, and writes them batch by
-        batch, so that little is lost if the process is killed; or `at_once`, together with what is removed."""
+        """Writes new documents with the vectors of their passages: those known from removed and changed documents, and
+        of few others, or of a dense search, those computed first; of many, `_background` adds them. Batch by batch, so
+        that little is lost if the process is killed; or `at_once`, together with what is removed."""
         known = index.catalog.known_vectors([*report.removed, *report.changed])
         if self._others is not None and self._root is None and new and self.embedder is not None:
             known |= Catalog.known_to_others(self._others, index.settings, new)
         at_once = at_once and bool(new)
         if report.removed and not at_once:
             index.write(removed=report.removed)
-        total = sum(len(document.passages) for document in new)
+        unknown = sum(text not in known for document in new for text in document.passages)
+        if self._options.search == "hybrid" and unknown > _MOST_EMBEDDED_FIRST:
+            unknown = 0
         done = 0
         for group in [new] if at_once else _groups(new):
             texts = [text for document in group for text in document.passages]
-            vectors = np.empty((len(texts), index.settings.dim), np.float32)
-            unknown = []
+            vectors = np.full((len(texts), index.settings.dim), np.nan, np.float32)
             for place, text in enumerate(texts):
                 if text in known:
                     vectors[place] = known[text]
-                else:
-                    unknown.append(place)
-            for start in range(0, len(unknown), _EMBED_BATCH):
-                self._progress("embed", done + start, total)
-                if self.embedder is None:
-                    break
-                batch = unknown[start : start + _EMBED_BATCH]
-                embedded = self.embedder.embed([texts[place] for place in batch])
-                if embedded.shape != (wanted := (len(batch), index.settings.dim)):
-                    raise ValueError(f"embedder: wanted vectors of shape {wanted}, got {embedded.shape}")
-                vectors[batch] = embedded
+            places = [place for place, text in enumerate(texts) if text not in known]
+            for start in range(0, len(places) if unknown and self.embedder is not None else 0, _EMBED_BATCH):
+                self._progress("embed", done, unknown)
+                batch = places[start : start + _EMBED_BATCH]
+                vectors[batch] = self._embed([texts[place] for place in batch])
+                done += len(batch)
             index.write(group, vectors, removed=report.removed if at_once else ())
-            done += len(texts)
-        self._progress("embed", total, total)
+        self._progress("embed", unknown, unknown)
+
+    def _embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Float32 [len(texts), dim].
+
+        Raises:
+          ValueError: the embedder gives something else.
+        """
+        assert self.embedder is not None
+        vectors, wanted = self.embedder.embed(texts), (len(texts), self.embedder.dim)
+        if vectors.shape != wanted or not np.isfinite(vectors).all():
+            raise ValueError(f"embedder: wanted finite vectors of shape {wanted}, got {vectors.shape}")
+        return vectors
 
 
 def _groups(documents: Sequence[IndexedDocument]) -> Iterator[list[IndexedDocument]]:

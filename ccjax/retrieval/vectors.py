@@ -97,7 +97,7 @@ class VectorView:
     Attributes:
       rows: int64 [n], ascending, of those in memory; they are behind the clusters' rows.
       alive: bool [n], False for deleted rows.
-      vectors: float32 [n, dim].
+      vectors: float32 [n, dim], NaN in the rows whose vectors are not computed yet; these are not found.
     """
 
     rows: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
@@ -115,6 +115,20 @@ class VectorView:
         """The last row; 0 without any."""
         last = self.rows if len(self.rows) or self.clusters is None else self.clusters.rows
         return int(last[-1]) if len(last) else 0
+
+    @functools.cached_property
+    def missing(self) -> np.ndarray:
+        """int64, ascending: the rows whose vectors are not computed yet."""
+        if self.vectors is None or not self.vectors.shape[1]:
+            return np.empty(0, np.int64)
+        return self.rows[self.alive & np.isnan(self.vectors[:, 0])]
+
+    def filled(self, rows: np.ndarray, vectors: np.ndarray) -> VectorView:
+        """With the vectors, float32 [n, dim], of some rows in memory, int64 [n]."""
+        assert self.vectors is not None
+        filled = self.vectors.copy()
+        filled[np.searchsorted(self.rows, rows)] = vectors
+        return dataclasses.replace(self, vectors=filled)
 
     def plus(self, rows: np.ndarray, vectors: np.ndarray) -> VectorView:
         """With more rows, int64 [n], and their vectors, float32 [n, dim]."""
@@ -172,7 +186,7 @@ class VectorView:
         scores = np.empty(len(rows), np.float32)
         pointers = [_faiss.swig_ptr(array) for array in (scores, query, vectors)]
         _faiss.fvec_inner_products_ny(*pointers, len(query), len(rows))
-        chosen = self.alive[some] if allowed is None else is_in(rows, allowed)
+        chosen = ~np.isnan(scores) & (self.alive[some] if allowed is None else is_in(rows, allowed))
         scores, rows = scores[chosen], rows[chosen]
         if 4 * top_k < len(scores):
             near = scores >= np.partition(scores, len(scores) - top_k)[len(scores) - top_k]

@@ -126,6 +126,8 @@ class ServerMetrics:
         if retriever is not None:
             readers["num_documents"] = ("Documents in the index", lambda: retriever.num_documents)
             readers["num_passages"] = ("Passages in the index", lambda: retriever.num_passages)
+            text = "Passages found by words alone, since their vectors are still computed"
+            readers["vectors_pending"] = (text, lambda: retriever.num_pending)
             self._registry.register(_Scraped(functools.partial(_skipped, retriever)))
         if preparation is not None:
             text = "Documents with passages that idle time still has to prepare"

@@ -80,11 +80,15 @@ def chosen(retriever: Retriever | None, document_ids: Sequence[str]) -> list[Doc
 
 
 def index_summary(retriever: Retriever | None) -> dict[str, Any]:
-    """How much is searchable, and how many files, lines and directories are not, by kind of reason. Waits for no search
-    and no update."""
+    """How much is searchable, `num_vectors_pending` passages of it by words alone so far, and how many files, lines and
+    directories are not, by kind of reason. Waits for no search and no update."""
     report = RefreshReport() if retriever is None else retriever.report
-    num_passages = 0 if retriever is None else retriever.num_passages
-    return {"num_documents": report.num_documents, "num_passages": num_passages, "skipped": report.skipped}
+    return {
+        "num_documents": report.num_documents,
+        "num_passages": 0 if retriever is None else retriever.num_passages,
+        "num_vectors_pending": 0 if retriever is None else retriever.num_pending,
+        "skipped": report.skipped,
+    }
 
 
 def refresh(retriever: Retriever | None, engine: Engine, worker: EngineWorker) -> bool:

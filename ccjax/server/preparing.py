@@ -20,6 +20,9 @@ from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
 
+_VECTORS_S = 0.1
+"""Longest wait for vectors before requests are looked for again."""
+
 
 class DocumentPreparation:
     """The passages of one retriever that still have to be prepared. `step` belongs to one thread."""
@@ -60,6 +63,8 @@ class DocumentPreparation:
 
     def step(self, is_wanted: Callable[[], bool]) -> bool:
         """Prepares a passage, unless `is_wanted`; False if no work is left now."""
+        if not self._retriever.wait(_VECTORS_S):  # they take the same cores, and every question wants them
+            return not is_wanted()
         if self._warming is None:
             self._warming = self._next()
         if self._warming is None:

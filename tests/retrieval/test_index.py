@@ -115,7 +115,11 @@ def test_error_names_the_bad_argument() -> None:
 # -- changes ---------------------------------------------------------------------------------------------------
 
 Steps = st.lists(
-    st.tuples(st.sampled_from(["write", "remove", "reopen", "improve"]), st.integers(0, 11), st.integers(0, 6)),
+    st.tuples(
+        st.sampled_from(["write", "write without vectors", "fill", "remove", "reopen", "improve"]),
+        st.integers(0, 11),
+        st.integers(0, 6),
+    ),
     min_size=1,
     max_size=14,
 )
@@ -126,18 +130,33 @@ Steps = st.lists(
 def test_search_matches_numpy_after_writes_removals_and_reopening(
     least_clustered: int, steps: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Against plain NumPy over what is there; so few clusters are all searched."""
+    """Against plain NumPy over what is there; so few clusters are all searched. Passages without a vector are found by
+    words, and by similarity once they are filled."""
     directory = tmp_path_factory.mktemp("index")
     patch = pytest.MonkeyPatch()
     patch.setattr(index_module, "LEAST_CLUSTERED", least_clustered)
     index = PassageIndex(directory, SETTINGS)
     there: dict[str, tuple[list[str], np.ndarray]] = {}
+    later: dict[str, np.ndarray] = {}
     for step, (what, which, count) in enumerate(steps):
         name = f"d{which}.md"
-        if what == "write":
+        if what.startswith("write"):
             texts, vectors = [f"{step} {n}" for n in range(count)], unit_vectors(count, seed=step)
+            later |= dict(zip(texts, vectors, strict=True))
+            if what != "write":
+                vectors[np.arange(count) % 2 < which] = np.nan
             index.write([IndexedDocument(name, "t", str(step), tuple(texts), "", {"n": which})], vectors)
             there[name] = texts, vectors
+        elif what == "fill":
+            gone = index.missing(count)
+            if which % 2:
+                index.write(removed=[name])  # before they are filled
+                there.pop(name, None)
+            index.fill([*gone], np.array([later[text] for text in gone.values()], np.float32).reshape(-1, 8))
+            for texts, vectors in there.values():
+                for place, text in enumerate(texts):
+                    if text in gone.values():
+                        vectors[place] = later[text]
         elif what == "remove":
             index.write(removed=[name])
             there.pop(name, None)
@@ -148,18 +167,20 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
             index = PassageIndex(directory, SETTINGS)
         query = unit_vectors(1, seed=100 + step)[0]
         for where in (None, {"type": "lt", "key": "n", "value": 4}):
-            expected = sorted(
+            expected = [
                 (-float(vector @ query), text)
                 for name, (texts, vectors) in there.items()
                 if where is None or int(name[1:-3]) < 4
                 for text, vector in zip(texts, vectors, strict=True)
-            )
+            ]
+            shown = sorted(text for _, text in expected)
+            expected = sorted(pair for pair in expected if not np.isnan(pair[0]))
             hits = index.search(None, query, 5, where=None if where is None else parse_filter(where))
             assert [passage.text for passage in hits] == [text for _, text in expected[:5]]
-            shown = [text for _, text in sorted(expected, key=lambda pair: pair[1])]
             by_words = index.search(f"{step} 0", None, 99, where=None if where is None else parse_filter(where))
             words = {str(step), "0"}
             assert sorted(passage.text for passage in by_words) == [t for t in shown if words & {*t.split()}]
+        assert index.num_pending == sum(np.isnan(vectors[:, 0]).sum() for _, vectors in there.values())
         assert len(index) == sum(len(texts) for texts, _ in there.values()) and index.catalog.count_documents() == len(
             there
         )

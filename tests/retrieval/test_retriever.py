@@ -346,7 +346,7 @@ def test_a_closed_retriever_refuses_work(docs: Path) -> None:
 def test_an_embedder_of_the_wrong_shape_is_refused(docs: Path) -> None:
     embedder = CountingEmbedder()
     embedder.dim = 100
-    with pytest.raises(ValueError, match=r"embedder: wanted vectors of shape \(7, 100\), got \(7, 512\)"):
+    with pytest.raises(ValueError, match=r"embedder: wanted finite vectors of shape \(7, 100\), got \(7, 512\)"):
         open_retriever(docs, embedder)
 
 

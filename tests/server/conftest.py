@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from ccjax.engine import Engine
-from ccjax.retrieval import Retriever
+from ccjax.retrieval import Embedder, Retriever
 from ccjax.server import ServerSettings, Service, create_app
 from tests.engine import few_shapes as sizes
 from tests.retrieval.opened import CountingEmbedder
@@ -88,6 +88,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
         *,
         prepares: bool = False,
         model: Path = tiny_model,
+        embedder: Embedder | None = None,
         **engine_settings: Any,
     ) -> Iterator[Server]:
         settings = (settings or ServerSettings(top_k=2)).model_copy(update={"prepare": prepares})
@@ -98,7 +99,7 @@ def start_server(tiny_model: Path, docs_dir: Path) -> StartServer:
         assert tokenizer is not None
         retriever = Retriever(
             docs_dir,
-            embedder=CountingEmbedder(),
+            embedder=embedder or CountingEmbedder(),
             count_tokens=lambda text: len(tokenizer.encode(text, allow_special=False)),
             chunk_tokens=60,
         )

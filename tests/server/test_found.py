@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
+from ccjax.retrieval import retriever
 from ccjax.server import ServerSettings
+from ccjax.server.preparing import DocumentPreparation
+from tests.polling import wait_until
+from tests.retrieval.opened import HeldEmbedder
+from tests.server import patience
 from tests.server.conftest import Server, StartServer
 
 if TYPE_CHECKING:
@@ -80,3 +88,39 @@ def test_neighbours_are_passages_of_their_own_which_are_reused(start_server: Sta
         finally:
             path.unlink()
             server.retriever.refresh()
+
+
+def test_a_server_answers_by_words_while_vectors_are_computed(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retriever, "_MOST_EMBEDDED_FIRST", 0)
+    with start_server(prepares=True, embedder=(held := HeldEmbedder())) as server, server.client() as client:
+        told = patience.get(f"{server.url}/ready").json()["documents"]
+        assert told["num_vectors_pending"] == told["num_passages"] == 5
+        assert "ccjax_vectors_pending 5.0" in patience.get(f"{server.url}/metrics").text
+        assert found(client, "Who teaches chess on Tuesdays?") == ["emma.md"]
+        assert found(client, "Which car ?") == ["nothing-found"]
+        held.go()
+        wait_until(lambda: not patience.get(f"{server.url}/ready").json()["documents"]["num_vectors_pending"])
+        assert found(client, "Which car ?") == ["bob.md"]
+        wait_until(lambda: "ccjax_documents_to_prepare 0.0" in patience.get(f"{server.url}/metrics").text)
+
+
+def test_passages_are_prepared_after_vectors(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the same cores."""
+    monkeypatch.setattr(retriever, "_MOST_EMBEDDED_FIRST", 0)
+    steps = 0
+    step = DocumentPreparation.step
+
+    def counted(self: DocumentPreparation, is_wanted: Callable[[], bool]) -> bool:
+        nonlocal steps
+        is_left = step(self, is_wanted)
+        steps += 1
+        return is_left
+
+    monkeypatch.setattr(DocumentPreparation, "step", counted)
+    with start_server(prepares=True, embedder=(held := HeldEmbedder())) as server:
+        wait_until(lambda: steps > 3)
+        assert server.service.backend.preparation.num_documents_left == 5
+        held.go()
+        wait_until(lambda: not server.service.backend.preparation.num_documents_left)

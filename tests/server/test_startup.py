@@ -222,7 +222,7 @@ def test_server_warms_up_answers_and_exits_on_a_signal(
     arguments += ["--served-model-name", "house", *FEW_STEPS]
     with serving(arguments, environment) as (url, line, process):
         assert re.search(rf"house over \d+ passages of 5 documents on {url} .*curl -s {url}/v1/chat", line)
-        documents = {"num_documents": 5, "num_passages": 5, "skipped": {}}
+        documents = {"num_documents": 5, "num_passages": 5, "num_vectors_pending": 0, "skipped": {}}
         ready = {"status": "ready", "model": "house", "documents": documents}
         assert patience.get(f"{url}/ready").json() == ready
         messages = [{"role": "user", "content": "Who bakes bread?"}]

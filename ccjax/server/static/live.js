@@ -137,7 +137,9 @@ function showIndex(live) {
   const skipped = Object.entries(live.skipped);
   const total = skipped.reduce((sum, [, number]) => sum + number, 0);
   byId("index").hidden = !live.num_documents && !total;
-  byId("index-note").textContent = `${count(live.num_documents)} documents, ${count(live.num_passages)} passages.`;
+  const pending = live.num_vectors_pending ? `, ${count(live.num_vectors_pending)} of them found by words alone so far` : "";
+  byId("index-note").textContent =
+    `${count(live.num_documents)} documents, ${count(live.num_passages)} passages${pending}.`;
   byId("problems").hidden = !total;
   const reasons = skipped.map(([reason, number]) => `${count(number)} ${reason}`).join(", ");
   const note = `Skipped: ${reasons}`;

@@ -1,0 +1,90 @@
+"""Work on an index while it is searched: vectors that passages still lack, and clusters of all vectors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ccjax.retrieval.index import PassageIndex
+
+Embed = Callable[[Sequence[str]], np.ndarray]
+
+_FILLED_TOGETHER = 1024
+"""Passages whose vectors are stored, and searched, together; as many are computed again after a process was killed."""
+_EMBEDDED_TOGETHER = 64  # a second on two CPU cores; `close` waits for no more
+_log = logging.getLogger(__name__)
+
+
+class BackgroundWork:
+    """Fills and clusters one index in threads of its own."""
+
+    def __init__(self, index: PassageIndex, embed: Embed) -> None:
+        self._index, self._embed = index, embed
+        self._lock = threading.Lock()
+        self._is_done = threading.Event()
+        self._is_done.set()
+        self._is_closed = False
+        self._clustering = threading.Thread()
+
+    def start(self) -> None:
+        """Begins with what there is to do and nobody does yet."""
+        with self._lock:
+            if self._is_closed or not self._is_done.is_set():
+                return
+            if self._index.num_pending:
+                self._is_done.clear()
+                threading.Thread(target=self._fill, name="ccjax-vectors", daemon=True).start()
+            elif not self._clustering.is_alive():
+                self._clustering = threading.Thread(target=self._cluster, name="ccjax-cluster", daemon=True)
+                self._clustering.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until all vectors are computed, or that failed; False if it took longer."""
+        return self._is_done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Ends the computation of vectors; the index can be closed afterwards."""
+        with self._lock:
+            self._is_closed = True
+        self._is_done.wait()
+
+    def _fill(self) -> None:
+        index = self._index
+        try:
+            _log.info("the vectors of %d passages are computed, which are found by words until then", index.num_pending)
+            while self._is_more_missing():
+                missing = index.missing(_FILLED_TOGETHER)
+                rows = sorted(missing, key=lambda row: len(missing[row]))  # those of similar length are padded less
+                vectors: list[np.ndarray] = []
+                for start in range(0, len(rows), _EMBEDDED_TOGETHER):
+                    if self._is_closed:
+                        break
+                    vectors.append(self._embed([missing[row] for row in rows[start : start + _EMBEDDED_TOGETHER]]))
+                if vectors:
+                    together = np.concatenate(vectors)
+                    index.fill(rows[: len(together)], together)
+                    _log.info("vectors: %d passages left", index.num_pending)
+        except Exception:
+            _log.exception("no more vectors are computed until the next refresh; passages are found by words meanwhile")
+            self._is_done.set()
+        else:
+            self.start()
+
+    def _is_more_missing(self) -> bool:
+        """False, and noted, if nothing is left to compute: what is added later needs another `start`."""
+        with self._lock:
+            is_more = not self._is_closed and self._index.num_pending > 0
+            if not is_more:
+                self._is_done.set()
+        return is_more
+
+    def _cluster(self) -> None:
+        try:
+            if self._index.improve():
+                _log.info("the vectors of %d passages were clustered", len(self._index))
+        except Exception:
+            if not self._is_closed:
+                _log.exception("clustering failed; all vectors are compared")

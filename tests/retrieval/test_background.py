@@ -1,0 +1,168 @@
+"""Many new passages are found by words at once, and by meaning once the background has computed their vectors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ccjax.retrieval import Retriever, background, retriever
+from tests.polling import wait_until
+from tests.retrieval.opened import HeldEmbedder, open_retriever
+
+TEXTS = {
+    "anna.md": "Anna repairs violins by the river.",
+    "bob.md": "Bob drives an automobile to Rome.",
+    "carla.md": "Carla studies whales near Lisbon.",
+    "dino.md": "Dino bakes bread in Naples.",
+}
+
+
+@pytest.fixture
+def held() -> Iterator[HeldEmbedder]:
+    embedder = HeldEmbedder()
+    yield embedder
+    embedder.go()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(retriever, "_MOST_EMBEDDED_FIRST", 1)
+    (folder := tmp_path / "docs").mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def ids(found: Retriever, query: str, **options: Any) -> list[str]:
+    return [passage.document_id for passage in found.search(query, 4, **options)]
+
+
+def test_words_are_found_at_once_and_meanings_later(folder: Path, held: HeldEmbedder) -> None:
+    opened = open_retriever(folder, held)
+    assert (opened.num_passages, opened.num_pending, opened.wait(0.0)) == (4, 4, False)
+    assert ids(opened, "whales") == ["carla.md"] and ids(opened, "Whose car ?") == []
+    held.go()
+    assert opened.wait(600) and opened.num_pending == 0
+    assert ids(opened, "Whose car ?")[0] == "bob.md" and sorted(held.in_background) == sorted(
+        passage.text for name in TEXTS for passage in opened.passages(name)
+    )
+    opened.close()
+
+
+def test_scores_and_the_least_score_are_those_of_vectors_before_they_are_stored(
+    folder: Path, held: HeldEmbedder
+) -> None:
+    opened = open_retriever(folder, held)
+    query = "Carla studies bread"
+    (before, *others) = opened.search(query, 4)
+    assert before.document_id == "carla.md" and 0.5 < before.score < 1.0 and len(others) == 1
+    assert ids(opened, query, min_score=before.score) == ["carla.md"]
+    held.go()
+    assert opened.wait(600)
+    after = {passage.document_id: passage.score for passage in opened.search(query, 4)}
+    assert after["carla.md"] == pytest.approx(before.score) and after["dino.md"] == pytest.approx(others[0].score)
+    opened.close()
+
+
+def test_the_index_is_that_of_vectors_computed_first(
+    folder: Path, held: HeldEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.go()
+    opened = open_retriever(folder, held)
+    assert opened.wait(600) and held.in_background
+    monkeypatch.setattr(retriever, "_MOST_EMBEDDED_FIRST", 4)
+    first = open_retriever(folder, other := HeldEmbedder())
+    assert first.num_pending == 0 and not other.in_background
+    for query in ("car in Rome", "whales bread", "Anna", "by the river near Naples"):
+        assert opened.search(query, 4) == first.search(query, 4) != []
+
+
+def test_what_was_computed_before_a_process_ended_is_not_computed_again(
+    folder: Path, held: HeldEmbedder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_FILLED_TOGETHER", 1)
+    opened = open_retriever(folder, held, index_dir=tmp_path / "index")
+    held.permits.release()
+    wait_until(lambda: opened.num_pending == 3, timeout_s=600)
+    closing = threading.Thread(target=opened.close)  # which waits for the call that is under way
+    closing.start()
+    wait_until(lambda: opened._background._is_closed, timeout_s=600)
+    held.go()
+    closing.join()
+    again = open_retriever(folder, other := HeldEmbedder(), index_dir=tmp_path / "index")
+    other.go()
+    assert again.wait(600) and again.num_pending == 0 and ids(again, "Whose car ?")[0] == "bob.md"
+    assert (len(held.in_background), len(other.in_background)) == (2, 2)
+    assert not {*held.in_background} & {*other.in_background}
+    again.close()
+
+
+def test_documents_deleted_meanwhile_are_not_filled(folder: Path, held: HeldEmbedder) -> None:
+    opened = open_retriever(folder, held)
+    (folder / "bob.md").unlink()
+    (folder / "emma.md").write_text("Emma teaches chess in Oslo.")
+    assert opened.refresh().removed == ("bob.md",)
+    assert ids(opened, "chess Oslo") == ["emma.md"]
+    held.go()
+    assert opened.wait(600) and (opened.num_passages, opened.num_pending) == (4, 0)
+    assert "bob.md" not in ids(opened, "Whose car ?")
+    opened.close()
+
+
+def test_another_process_finds_meanings_too(folder: Path, held: HeldEmbedder, tmp_path: Path) -> None:
+    first = open_retriever(folder, held, index_dir=tmp_path / "index")
+    second = open_retriever(folder, waiting := HeldEmbedder(), index_dir=tmp_path / "index")
+    assert second.num_pending == 4
+    held.go()
+    assert first.wait(600)
+    second.refresh()
+    assert second.num_pending == 0 and ids(second, "Whose car ?")[0] == "bob.md"
+    waiting.go()
+    assert second.wait(600)
+    for one in (first, second):
+        one.close()
+
+
+def test_a_failure_leaves_words_and_is_tried_again(
+    folder: Path, held: HeldEmbedder, caplog: pytest.LogCaptureFixture
+) -> None:
+    held.error = ValueError("no memory")
+    held.go()
+    opened = open_retriever(folder, held)
+    assert opened.wait(600) and opened.num_pending == 4 and "no memory" in caplog.text
+    assert ids(opened, "whales") == ["carla.md"]
+    held.error = None
+    opened.refresh()
+    assert opened.wait(600) and opened.num_pending == 0
+    opened.close()
+
+
+def test_a_dense_search_has_all_vectors_before_it_begins(folder: Path, held: HeldEmbedder, tmp_path: Path) -> None:
+    opened = open_retriever(folder, held, search="dense")
+    assert opened.num_pending == 0 and not held.in_background and ids(opened, "Whose car ?")[0] == "bob.md"
+    opened.close()
+    hybrid = open_retriever(folder, held, index_dir=tmp_path / "index")
+    assert hybrid.num_pending == 4
+    other = HeldEmbedder()
+    other.go()
+    other.error = ValueError("no memory")
+    with pytest.raises(ValueError, match="embedder: the vectors of some passages could not be computed"):
+        open_retriever(folder, other, search="dense", index_dir=tmp_path / "index")
+    other.error = None
+    opened = open_retriever(folder, other, search="dense", index_dir=tmp_path / "index")
+    assert opened.num_pending == 0 and ids(opened, "Whose car ?")[0] == "bob.md"
+    opened.close()
+    held.go()
+    hybrid.close()
+
+
+def test_progress_is_logged(folder: Path, held: HeldEmbedder, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ccjax"):
+        held.go()
+        assert open_retriever(folder, held).wait(600)
+    assert "the vectors of 4 passages are computed" in caplog.text and "vectors: 0 passages left" in caplog.text
