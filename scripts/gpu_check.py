@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes in the benchmarks, to see that they run")
     parser.add_argument("--only", nargs="+", choices=("tests", *BENCHMARKS), default=("tests", *BENCHMARKS))
     parser.add_argument("--tests", metavar="EXPRESSION", help="only the tests that match, as pytest's -k")
-    parser.add_argument("--limit-s", type=float, default=1200.0, help="of each step (%(default)s)")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="of each step (%(default)s)")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "gpu-check.json", metavar="FILE")
     arguments = parser.parse_args()
     # JAX would reserve three quarters of the device's memory at once.

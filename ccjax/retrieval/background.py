@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,15 +15,24 @@ Embed = Callable[[Sequence[str]], np.ndarray]
 
 _FILLED_TOGETHER = 1024
 """Passages whose vectors are stored, and searched, together; as many are computed again after a process was killed."""
-_EMBEDDED_TOGETHER = 64  # a second on two CPU cores; `close` waits for no more
+_EMBEDDED_TOGETHER = 16
+"""Passages that are embedded without a look at what else is wanted: half a second on two CPU cores."""
+_GIVES_WAY_S = 1.0
+"""Longest pause before the next ones while something else is wanted."""
+_LOOKS_EVERY_S = 0.01
 _log = logging.getLogger(__name__)
 
 
 class BackgroundWork:
-    """Fills and clusters one index in threads of its own."""
+    """Fills and clusters one index in threads of its own.
+
+    Attributes:
+      is_wanted: while it returns True, vectors are computed more slowly, since something else needs the processor.
+    """
 
     def __init__(self, index: PassageIndex, embed: Embed) -> None:
         self._index, self._embed = index, embed
+        self.is_wanted: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._is_done = threading.Event()
         self._is_done.set()
@@ -60,6 +70,7 @@ class BackgroundWork:
                 rows = sorted(missing, key=lambda row: len(missing[row]))  # those of similar length are padded less
                 vectors: list[np.ndarray] = []
                 for start in range(0, len(rows), _EMBEDDED_TOGETHER):
+                    self._give_way()
                     if self._is_closed:
                         break
                     vectors.append(self._embed([missing[row] for row in rows[start : start + _EMBEDDED_TOGETHER]]))
@@ -72,6 +83,11 @@ class BackgroundWork:
             self._is_done.set()
         else:
             self.start()
+
+    def _give_way(self) -> None:
+        end_s = time.monotonic() + _GIVES_WAY_S
+        while self.is_wanted() and not self._is_closed and time.monotonic() < end_s:
+            time.sleep(_LOOKS_EVERY_S)
 
     def _is_more_missing(self) -> bool:
         """False, and noted, if nothing is left to compute: what is added later needs another `start`."""

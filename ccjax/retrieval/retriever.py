@@ -153,6 +153,10 @@ class Retriever:
         """Waits until all vectors are computed, or that failed; False if it took longer."""
         return self._background.wait(timeout_s)
 
+    def give_way(self, is_wanted: Callable[[], bool]) -> None:
+        """While `is_wanted` returns True, vectors in the background are computed more slowly."""
+        self._background.is_wanted = is_wanted
+
     @property
     def document_ids(self) -> tuple[str, ...]:
         """Ids of the searchable documents, sorted."""
@@ -239,9 +243,10 @@ class Retriever:
             while not is_all:
                 for passages, is_all in index.stages(words, vectors, wanted, parts, where=where, weight=weight):
                     is_cut = len(passages) == wanted < _MOST_FOUND
-                    scored = self._scored(passages, vectors)
-                    found = [passage for passage in scored if min_score is None or passage.score >= min_score]
-                    found = distinct(found, top_k)
+                    if min_score is not None:
+                        scored = self._scored(passages, vectors)
+                        passages = [passage for passage in scored if passage.score >= min_score]
+                    found = self._scored(distinct(passages, top_k), vectors)
                     if is_all and len(found) < top_k and is_cut:
                         wanted, parts, is_all = 4 * wanted, 1, False
                         break

@@ -124,7 +124,7 @@ class IdleThread:
                 if call is None and self._closed:
                     return
                 if call is None and not self._is_quiet:
-                    self._is_quiet = not self._changed.wait_for(self._is_wanted, _IDLE_AFTER_S)
+                    self._is_quiet = not self._changed.wait_for(self.is_wanted, _IDLE_AFTER_S)
                     if not self._is_quiet:
                         continue
             if call is not None:
@@ -138,7 +138,7 @@ class IdleThread:
         """True when no request is present and idle work may be left."""
         return self._is_idle_work_left and not (self._is_busy() or self._num_expected)
 
-    def _is_wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         """True when something more urgent than idle work is waiting."""
         return self._is_busy() or bool(self._calls or self._num_expected) or self._closed
 
@@ -147,7 +147,7 @@ class IdleThread:
         with self._changed:
             self._is_idle_work_left = False  # work arriving meanwhile may leave more behind
         try:
-            is_left = self._idle_work(self._is_wanted)
+            is_left = self._idle_work(self.is_wanted)
         except Exception:
             logger.exception("idle work failed")
             return

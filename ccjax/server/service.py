@@ -94,6 +94,8 @@ class Service:
                 idle_work=_idle_work(engine, jobs, preparation, self.settings.repair),
                 preload=engine.preload,
             )
+            if retriever is not None:
+                retriever.give_way(worker.thread.is_wanted)
             model = self.settings.served_model_name or engine.model_name
             vectors = SentenceVectors(lambda: (retriever and retriever.embedder) or default_embedder(embedder))
             self._backend = Backend(engine, worker, retriever, model, jobs, preparation, vectors)

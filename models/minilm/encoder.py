@@ -15,7 +15,7 @@ from ccjax.models.minilm import model
 from ccjax.models.minilm.config import BertConfig
 from ccjax.models.minilm.load import load_params
 
-LENGTH_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512)
+LENGTH_BUCKETS = (16, 32, 64, 96, 128, 160, 192, 224, 256, 384, 512)
 BATCH_BUCKETS = (1, 4, 16)
 
 

@@ -102,6 +102,20 @@ def test_what_was_computed_before_a_process_ended_is_not_computed_again(
     again.close()
 
 
+def test_vectors_give_way_to_what_is_wanted_but_are_computed_in_the_end(
+    folder: Path, held: HeldEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(background, "_FILLED_TOGETHER", 1)
+    opened = open_retriever(folder, held)
+    opened.give_way(lambda: bool(looks.append(len(held.in_background)) or True))
+    held.go()
+    assert opened.wait(600) and opened.num_pending == 0
+    pauses = [looks.count(done) for done in range(1, 4)]
+    assert min(pauses) > 1, f"nobody looked whether something else is wanted: {pauses}"
+    opened.close()
+
+
 def test_documents_deleted_meanwhile_are_not_filled(folder: Path, held: HeldEmbedder) -> None:
     opened = open_retriever(folder, held)
     (folder / "bob.md").unlink()

@@ -120,7 +120,10 @@ def test_passages_are_prepared_after_vectors(start_server: StartServer, monkeypa
 
     monkeypatch.setattr(DocumentPreparation, "step", counted)
     with start_server(prepares=True, embedder=(held := HeldEmbedder())) as server:
+        preparation = server.service.backend.preparation
+        assert preparation is not None
         wait_until(lambda: steps > 3)
-        assert server.service.backend.preparation.num_documents_left == 5
+        assert preparation.num_documents_left == 5
+        assert server.retriever._background.is_wanted == server.service.backend.worker.thread.is_wanted
         held.go()
-        wait_until(lambda: not server.service.backend.preparation.num_documents_left)
+        wait_until(lambda: not preparation.num_documents_left)

@@ -88,7 +88,7 @@ def test_speculative_answer_can_finish_before_the_search(staged: Server, monkeyp
     def stages(final: list[Passage]) -> Iterator[list[Passage]]:
         yield final
         was_busy.append(
-            not is_quiet(staged) and staged.service.backend.worker.thread._is_wanted()
+            not is_quiet(staged) and staged.service.backend.worker.thread.is_wanted()
         )  # no idle work meanwhile
         wait_until(lambda: is_quiet(staged), timeout_s=60)
         yield final
