@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def _tests(expression: str | None, environment: dict[str, str], limit_s: float) 
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default", "--junitxml", str(report)]
         command += ["tests/pallas_kernels", *([] if expression is None else ["-k", expression])]
-        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s).returncode
+        code, _ = _run(command, environment, limit_s)
         if code not in (0, 1) or not report.exists():
             raise ValueError(f"pytest ended with status {code}")
         suite = ElementTree.parse(report).getroot()[0]
@@ -70,12 +71,25 @@ def _tests(expression: str | None, environment: dict[str, str], limit_s: float) 
 def _benchmark(name: str, is_quick: bool, environment: dict[str, str], limit_s: float) -> dict[str, Any]:
     """The figures of a benchmark."""
     command = [sys.executable, "scripts/bench.py", name, "--json", *(["--quick"] if is_quick else [])]
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit_s, stdout=subprocess.PIPE, text=True)
-    *lines, last = done.stdout.splitlines() or [""]
+    code, output = _run(command, environment, limit_s, stdout=subprocess.PIPE)
+    *lines, last = output.splitlines() or [""]
     print("\n".join(lines), flush=True)
-    if done.returncode:
-        raise ValueError(f"bench.py {name} ended with status {done.returncode}: {last:.300}")
+    if code:
+        raise ValueError(f"bench.py {name} ended with status {code}: {last:.300}")
     return json.loads(last)
+
+
+def _run(command: list[str], environment: dict[str, str], limit_s: float, stdout: int | None = None) -> tuple[int, str]:
+    """Exit status and output; what the command started is killed with it if it takes too long."""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=stdout, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output or ""
 
 
 if __name__ == "__main__":

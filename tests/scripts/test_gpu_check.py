@@ -7,10 +7,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
 import pytest
+
+from scripts import gpu_check
+from tests.polling import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,3 +64,25 @@ def test_the_check_runs_without_the_test_extra(bare_python, tmp_path):
     figures = found["benchmarks"]["kernels"]
     assert {case["kernel"] for case in figures["cases"]} == {"attention", "decode", "rope"}
     assert all(case["ms"] > 0 and case["share"] > 0 for case in figures["cases"])
+
+
+def test_a_step_that_takes_too_long_leaves_no_process(tmp_path, monkeypatch):
+    begun = tmp_path / "pid"
+    child = f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid())); time.sleep(3600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+
+    def times_out(process, timeout):
+        wait_until(lambda: begun.exists() and begun.read_text())
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", times_out)
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu_check._run([sys.executable, "-c", parent], dict(os.environ), 1.0)
+    wait_until(lambda: is_gone(int(begun.read_text())))
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
