@@ -181,6 +181,7 @@ class Worker:
         retriever = open_documents(settings.model, settings.documents, self._model.tokenizer, self._progress)
         if retriever is None:
             raise ValueError("docs: wanted a directory of documents, or demo")
+        retriever.give_way(lambda: False)
         total = retriever.num_pending
         while not retriever.wait(_PROGRESS_S):
             self._progress("embed", total - retriever.num_pending, total)

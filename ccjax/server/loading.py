@@ -70,6 +70,7 @@ def open_documents(
         retriever.close()
         why = (f"; skipped {skipped}" if skipped else "") + (f"; {': '.join(failed[0])}" if failed else "")
         raise ValueError(f"docs: wanted a directory with documents, got none in {directory}{why}")
+    retriever.give_way(lambda: True)  # to the compilation of the model's steps, until a server says what is wanted
     if warmup:
         try:
             retriever.warmup()

@@ -65,8 +65,8 @@ class Collection:
     count_tokens: Callable[[str], int] = _count_words
 
     def open(self, search: SearchKind, embedder: Embedder) -> Retriever:
-        """A retriever with a new index."""
-        return Retriever(
+        """A retriever with a new index that has all vectors."""
+        retriever = Retriever(
             self.directory,
             search=search,
             embedder=embedder,
@@ -74,6 +74,8 @@ class Collection:
             chunk_tokens=CHUNK_TOKENS,
             docs_exclude=["questions.jsonl", "conversations.jsonl"],
         )
+        retriever.wait()
+        return retriever
 
 
 class _EmbedsOnce:

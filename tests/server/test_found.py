@@ -124,6 +124,7 @@ def test_passages_are_prepared_after_vectors(start_server: StartServer, monkeypa
         assert preparation is not None
         wait_until(lambda: steps > 3)
         assert preparation.num_documents_left == 5
+        # Requests are answered first.
         assert server.retriever._background.is_wanted == server.service.backend.worker.thread.is_wanted
         held.go()
         wait_until(lambda: not preparation.num_documents_left)
