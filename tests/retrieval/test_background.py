@@ -97,7 +97,8 @@ def test_what_was_computed_before_a_process_ended_is_not_computed_again(
     again = open_retriever(folder, other := HeldEmbedder(), index_dir=tmp_path / "index")
     other.go()
     assert again.wait(600) and again.num_pending == 0 and ids(again, "Whose car ?")[0] == "bob.md"
-    assert (len(held.in_background), len(other.in_background)) == (2, 2)
+    assert len(held.in_background) in (1, 2), "the one that was under way may end"
+    assert len(held.in_background) + len(other.in_background) == 4
     assert not {*held.in_background} & {*other.in_background}
     again.close()
 
