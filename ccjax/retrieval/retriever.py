@@ -367,7 +367,8 @@ class Retriever:
                 vectors[batch] = self._embed([texts[place] for place in batch])
                 done += len(batch)
             index.write(group, vectors, removed=report.removed if at_once else ())
-        self._progress("embed", unknown, unknown)
+        if unknown:
+            self._progress("embed", unknown, unknown)
 
     def _embed(self, texts: Sequence[str]) -> np.ndarray:
         """Float32 [len(texts), dim].

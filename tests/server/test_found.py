@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ccjax.cli.serving.messages import final_line
+from ccjax.cli.serving.options import ServeOptions
 from ccjax.retrieval import retriever
 from ccjax.server import ServerSettings
 from ccjax.server.preparing import DocumentPreparation
@@ -100,9 +102,13 @@ def test_a_server_answers_by_words_while_vectors_are_computed(
         assert "ccjax_vectors_pending 5.0" in patience.get(f"{server.url}/metrics").text
         assert found(client, "Who teaches chess on Tuesdays?") == ["emma.md"]
         assert found(client, "Which car ?") == ["nothing-found"]
+        line = final_line(ServeOptions(model="tiny", docs="docs"), server.service, server.url)
+        assert "tiny over 5 passages of 5 documents, 5 of them found by words alone until their vectors" in line
         held.go()
         wait_until(lambda: not patience.get(f"{server.url}/ready").json()["documents"]["num_vectors_pending"])
         assert found(client, "Which car ?") == ["bob.md"]
+        line = final_line(ServeOptions(model="tiny", docs="docs"), server.service, server.url)
+        assert "tiny over 5 passages of 5 documents on" in line
         wait_until(lambda: "ccjax_documents_to_prepare 0.0" in patience.get(f"{server.url}/metrics").text)
 
 

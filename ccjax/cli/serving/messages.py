@@ -93,6 +93,8 @@ def final_line(args: ServeOptions, service: Service, url: str) -> str:
     documents = ""
     if backend.retriever is not None:
         documents = f" over {backend.retriever.num_passages} passages of {backend.retriever.num_documents} documents"
+        if pending := backend.retriever.num_pending:
+            documents += f", {pending} of them found by words alone until their vectors are computed,"
     return ready_line(args, service.settings, f"{backend.model}{documents}", url)
 
 
