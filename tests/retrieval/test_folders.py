@@ -301,7 +301,7 @@ def test_a_moved_folder_is_not_embedded_again(
     def opened(folder: Path, **options: Any) -> tuple[list[tuple[str, float]], list[str]]:
         """What is found, and the texts that were embedded for it, in order."""
         retriever = open_documents("demo", DocumentOptions(docs=str(folder), **options), tokenizer)
-        assert retriever is not None
+        assert retriever is not None and retriever._background.is_wanted(), "until a server says what is wanted"
         embedded = sorted(embedder.taken())
         best = [retriever.search(word, 1)[0] for word in ("tea", "ocean", "bees")]
         embedder.taken()

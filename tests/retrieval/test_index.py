@@ -188,6 +188,26 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
     patch.undo()
 
 
+def test_similarity_counts_by_the_share_of_passages_that_have_vectors() -> None:
+    index, vectors = PassageIndex(None, SETTINGS), unit_vectors(10)
+    texts = ("pump pump quay", "pump quay pier", *(f"other {n}" for n in range(8)))
+    index.write([IndexedDocument("d", "t", "v", texts)], np.where(np.arange(10)[:, None] == 5, vectors, np.nan))
+    found = index.search("pump quay", vectors[5], 3)
+    assert [passage.number for passage in found] == [0, 1, 5] and np.isnan(found[0].score)
+    missing = index.missing(10)
+    index.fill([*missing], vectors[[row - 1 for row in missing]])
+    assert [passage.number for passage in index.search("pump quay", vectors[5], 3)][:2] == [0, 5]
+
+
+def test_the_nearest_of_many_are_found_among_passages_without_vectors() -> None:
+    index, vectors = PassageIndex(None, SETTINGS), unit_vectors(200)
+    is_known = np.arange(200) % 2 == 0
+    index.write(documents((200,)), np.where(is_known[:, None], vectors, np.nan))
+    query = unit_vectors(1, seed=1)[0]
+    expected = np.flatnonzero(is_known)[np.argsort(-(vectors[is_known] @ query))][:3]
+    assert names(index, query, 3) == [f"d0.md#{number}" for number in expected]
+
+
 def test_vectors_of_deleted_passages_are_freed() -> None:
     index = PassageIndex(None, SETTINGS)
     for tag in "vw":  # each replaced
