@@ -190,6 +190,7 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
 
 def test_similarity_counts_by_the_share_of_passages_that_have_vectors() -> None:
     index, vectors = PassageIndex(None, SETTINGS), unit_vectors(10)
+    vectors[1] = -vectors[5]
     texts = ("pump pump quay", "pump quay pier", *(f"other {n}" for n in range(8)))
     index.write([IndexedDocument("d", "t", "v", texts)], np.where(np.arange(10)[:, None] == 5, vectors, np.nan))
     found = index.search("pump quay", vectors[5], 3)
