@@ -148,6 +148,7 @@ class _BackgroundLoader(threading.Thread):
             print(f"ccjax serve: {how_to_get_a_real_model()}", file=sys.stderr)
         with naming(args, "--model"):
             engine = load_engine(args.model, engine_settings(args), progress)
+        retriever = None
         try:
             with naming(args, "--docs"):
                 documents = part(args, DocumentOptions)
@@ -155,6 +156,8 @@ class _BackgroundLoader(threading.Thread):
             if args.warmup:
                 engine.warmup(progress, only_first=not args.warmup_all)
         except BaseException:
+            if retriever is not None:
+                retriever.close()
             engine.close()
             raise
         return engine, retriever

@@ -36,7 +36,6 @@ from ccjax.types import Chunk, Document
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 3
-_PROGRESS_S = 1.0
 _SAMPLE = ".ccjax-sample-"
 _LEFT_OVER_S = 3600.0
 
@@ -182,9 +181,7 @@ class Worker:
         if retriever is None:
             raise ValueError("docs: wanted a directory of documents, or demo")
         retriever.give_way(lambda: False)
-        total = retriever.num_pending
-        while not retriever.wait(_PROGRESS_S):
-            self._progress("embed", total - retriever.num_pending, total)
+        retriever.complete()
         return retriever
 
     @property

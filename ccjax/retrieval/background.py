@@ -65,15 +65,15 @@ class BackgroundWork:
         index = self._index
         try:
             _log.info("the vectors of %d passages are computed, which are found by words until then", index.num_pending)
-            while self._is_more_missing():
-                missing = index.missing(_FILLED_TOGETHER)
-                rows = sorted(missing, key=lambda row: len(missing[row]))  # those of similar length are padded less
+            while self._is_more_pending():
+                pending = index.pending(_FILLED_TOGETHER)
+                rows = sorted(pending, key=lambda row: len(pending[row]))  # those of similar length are padded less
                 vectors: list[np.ndarray] = []
                 for start in range(0, len(rows), _EMBEDDED_TOGETHER):
                     self._give_way()
                     if self._is_closed:
                         break
-                    vectors.append(self._embed([missing[row] for row in rows[start : start + _EMBEDDED_TOGETHER]]))
+                    vectors.append(self._embed([pending[row] for row in rows[start : start + _EMBEDDED_TOGETHER]]))
                 if vectors:
                     together = np.concatenate(vectors)
                     index.fill(rows[: len(together)], together)
@@ -89,7 +89,7 @@ class BackgroundWork:
         while self.is_wanted() and not self._is_closed and time.monotonic() < end_s:
             time.sleep(_LOOKS_EVERY_S)
 
-    def _is_more_missing(self) -> bool:
+    def _is_more_pending(self) -> bool:
         """False, and noted, if nothing is left to compute: what is added later needs another `start`."""
         with self._lock:
             is_more = not self._is_closed and self._index.num_pending > 0

@@ -98,7 +98,7 @@ class PassageIndex:
     @property
     def num_pending(self) -> int:
         """Number of passages whose vectors are not computed yet."""
-        return len(self._view.missing)
+        return len(self._view.pending)
 
     # -- searching ---------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class PassageIndex:
         depth = top_k if text is None or vector is None else max(_DEPTH, top_k)
         while True:
             view = self._view
-            share = 1.0 - len(view.missing) / max(1, view.num_alive)
+            share = 1.0 - len(view.pending) / max(1, view.num_alive)
             with self.catalog.lock:
                 allowed = None if where is None else self._allowed(view, where)
                 by_words = [] if text is None or not view.num_alive else self._by_words(text, depth, allowed)
@@ -245,25 +245,25 @@ class PassageIndex:
                 view = self._view.without(gone) if len(gone) else self._view
                 self._show(view.plus(np.concatenate(rows), vectors) if rows else view)
 
-    def missing(self, count: int) -> dict[int, str]:
+    def pending(self, count: int) -> dict[int, str]:
         """Row -> text of at most `count` passages whose vectors are not computed yet, beginning anywhere, so that
         several processes do not compute the same."""
         self.keep_up()
-        rows = self._view.missing
+        rows = self._view.pending
         start = int(np.random.default_rng().integers(max(1, len(rows) - count + 1)))
         found = self.catalog.passages(rows[start : start + count].tolist())
         return {row: passage.text for row, passage in found.items()}
 
     def fill(self, rows: Sequence[int], vectors: np.ndarray) -> None:
-        """Adds the vectors of passages that are `missing`, float32 [n, dim]; those deleted meanwhile are ignored."""
+        """Adds the vectors of passages that are `pending`, float32 [n, dim]; those deleted meanwhile are ignored."""
         with self.catalog.lock:
             with self.catalog.transaction():
                 self.catalog.add_vectors(rows, vectors)
             if self._stamp != self.catalog.stamp:
                 self._sync()
             else:
-                is_missing = is_in(np.array(rows, np.int64), self._view.missing)
-                self._show(self._view.filled(np.array(rows, np.int64)[is_missing], vectors[is_missing]))
+                is_pending = is_in(np.array(rows, np.int64), self._view.pending)
+                self._show(self._view.filled(np.array(rows, np.int64)[is_pending], vectors[is_pending]))
 
     def keep_up(self) -> None:
         """Reads what other processes wrote, if they did."""
@@ -295,7 +295,7 @@ class PassageIndex:
 
     def _is_due(self, view: VectorView) -> bool:
         clusters, num_alive = view.clusters, view.num_alive
-        if len(view.missing):
+        if len(view.pending):
             return False
         if clusters is None or num_alive < LEAST_CLUSTERED:
             return (clusters is None) == (num_alive >= LEAST_CLUSTERED)
@@ -324,12 +324,12 @@ class PassageIndex:
             alive, dim = self.catalog.rows(), self.settings.dim
             new = alive[alive > view.last_row]
             view = view.plus(new, np.full((len(new), dim), np.nan, np.float32)).only(alive)
-            if len(view.missing):
-                parts = list(self.catalog.vectors(dim, after=int(view.missing[0]) - 1))
+            if len(view.pending):
+                parts = list(self.catalog.vectors(dim, after=int(view.pending[0]) - 1))
                 rows, vectors = (
                     map(np.concatenate, zip(*parts, strict=True)) if parts else (new[:0], np.empty((0, dim)))
                 )
-                is_new = is_in(rows, view.missing)
+                is_new = is_in(rows, view.pending)
                 view = view.filled(rows[is_new], vectors[is_new])
             self._stamp = self.catalog.stamp
         self._show(view)

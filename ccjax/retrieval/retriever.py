@@ -32,6 +32,7 @@ Progress = Callable[[str, int, int], None]
 """Called as (stage, done, total); stages are `read` (files) and `embed` (passages)."""
 
 _EMBED_BATCH = 64  # passages between two progress reports: a second on two CPU cores
+_PROGRESS_S = 1.0
 _MOST_EMBEDDED_FIRST = 1024
 """New passages whose vectors are computed before they are searchable: some ten seconds on two CPU cores."""
 _SPARE = 8
@@ -152,6 +153,18 @@ class Retriever:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until all vectors are computed, or that failed; False if it took longer."""
         return self._background.wait(timeout_s)
+
+    def complete(self) -> None:
+        """Waits until all vectors are computed, with progress.
+
+        Raises:
+          ValueError: some could not be computed.
+        """
+        total = self.num_pending
+        while not self.wait(_PROGRESS_S):
+            self._progress("embed", total - self.num_pending, total)
+        if self.num_pending:
+            raise ValueError("embedder: the vectors of some passages could not be computed")
 
     def give_way(self, is_wanted: Callable[[], bool]) -> None:
         """While `is_wanted` returns True, vectors in the background are computed more slowly."""
@@ -308,8 +321,8 @@ class Retriever:
             index.keep_up()
             self._root = docs_dir
             self._background.start()
-            if self._options.search == "dense" and self.wait() and index.num_pending:
-                raise ValueError("embedder: the vectors of some passages could not be computed")
+            if self._options.search == "dense":
+                self.complete()
             num_documents = index.catalog.count_documents()
             self.report = dataclasses.replace(report, num_documents=num_documents)
             return self.report

@@ -117,7 +117,7 @@ class VectorView:
         return int(last[-1]) if len(last) else 0
 
     @functools.cached_property
-    def missing(self) -> np.ndarray:
+    def pending(self) -> np.ndarray:
         """int64, ascending: the rows whose vectors are not computed yet."""
         if self.vectors is None or not self.vectors.shape[1]:
             return np.empty(0, np.int64)

@@ -74,7 +74,7 @@ class Collection:
             chunk_tokens=CHUNK_TOKENS,
             docs_exclude=["questions.jsonl", "conversations.jsonl"],
         )
-        retriever.wait()
+        retriever.complete()
         return retriever
 
 

@@ -148,7 +148,7 @@ def test_search_matches_numpy_after_writes_removals_and_reopening(
             index.write([IndexedDocument(name, "t", str(step), tuple(texts), "", {"n": which})], vectors)
             there[name] = texts, vectors
         elif what == "fill":
-            gone = index.missing(count)
+            gone = index.pending(count)
             if which % 2:
                 index.write(removed=[name])  # before they are filled
                 there.pop(name, None)
@@ -195,8 +195,8 @@ def test_similarity_counts_by_the_share_of_passages_that_have_vectors() -> None:
     index.write([IndexedDocument("d", "t", "v", texts)], np.where(np.arange(10)[:, None] == 5, vectors, np.nan))
     found = index.search("pump quay", vectors[5], 3)
     assert [passage.number for passage in found] == [0, 1, 5] and np.isnan(found[0].score)
-    missing = index.missing(10)
-    index.fill([*missing], vectors[[row - 1 for row in missing]])
+    pending = index.pending(10)
+    index.fill([*pending], vectors[[row - 1 for row in pending]])
     assert [passage.number for passage in index.search("pump quay", vectors[5], 3)][:2] == [0, 5]
 
 

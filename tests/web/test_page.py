@@ -160,6 +160,10 @@ def test_sources_show_file_headings_and_score_and_open_their_text(
 
         assert page.inner_text("#index-note") == "2 documents, 2 passages."
         assert page.inner_text("#problems-note") == "Skipped: 1 broken PDF, 1 unsupported file type"
+        live = httpx.get(f"{url}/v1/live", timeout=60).json() | {"num_vectors_pending": 1}
+        page.route("**/v1/live", lambda route: route.fulfill(json=live))
+        page.get_by_text("2 documents, 2 passages, 1 of them found by words alone so far.", exact=True).wait_for()
+        page.unroute("**/v1/live")
         page.click("#problems-note")
         problems = page.locator("#problem-list li")
         problems.nth(1).wait_for()
