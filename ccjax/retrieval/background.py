@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -46,6 +47,7 @@ class BackgroundWork:
                 return
             if self._index.num_pending:
                 self._is_done.clear()
+                atexit.register(self.close)  # XLA aborts a process that ends while a thread computes
                 threading.Thread(target=self._fill, name="ccjax-vectors", daemon=True).start()
             elif not self._clustering.is_alive():
                 self._clustering = threading.Thread(target=self._cluster, name="ccjax-cluster", daemon=True)
@@ -80,7 +82,8 @@ class BackgroundWork:
                     _log.info("vectors: %d passages left", index.num_pending)
         except Exception:
             _log.exception("no more vectors are computed until the next refresh; passages are found by words meanwhile")
-            self._is_done.set()
+            with self._lock:
+                self._end()
         else:
             self.start()
 
@@ -94,8 +97,12 @@ class BackgroundWork:
         with self._lock:
             is_more = not self._is_closed and self._index.num_pending > 0
             if not is_more:
-                self._is_done.set()
+                self._end()
         return is_more
+
+    def _end(self) -> None:
+        atexit.unregister(self.close)
+        self._is_done.set()
 
     def _cluster(self) -> None:
         try:

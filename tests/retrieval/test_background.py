@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from ccjax.retrieval import Retriever, background, retriever
 from tests.polling import wait_until
 from tests.retrieval.opened import HeldEmbedder, open_retriever
 
+ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {
     "anna.md": "Anna repairs violins by the river.",
     "bob.md": "Bob drives an automobile to Rome.",
@@ -101,6 +104,30 @@ def test_what_was_computed_before_a_process_ended_is_not_computed_again(
     assert len(held.in_background) + len(other.in_background) == 4
     assert not {*held.in_background} & {*other.in_background}
     again.close()
+
+
+def test_a_process_may_end_without_closing(folder: Path) -> None:
+    """XLA aborts a process that ends while a thread computes."""
+    script = f"""
+from pathlib import Path
+
+from tests.retrieval.opened import HeldEmbedder, open_retriever
+from ccjax.retrieval import background, retriever
+
+retriever._MOST_EMBEDDED_FIRST = 0
+held, close = HeldEmbedder(), background.BackgroundWork.close
+
+def told(self):
+    held.go()
+    close(self)
+    print("ended:", self._is_done.is_set(), flush=True)
+
+background.BackgroundWork.close = told
+opened = open_retriever(Path({str(folder)!r}), held)
+print(opened.num_pending)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "4\nended: True\n"), done.stderr
 
 
 def test_vectors_give_way_to_what_is_wanted_but_are_computed_in_the_end(
