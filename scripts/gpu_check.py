@@ -1,10 +1,11 @@
 """Checks the kernels and measures this machine's device: `python scripts/gpu_check.py [--quick] [--only STEP ...]`.
 
 Runs `pytest -m gpu` over the kernels and the identities of reuse, then `bench.py` kernels, ttft, decode and serve with
-the server's defaults, each in its own process. Needs jax, the package's requirements and pytest; without an accelerator
-everything runs on the CPU. After each step it writes one JSON object to --output: `tests`: `tests`, `failures`,
-`errors`, `skipped`, `seconds`, `failed` (test -> message); `benchmarks`: name -> the figures of `bench.py NAME --json`;
-`wrong`: what failed, in words. The exit status is 1 if that is not empty.
+the server's defaults (serve: 30 requests in a run, beside full prefill alone), each in its own process. Needs jax, the
+package's requirements and pytest; without an accelerator everything runs on the CPU. After each step it writes one JSON
+object to --output: `tests`: `tests`, `failures`, `errors`, `skipped`, `seconds`, `failed` (test -> message);
+`benchmarks`: name -> the figures of `bench.py NAME --json`; `wrong`: what failed, in words. The exit status is 1 if
+that is not empty.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ("kernels", "ttft", "decode", "serve")
+BENCHMARKS: dict[str, list[str]] = {
+    "kernels": [],
+    "ttft": [],
+    "decode": [],
+    "serve": ["--strategies", "default", "full", "--requests", "30"],
+}
+"""Names of `bench.py` with their options: without them, `serve` takes more than an hour on two CPU cores."""
 _COUNTS = ("tests", "failures", "errors", "skipped")
 
 
@@ -70,7 +77,7 @@ def _tests(expression: str | None, environment: dict[str, str], limit_s: float) 
 
 def _benchmark(name: str, is_quick: bool, environment: dict[str, str], limit_s: float) -> dict[str, Any]:
     """The figures of a benchmark."""
-    command = [sys.executable, "scripts/bench.py", name, "--json", *(["--quick"] if is_quick else [])]
+    command = [sys.executable, "scripts/bench.py", name, "--json", *(["--quick"] if is_quick else BENCHMARKS[name])]
     code, output = _run(command, environment, limit_s, stdout=subprocess.PIPE)
     *lines, last = output.splitlines() or [""]
     print("\n".join(lines), flush=True)
