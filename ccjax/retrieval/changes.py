@@ -17,6 +17,7 @@ from ccjax.retrieval.catalog import IndexedDocument
 from ccjax.retrieval.documents import (
     DocumentError,
     LoadedDocument,
+    check_regular,
     is_supported,
     parse_document,
     read_document,
@@ -174,6 +175,7 @@ class _Finder:
 
     def collection(self, name: str, path: Path) -> None:
         with self._reporting(path, name):
+            check_regular(path)
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if self._known_digests.get(name) == digest:

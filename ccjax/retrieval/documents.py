@@ -100,15 +100,13 @@ def read_document(path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of the file at `path`.
 
     Raises:
-      DocumentError: unsupported suffix, not a regular file (a pipe would block), unreadable, or over the limit.
+      DocumentError: unsupported suffix, not a regular file, unreadable, or over the limit.
     """
     if not is_supported(path):
         wanted = ", ".join(sorted(_READERS))
         raise DocumentError(path, f"unsupported suffix {path.suffix!r}, wanted one of {wanted}")
     try:
-        if not path.is_file():
-            path.stat()  # says why, if it is not there
-            raise DocumentError(path, "not a regular file")
+        check_regular(path)
         with path.open("rb") as file:
             data = file.read(max_file_bytes + 1)
         if len(data) > max_file_bytes:
@@ -117,6 +115,18 @@ def read_document(path: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
         return data
     except OSError as error:
         raise DocumentError(path, reason_of(error)) from None
+
+
+def check_regular(path: Path) -> None:
+    """Checks that reading the file ends: a pipe would block.
+
+    Raises:
+      DocumentError: not a regular file.
+      OSError: it is not there, or cannot be looked at.
+    """
+    if not path.is_file():
+        path.stat()  # says why, if it is not there
+        raise DocumentError(path, "not a regular file")
 
 
 def parse_document(path: Path, data: bytes) -> LoadedDocument:
@@ -218,6 +228,8 @@ def _without_title(text: str, title: Any) -> tuple[str, str]:
     """The title, by default the only heading of level 1 (one of several is the subject of its section alone), and the
     text without that heading."""
     lines = text.split("\n")
+    if not isinstance(title, (str, int, float, datetime.date)):  # text of nested aliases of YAML would fill the memory
+        title = None
     named = [block for block in blocks(text) if block.level == 1 and block.text and "\n" not in block.text]
     if named and (title == named[0].text or title is None and len(named) == 1):
         title, lines = named[0].text, lines[: named[0].start] + lines[named[0].end :]

@@ -99,7 +99,7 @@ def _specs_of(directory: Path, names: set[str]) -> Iterator[GitIgnoreSpec]:
         yield _QUERIES
     for name in _IGNORE_FILES:
         if name in names and (directory / name).is_file():
-            yield _spec((directory / name).read_text("utf-8", "replace").splitlines())
+            yield _spec((directory / name).read_text("utf-8-sig", "replace").splitlines())
 
 
 def _spec(lines: Sequence[str]) -> GitIgnoreSpec:

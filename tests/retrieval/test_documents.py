@@ -77,6 +77,12 @@ def test_front_matter_is_what_yaml_says(tmp_path: Path, front: str, title: str, 
     assert loaded.metadata == {"title": title} | metadata
 
 
+def test_a_title_that_is_no_text_is_no_title(tmp_path: Path) -> None:
+    aliases = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(20))
+    loaded = load(tmp_path, "a.md", f"---\n{aliases}\ntitle: *a19\n---\n# Tides\n\nThe moon.")
+    assert (loaded.title, loaded.text) == ("Tides", "The moon.")
+
+
 def test_colours_of_terminals_are_no_text(tmp_path: Path) -> None:
     text = "\x1b[31mERROR\x1b[0m a[0] failed \x1b[1;4m[twice]\x1b[m\x1b[2K"
     assert load(tmp_path, "a.log", text).text == "ERROR a[0] failed [twice]"

@@ -80,6 +80,12 @@ def test_ignored_files_are_left_out(tmp_path: Path, patterns: str, left_out: set
         (tmp_path / name).unlink()
 
 
+def test_ignore_files_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    write(tmp_path, "drafts/a.md", "b.md")
+    (tmp_path / ".gitignore").write_text("drafts/\n", "utf-8-sig")
+    assert list(find_files(tmp_path)[0]) == ["b.md"]
+
+
 def test_inner_ignore_files_come_before_outer_ones_and_the_option_before_all(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "b.md", "sub/a.txt", "sub/b.md", "sub/deep/b.md")
     (tmp_path / ".gitignore").write_text("*.txt\n")

@@ -150,6 +150,7 @@ def test_bad_links_and_vanishing_files_are_reported(tmp_path: Path, monkeypatch:
     (tmp_path / "around").symlink_to(tmp_path)
     (tmp_path / "nowhere.md").symlink_to("missing.md")
     os.mkfifo(tmp_path / "pipe.md")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "gone.md").write_text("# Gone\n\nA quarry.")
 
     def vanishing(path: Path, **options: Any) -> bytes:
@@ -161,7 +162,7 @@ def test_bad_links_and_vanishing_files_are_reported(tmp_path: Path, monkeypatch:
     retriever = open_retriever(tmp_path)
     assert retriever.document_ids == ("tides.md",)
     names = [Path(path).name for path, _ in retriever.report.failed]
-    assert sorted(names) == ["gone.md", "loop", "loop.md", "nowhere.md", "pipe.md"]
+    assert sorted(names) == ["gone.md", "loop", "loop.md", "nowhere.md", "pipe.jsonl", "pipe.md"]
 
 
 def test_removed_machine_text_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
