@@ -28,7 +28,8 @@ BENCHMARKS: dict[str, list[str]] = {
     "decode": [],
     "serve": ["--strategies", "default", "full", "--requests", "30"],
 }
-"""Names of `bench.py` with their options: without them, `serve` takes more than an hour on two CPU cores."""
+"""Names of `bench.py` with their options: without them, the first of three strategies of `serve` takes more than 20
+minutes on two CPU cores."""
 _COUNTS = ("tests", "failures", "errors", "skipped")
 
 
