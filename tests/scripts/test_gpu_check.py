@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import gpu_check
+from scripts import bench, gpu_check
 from tests.polling import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,15 @@ def test_the_check_runs_without_the_test_extra(bare_python, tmp_path):
     figures = found["benchmarks"]["kernels"]
     assert {case["kernel"] for case in figures["cases"]} == {"attention", "decode", "rope"}
     assert all(case["ms"] > 0 and case["share"] > 0 for case in figures["cases"])
+
+
+@pytest.mark.parametrize("name", gpu_check.BENCHMARKS)
+def test_benchmarks_accept_the_options_of_the_check(name, monkeypatch):
+    seen = []
+    module = importlib.import_module(f"scripts.benchmarks.{name}")
+    monkeypatch.setattr(module, "run", lambda options: seen.append(options.name) or {})
+    bench.main([name, "--json", *gpu_check.BENCHMARKS[name]])
+    assert seen == [name]
 
 
 def test_a_step_that_takes_too_long_leaves_no_process(tmp_path, monkeypatch):
