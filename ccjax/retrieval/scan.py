@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
 _IGNORE_FILES = (".gitignore", ".ccjaxignore")
-_NEVER = GitIgnoreSpec.from_lines(
-    "node_modules/ bower_components/ __pycache__/ site-packages/ _build/ _site/ htmlcov/".split()
-)
-_BUILT = GitIgnoreSpec.from_lines("/build/ /coverage/ /dist/ /out/ /site/ /target/ /vendor/".split())
+_NEVER = "node_modules/ bower_components/ __pycache__/ site-packages/ _build/ _site/ htmlcov/".split()
+_BUILT = "/build/ /coverage/ /dist/ /target/".split()
 _PROJECT_FILES = frozenset(
-    "Cargo.toml CMakeLists.txt Gemfile Makefile build.gradle composer.json go.mod mkdocs.yml package.json pom.xml "
-    "pyproject.toml setup.py".split()
+    "Cargo.toml CMakeLists.txt Makefile build.gradle package.json pom.xml pyproject.toml setup.py".split()
 )
-_QUERIES = GitIgnoreSpec.from_lines(("/queries.jsonl", "/qrels/"))
+_QUERIES = ["/queries.jsonl", "/qrels/"]
 """BEIR's questions and right answers, beside its documents."""
 CANNOT_READ = "cannot be read"
 """Reason of what may be back later, such as on a disk that is not mounted."""
-_Specs = tuple[tuple[Path, GitIgnoreSpec], ...]
+_Rules = list[tuple[bool, bool, re.Pattern[str]]]
+"""(whether what matches is left out, whether directories match with a slash behind, pattern), later ones first."""
+_AllRules = tuple[tuple[Path, _Rules], ...]
 
 
 def find_files(
@@ -50,25 +50,25 @@ def find_files(
     seen = set(root.parents)  # a link to one of them would lead out and back in
     if skip is not None:
         seen.add(skip.resolve())
-    always: _Specs = ((docs_dir, GitIgnoreSpec.from_lines(exclude)),)
-    waiting: list[tuple[Path, _Specs]] = [(docs_dir, ((docs_dir, _NEVER),))]
-    links: list[tuple[Path, _Specs]] = []  # real directories are all walked before the first link is followed
+    always: _AllRules = ((docs_dir, _rules(exclude)),)
+    waiting: list[tuple[Path, _AllRules]] = [(docs_dir, ((docs_dir, _rules(_NEVER)),))]
+    links: list[tuple[Path, _AllRules]] = []  # real directories are all walked before the first link is followed
     linked: dict[str, Path] = {}
     while waiting or links:
-        directory, specs = waiting.pop() if waiting else links.pop(0)
+        directory, rules = waiting.pop() if waiting else links.pop(0)
         try:
             real = directory.resolve()
             if real in seen:
                 continue
             seen.add(real)
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-            specs = (*specs, *((directory, spec) for spec in _specs_of(directory, {entry.name for entry in entries})))
+            rules = (*rules, (directory, _rules_of(directory, {entry.name for entry in entries})))
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a link that turned into a loop meanwhile
             failed.append((str(directory), f"{CANNOT_READ}: {getattr(error, 'strerror', None) or error}"))
             continue
         for entry in entries:
             path, is_dir = Path(entry.path), os.path.isdir(entry.path)  # False if the entry cannot be examined
-            if entry.name.startswith(".") or _is_ignored(path, is_dir, (*specs, *always)):
+            if entry.name.startswith(".") or _is_ignored(path, is_dir, (*rules, *always)):
                 continue
             try:
                 entry.name.encode()
@@ -80,7 +80,7 @@ def find_files(
             elif entry.is_symlink() and not outside_links and _leads_out(path, root):
                 failed.append((str(path), "a link out of the directory, which is followed with docs_links only"))
             elif is_dir:
-                (links if entry.is_symlink() else waiting).append((path, specs))
+                (links if entry.is_symlink() else waiting).append((path, rules))
             else:
                 (linked if entry.is_symlink() else files)[path.relative_to(docs_dir).as_posix()] = path
     found = {os.path.realpath(path) for path in files.values()}
@@ -91,34 +91,36 @@ def find_files(
     return dict(sorted(files.items())), tuple(failed)
 
 
-def _specs_of(directory: Path, names: set[str]) -> Iterator[GitIgnoreSpec]:
-    """The patterns for a directory, later ones before earlier ones."""
-    if names & _PROJECT_FILES:
-        yield _BUILT
-    if {"corpus.jsonl", "queries.jsonl"} <= names:
-        yield _QUERIES
+def _rules_of(directory: Path, names: set[str]) -> _Rules:
+    lines = _BUILT * bool(names & _PROJECT_FILES) + _QUERIES * ({"corpus.jsonl", "queries.jsonl"} <= names)
     for name in _IGNORE_FILES:
         if name in names and (directory / name).is_file():
-            yield _spec((directory / name).read_text("utf-8-sig", "replace").splitlines())
+            lines += (directory / name).read_text("utf-8-sig", "replace").split("\n")
+    return _rules(lines)
 
 
-def _spec(lines: Sequence[str]) -> GitIgnoreSpec:
-    """The patterns that are valid."""
-    valid = []
+def _rules(lines: Iterable[str]) -> _Rules:
+    """Those lines that are valid. A pattern of pathspec also matches all below a directory that it names; as in git,
+    these match the directory alone, so that what is below one that a later line brought back is judged by itself."""
+    rules: _Rules = []
     for line in lines:
         try:
-            GitIgnoreSpec.from_lines([line])
-            valid.append(line)
+            (pattern,) = GitIgnoreSpec.from_lines([line.removesuffix("\r")]).patterns
         except ValueError:
             continue
-    return GitIgnoreSpec.from_lines(valid)
+        if pattern.include is not None:
+            ends = "ps_d" in pattern.regex.groupindex  # behind the directory that it names
+            regex = pattern.regex.pattern
+            rules.insert(0, (pattern.include, ends, re.compile(rf"(?:{regex})\Z" if ends else regex)))
+    return rules
 
 
-def _is_ignored(path: Path, is_dir: bool, specs: _Specs) -> bool:
-    for base, spec in reversed(specs):
-        found = spec.check_file(path.relative_to(base).as_posix() + "/" * is_dir).include
-        if found is not None:
-            return found
+def _is_ignored(path: Path, is_dir: bool, rules: _AllRules) -> bool:
+    for base, some in reversed(rules):
+        name = path.relative_to(base).as_posix()
+        for is_left_out, has_slash, pattern in some:
+            if pattern.search(name + "/" * (is_dir and has_slash)):
+                return is_left_out
     return False
 
 

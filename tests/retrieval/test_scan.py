@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,25 @@ def test_ignored_files_are_left_out(tmp_path: Path, patterns: str, left_out: set
         (tmp_path / name).unlink()
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+@pytest.mark.parametrize("seed", range(60))
+def test_ignore_files_leave_out_what_git_leaves_out(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    names = [f"{a}/{b}/{c}.{end}" for a in "ab" for b in ("a", "c", "d e") for c in "acx" for end in ("md", "txt")]
+    write(tmp_path, *names, "a/x.md", "x.md", "c.txt")
+    patterns = "a/ b c/ * */ *.md x.md x.* /a a/c a/* a/** **/c/ **/x.md a/**/x.md [ab] ?.txt d\\ e/ \x0cx.md".split(
+        " "
+    )
+    patterns = [draw.choice(["", "", "!"]) + pattern for pattern in patterns]
+    for directory in ("", "a/", "b/c/"):
+        lines = draw.choices(patterns, k=draw.randrange(5))
+        (tmp_path / directory / ".gitignore").write_text(draw.choice(["\n", "\r\n"]).join(lines))
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    git = ["git", "-C", tmp_path, "-c", "core.excludesFile=", "ls-files", "-z", "--others", "--exclude-standard"]
+    wanted = {name for name in subprocess.check_output(git, text=True).split("\0") if name and ".git" not in name}
+    assert set(find_files(tmp_path)[0]) == wanted
+
+
 def test_ignore_files_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     write(tmp_path, "drafts/a.md", "b.md")
     (tmp_path / ".gitignore").write_text("drafts/\n", "utf-8-sig")
@@ -100,12 +122,19 @@ def test_packages_builds_and_questions_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, "site/a.md", "build/b.md", "corpus.jsonl", "queries.jsonl", "other/queries.jsonl")
     write(tmp_path, "app/package.json", "app/dist/c.md", "app/src/dist/d.md", "app/node_modules/x/README.md")
     write(tmp_path, "qrels/test.tsv", "other/qrels/dev.tsv", "blog/_site/h.html")
-    write(tmp_path, "go/go.mod", "go/vendor/i.md", "vendor/j.md")
+    write(tmp_path, "rust/Cargo.toml", "rust/target/i.md", "target/j.md", "rust/vendor/k.md")
     write(tmp_path, "lib/site-packages/e.md", "docs/_build/f.md", "docs/Makefile", "docs/build/g.md")
     found = list(find_files(tmp_path)[0])
     assert found == [
-        *("app/package.json", "app/src/dist/d.md", "build/b.md", "corpus.jsonl", "docs/Makefile", "go/go.mod"),
-        *("other/qrels/dev.tsv", "other/queries.jsonl", "site/a.md", "vendor/j.md"),
+        *("app/package.json", "app/src/dist/d.md", "build/b.md", "corpus.jsonl", "docs/Makefile"),
+        *(
+            "other/qrels/dev.tsv",
+            "other/queries.jsonl",
+            "rust/Cargo.toml",
+            "rust/vendor/k.md",
+            "site/a.md",
+            "target/j.md",
+        ),
     ]
     assert "app/dist/c.md" in find_files(tmp_path, exclude=["!dist/"])[0]
 
