@@ -72,7 +72,7 @@ def find_changes(
     }
     mounts = {name for name in directories - {"."} if os.path.ismount(os.path.realpath(docs_dir / name))}
     known_mounts = {name for name, digest in digests.items() if digest == _MOUNT}
-    if versions and not failed and not directories:
+    if not directories and not versions.keys() <= finder.present:
         # A directory whose last document was deleted looks like one that is not mounted, or that is being replaced.
         finder.failed.append((str(docs_dir), "is empty all at once; its index is kept until it has a document"))
         finder.keep_below(".")

@@ -227,11 +227,14 @@ def test_a_broken_file_is_gone(docs: Path) -> None:
     assert retriever.refresh().removed == ("sub/tea.md",)
 
 
-@pytest.mark.parametrize("left", ["lost+found/", "Thumbs.db", "NOT_MOUNTED"])
+@pytest.mark.parametrize("left", ["lost+found/", "Thumbs.db", "NOT_MOUNTED", "a broken link"])
 def test_a_root_without_any_document_at_once_is_not_deleted(docs: Path, left: str) -> None:
     retriever = open_retriever(docs)
     emptied(docs)
-    (docs / left).mkdir() if left.endswith("/") else (docs / left).write_text("x")
+    if left == "a broken link":
+        (docs / "tea.md").symlink_to("nowhere.md")
+    else:
+        (docs / left).mkdir() if left.endswith("/") else (docs / left).write_text("x")
     report = retriever.refresh()
     assert not report.removed and "is empty all at once" in report.failed[-1][1]
     (docs / "new.md").write_text("Another text.")
