@@ -138,7 +138,7 @@ class _Splitter:
                     unit.cost += _WHOLE
         return units
 
-    def _row_units(self, block: Block, lines: Sequence[str], like: _Unit, units: Sequence[_Unit]) -> Iterator[_Unit]:
+    def _row_units(self, block: Block, lines: list[str], like: _Unit, units: Sequence[_Unit]) -> Iterator[_Unit]:
         """The rows of a table or the lines of code; all but the first have what has to be repeated as `head`."""
         starts = block.rows or [row for row in range(block.start, block.end) if lines[row].strip()]
         starts[0], head, tail, num_first = block.start, "", "", 1
@@ -151,7 +151,10 @@ class _Splitter:
         elif block.kind == "fence":
             head, num_first = lines[block.start], 2
             tail = "\n" + "".join(regex.findall(r"^[ >]*|[`~]{3,}", head)[:2])
-        if self._count(head + tail) > self._limit // 2:
+        if block.kind == "table" and self._count(head) > self._limit // 2:
+            lines[block.start + 1] = regex.sub(r"\s|(?<=-)-", "", lines[block.start + 1])
+            head = "\n".join(lines[block.start : block.start + 2])
+        if self._count(head + tail) > self._limit * (3 if block.kind == "table" else 2) // 4:
             head = tail = ""
         for number, (start, end) in enumerate(itertools.pairwise([*starts, block.end])):
             row = dataclasses.replace(like, head=head if number else "", tail=tail if end < block.end else "")

@@ -264,6 +264,14 @@ def test_each_part_of_a_table_has_its_header(text: str, head: str) -> None:
         assert passage.count(head) == 1 and f"Zone {number} | {number * 3} Euro" in passage
 
 
+@pytest.mark.parametrize("num_columns", [14, 20])
+def test_a_header_of_up_to_three_quarters_of_a_passage_is_repeated(num_columns: int) -> None:
+    header = "| " + " | ".join(f"N{n}" for n in range(num_columns)) + " |\n"
+    rows = "\n".join(f"| {row} {'| x ' * (num_columns - 1)}|" for row in range(9))
+    passages = passages_of(f"{header}|{' --- |' * num_columns}\n{rows}", 100)
+    assert len(passages) >= 3 and all(header in passage and "| x " in passage for passage in passages)
+
+
 @pytest.mark.parametrize(
     "text",
     [
