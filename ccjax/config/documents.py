@@ -28,7 +28,8 @@ class DocumentOptions(SettingsModel):
     """By words and by meaning (hybrid), by meaning alone (dense), or by words alone (lexical); without a sentence
     encoder hybrid is lexical."""
     docs_exclude: Names = ()
-    """Files and directories to leave out, as in .gitignore; such files and .ccjaxignore are read anyway."""
+    """Patterns of files and directories to leave out, separated by commas, in the form of .gitignore ('drafts/,*.log');
+    !NAME brings back what a .gitignore or .ccjaxignore in the folder leaves out."""
     docs_links: bool = False
     """Follow links that lead out of the directory of documents."""
     max_file_bytes: NumBytes = Field(default=20_000_000, ge=1)

@@ -168,7 +168,8 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error}"
     kind = "" if isinstance(error, ValueError) else f"cannot be parsed: {type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())[:_MOST_REASON_CHARS]
+    told = re.sub(r" (?:object )?at 0x[0-9a-fA-F]+", "", f"{kind}{error}")  # which changes from run to run
+    return " ".join(told.split())[:_MOST_REASON_CHARS]
 
 
 def _title_from_name(path: Path) -> str:
