@@ -29,8 +29,11 @@ from ccjax.retrieval.scan import CANNOT_READ, find_files
 
 Split = Callable[[LoadedDocument], tuple[str, ...]]
 """Splits a document into passages; ValueError if that is impossible."""
-_MOUNT = "mount"
-"""Digest of a directory below which another file system was mounted."""
+Refused = dict[str, tuple[str, list[tuple[str, str]]]]
+"""By name: digests of files whose content, or part of it, could not be used, and (path, reason) to report."""
+_MOUNT, _WITH_PROBLEMS = "mount", " with problems"
+"""Digest of a directory below which another file system was mounted; behind that of a collection with lines that could
+not be used."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +43,7 @@ def find_changes(
     digests: Mapping[str, str],
     split: Split,
     options: DocumentOptions,
-    refused: dict[str, tuple[str, str]],
+    refused: Refused,
     *,
     skip: Path | None,
     progress: Callable[[int, int], None],
@@ -51,9 +54,9 @@ def find_changes(
 
     Args:
       versions: (version, source) of the documents in the index, by id.
-      digests: of collections that the index holds completely, and of what was mounted.
-      refused: (digest, reason) of the files whose content could not be used, by name; brought up to date. They are
-        reported without being parsed again, which may take a minute each, until they change.
+      digests: of collections that the index holds, and of what was mounted.
+      refused: brought up to date. These are reported without being parsed again, which may take a minute each, until
+        they change.
       skip: a directory to leave out.
       progress: called with the number of files done and of all files.
 
@@ -119,7 +122,7 @@ class _Finder:
         digests: Mapping[str, str],
         split: Split,
         max_file_bytes: int,
-        refused: dict[str, tuple[str, str]],
+        refused: Refused,
     ) -> None:
         self.new: list[IndexedDocument] = []
         self.digests: dict[str, str | None] = {}
@@ -160,7 +163,7 @@ class _Finder:
             version = hashlib.sha256(data).hexdigest()
             if self._is_known(name, version):
                 return
-            digest, reason = self._refused.pop(name, ("", ""))
+            digest, problems = self._refused.pop(name, ("", []))
             if digest != version:
                 try:
                     self._take(name, name, version, parse_document(path, data))
@@ -169,29 +172,36 @@ class _Finder:
                     if isinstance(error.__context__, OSError):  # which may go well next time
                         raise
                     _log.debug("%s", path, exc_info=True)
-                    reason = reason_of(error)
-            self._refused[name] = (version, reason)
-            self.failed.append((str(path), reason))
+                    problems = [(str(path), reason_of(error))]
+            self._refused[name] = (version, problems)
+            self.failed += problems
 
     def collection(self, name: str, path: Path) -> None:
         with self._reporting(path, name):
             check_regular(path)
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if self._known_digests.get(name) == digest:
+            known, (refused, problems) = self._known_digests.get(name), self._refused.pop(name, ("", []))
+            problems = problems if refused == digest else []
+            if known == digest or problems and known == f"{digest}{_WITH_PROBLEMS}":
                 self.present.update(self._of_source.get(name, []))
-                return
-            num_failed = len(self.failed)
-            for number, line in enumerate(jsonl.lines(path, self._max_file_bytes), 1):
-                with self._reporting(f"{path}:{number}"):
-                    if line is None:
-                        raise ValueError(f"too large: over the limit max_file_bytes={self._max_file_bytes}")
-                    if line:
-                        self._take_line(name, line)
-            if len(self.failed) == num_failed:  # else they are reported again next time
-                self.digests[name] = digest
-            elif name in self._known_digests:
-                self.digests[name] = None
+            else:
+                num_failed = len(self.failed)
+                self._take_lines(name, path)
+                problems = self.failed[num_failed:]
+                del self.failed[num_failed:]
+                self.digests[name] = f"{digest}{_WITH_PROBLEMS}" if problems else digest
+            if problems:
+                self._refused[name] = (digest, problems)
+                self.failed += problems
+
+    def _take_lines(self, name: str, path: Path) -> None:
+        for number, line in enumerate(jsonl.lines(path, self._max_file_bytes), 1):
+            with self._reporting(f"{path}:{number}"):
+                if line is None:
+                    raise ValueError(f"too large: over the limit max_file_bytes={self._max_file_bytes}")
+                if line:
+                    self._take_line(name, line)
 
     def _take_line(self, name: str, line: bytes) -> None:
         document_id, loaded = jsonl.parse_line(line, name)

@@ -229,8 +229,8 @@ def _without_title(text: str, title: Any) -> tuple[str, str]:
     """The title, by default the only heading of level 1 (one of several is the subject of its section alone), and the
     text without that heading."""
     lines = text.split("\n")
-    if not isinstance(title, (str, int, float, datetime.date)):  # text of nested aliases of YAML would fill the memory
-        title = None
+    if isinstance(title, bool) or not isinstance(title, (str, int, float, datetime.date)) or not str(title).strip():
+        title = None  # nor what is no text: that of nested aliases of YAML would fill the memory
     named = [block for block in blocks(text) if block.level == 1 and block.text and "\n" not in block.text]
     if named and (title == named[0].text or title is None and len(named) == 1):
         title, lines = named[0].text, lines[: named[0].start] + lines[named[0].end :]

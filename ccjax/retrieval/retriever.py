@@ -16,7 +16,7 @@ import numpy as np
 from ccjax.config.documents import DocumentOptions
 from ccjax.retrieval.background import BackgroundWork
 from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, IndexUnusableError, Passage
-from ccjax.retrieval.changes import find_changes
+from ccjax.retrieval.changes import Refused, find_changes
 from ccjax.retrieval.chunking import split
 from ccjax.retrieval.documents import LoadedDocument
 from ccjax.retrieval.embedding import HOW_TO_INSTALL, Embedder, default_embedder
@@ -101,7 +101,7 @@ class Retriever:
             _log.warning("no sentence encoder installed: documents are searched by words alone (%s)", HOW_TO_INSTALL)
         self.embedder = embedder
         self._count_tokens = count_tokens
-        self._refused: dict[str, tuple[str, str]] = {}
+        self._refused: Refused = {}
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._update_lock = threading.Lock()
         self._root: Path | None = None

@@ -56,6 +56,12 @@ def test_markdown_title_text_and_metadata_are_loaded(tmp_path: Path, source: str
     assert loaded.metadata == (expected if source.startswith("---\ntitle") else {})
 
 
+@pytest.mark.parametrize("title", ["", "''", "no", "yes", "' '", "[]"])
+def test_a_title_without_text_is_none(tmp_path: Path, title: str) -> None:
+    loaded = load(tmp_path, "a.md", f"---\ntitle: {title}\n---\n# Moon\nText.")
+    assert (loaded.title, loaded.text) == ("Moon", "Text.")
+
+
 @pytest.mark.parametrize(
     ("front", "title", "metadata"),
     [

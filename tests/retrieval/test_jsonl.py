@@ -102,14 +102,26 @@ def test_changed_collection_is_updated_line_by_line(tmp_path: Path) -> None:
     assert set(opened().report.removed) == {"a.jsonl/new", "a.jsonl/bees"}
 
 
-def test_collection_problems_are_reported_on_every_refresh(tmp_path: Path) -> None:
-    path = collection(tmp_path / "a.jsonl", BEES, BEES, "{")
-    retriever = open_retriever(tmp_path)
-    for report in (retriever.report, retriever.refresh()):
-        assert [name for name, _ in report.failed] == [f"{path}:2", f"{path}:3"]
-        assert "wanted every one once, got 'a.jsonl/bees' again" in report.failed[0][1]
-    assert retriever.num_documents == 1
+def test_collection_problems_are_reported_on_every_refresh_without_parsing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes] = []
+    monkeypatch.setattr("ccjax.retrieval.jsonl.parse_line", lambda *args: parsed.append(args[0]) or parse_line(*args))
+    docs, index = tmp_path / "docs", tmp_path / "index"
+    docs.mkdir()
+    path = collection(docs / "a.jsonl", BEES, BEES, "{")
+    for number in (3, 6):  # a new process does not know the problems
+        retriever = open_retriever(docs, index_dir=index)
+        for report in (retriever.report, retriever.refresh()):
+            assert [name for name, _ in report.failed] == [f"{path}:2", f"{path}:3"]
+            assert "wanted every one once, got 'a.jsonl/bees' again" in report.failed[0][1]
+            assert retriever.num_documents == 1 and len(parsed) == number
+        retriever.close()
+    retriever = open_retriever(docs, index_dir=index)
+    collection(path, MOON, BEES, "{")
+    assert retriever.refresh().added == ("a.jsonl/7",) and len(retriever.refresh().failed) == 1
     collection(path, BEES)
+    assert retriever.refresh() == RefreshReport(removed=("a.jsonl/7",)) == retriever.report
     assert retriever.refresh() == RefreshReport()
 
 
