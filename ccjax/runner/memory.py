@@ -28,8 +28,10 @@ WeightBytes = Callable[[ParamSpec, int], float]
 """Bytes of a part of a weight, given its number of elements."""
 
 _SIZES_TRIED = (1, 2, 4, 8, 16, 32)
-_CONTEXT_COPIES = 4
-"""Copies of one context array in the blocked attention: keys and values, each as gathered and as blocks."""
+_CONTEXT_COPIES = 3
+"""Copies of one context array in the blocked attention: keys and values as gathered, and one of them as blocks."""
+_ROW_COPIES = 2
+"""Of the queries, beside a float32 output and the masses."""
 _LAYERS_IN_FLIGHT = 2
 _LOGITS_COPIES = 3
 """The logits, and two temporaries of the same size while tokens are sampled."""
@@ -77,7 +79,7 @@ class MemoryPlan:
       source: the origin of that figure, in words.
       fraction: share of the memory that may be used.
       weights: exact.
-      activations: hidden states, keys and values of a layer's computed tokens; cosines and sines of the positions.
+      activations: hidden states of a layer's computed tokens; cosines and sines of the positions.
       workspace: temporaries of a layer's attention or of its MLP, whichever is more.
       transit: KV of layers loaded ahead of a prefill, and of computed tokens until they are stored as variants.
       logits: logits of a decode step, while tokens are sampled.
@@ -153,7 +155,7 @@ def plan_memory(
     row = kv_spec.num_bytes(1) // config.num_layers
     rows, slots, masses = _rows(sizes), sizes.context_tokens, sizes.num_segments
     attention = (_CONTEXT_COPIES * config.head_dim + masses) * slots * kv_heads * item
-    attention += rows * heads * (3 * config.head_dim * item + 4 * (config.head_dim + masses))
+    attention += rows * heads * (_ROW_COPIES * config.head_dim * item + 4 * (config.head_dim + masses))
     vocab = config.vocab_size // (
         shapes.tensor_parallel_size if config.vocab_size % shapes.tensor_parallel_size == 0 else 1
     )
@@ -163,7 +165,7 @@ def plan_memory(
         source=source,
         fraction=fraction,
         weights=weight_bytes(shapes),
-        activations=rows * (2 * config.d_model * item + row) + 4 * config.head_dim * (rows + slots),
+        activations=rows * 2 * config.d_model * item + 4 * config.head_dim * (rows + slots),
         workspace=max(attention, _mlp_bytes(config, rows, config.d_ff // shapes.tensor_parallel_size, item)),
         transit=_LAYERS_IN_FLIGHT * slots * row + slots * config.num_layers * (row + 4 * (masses + 1)),
         logits=_LOGITS_COPIES * batch_bucket(sizes.max_num_seqs) * vocab * 4,

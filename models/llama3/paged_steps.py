@@ -31,7 +31,6 @@ from ccjax.models.llama3.sharding import (
     ATTENTION_OUTPUT,
     EVERYWHERE,
     HEADS,
-    KV_ROWS,
     PAGES,
     constrain,
     over_heads,
@@ -52,15 +51,12 @@ class PagedLayerOutput(NamedTuple):
     Attributes:
       x: [N, D], hidden states after the layer.
       pages: the pool with the computed rows written; keys before RoPE.
-      k, v: [N, K, H], the computed rows, keys before RoPE, as stored in a chunk variant.
       mass: [N, C] float32, softmax mass of each computed token on each segment, mean over heads; None if not requested.
       self_mass: [N] float32, its softmax weight on itself, mean over heads; None if not requested.
     """
 
     x: Float[Array, "N D"]
     pages: KVPages
-    k: Float[Array, "N K H"]
-    v: Float[Array, "N K H"]
     mass: Float[Array, "N C"] | None
     self_mass: Float[Array, "N"] | None
 
@@ -105,8 +101,8 @@ def deviation_step(
 
 def _projected(
     layer: LayerParams, x: Array, pages: KVPages, inputs: StepInputs | DecodeInputs, settings: StepSettings
-) -> tuple[Array, Array, Array, KVPages]:
-    """Queries, keys and values of the computed tokens before RoPE, and the pages with these keys and values written.
+) -> tuple[Array, Array, KVPages]:
+    """Queries and keys of the computed tokens before RoPE, and the pages with these keys and their values written.
 
     A value that is not finite would reach all requests of the step, since attention weights of 0 times NaN are NaN. So
     it is zero, and its key is NaN, which reaches those tokens alone whose scores are not masked.
@@ -114,7 +110,7 @@ def _projected(
     q, k, v = project_qkv(x, layer, settings.config.rms_norm_eps)
     is_finite = jnp.isfinite(v).all(-1, keepdims=True)
     k, v = jnp.where(is_finite, k, jnp.nan), jnp.where(is_finite, v, 0.0)
-    return q, k, v, write_rows(pages, inputs.q_slot, k, v, settings.mesh)
+    return q, k, write_rows(pages, inputs.q_slot, k, v, settings.mesh)
 
 
 def _finished(
@@ -142,7 +138,7 @@ def paged_layer_step(
         k, v = read_slots(pages.k, inputs.k_slot), read_slots(pages.v, inputs.k_slot)
         return tuple(attention(q, k, v, inputs, scale=scale, implementation=settings.implementation))
 
-    q, k, v, pages = _projected(layer, x, pages, inputs, settings)
+    q, k, pages = _projected(layer, x, pages, inputs, settings)
     q = rotate(q, inputs.q_rotation)
     attended, mass, lse = over_heads(attend, mesh, _SPECS, ATTENTION_OUTPUT)(q, pages, inputs)
     self_mass = None
@@ -150,8 +146,7 @@ def paged_layer_step(
         self_mass = constrain(own_mass(q, rotate(k, inputs.q_rotation), lse, scale), mesh, EVERYWHERE)
         mass = constrain(mass.mean(1), mesh, EVERYWHERE)
     x, pages = _finished(layer, x, attended, pages, settings)
-    k, v = constrain((k, v), mesh, KV_ROWS)
-    return PagedLayerOutput(x, pages, k, v, mass, self_mass)
+    return PagedLayerOutput(x, pages, mass, self_mass)
 
 
 @jax.jit(static_argnames=("settings",), donate_argnames=("pages",))
@@ -191,7 +186,7 @@ def question_step(
         attended, received = lax.map(lambda rows: lax.cond(rows[-1].any(), block, nothing, rows), blocks)
         return attended.reshape(q.shape), received.sum(0)
 
-    q, _, _, pages = _projected(layer, x, pages, inputs, settings)
+    q, _, pages = _projected(layer, x, pages, inputs, settings)
     q = rotate(q, inputs.q_rotation)
     attended, received = over_heads(attend, settings.mesh, _SPECS, (HEADS, HEADS))(q, pages, inputs)
     received = constrain(received.mean(1), settings.mesh, EVERYWHERE)
@@ -229,7 +224,7 @@ def paged_decode_step(
 
     x, updated = x if top is None else top.embedding[x], []
     for layer, pool in zip(layers, pages, strict=True):
-        q, _, _, pool = _projected(layer, x, pool, inputs, settings)
+        q, _, pool = _projected(layer, x, pool, inputs, settings)
         q = apply_rope(q, inputs.q_pos, frequencies)
         attended = over_heads(attend, settings.mesh, _SPECS, HEADS)(q, pool, inputs)
         x, pool = _finished(layer, x, attended, pool, settings)

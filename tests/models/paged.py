@@ -20,6 +20,7 @@ from ccjax.kernels.rope import apply_rope
 from ccjax.models.llama3 import LlamaConfig, Params, paged_steps
 from ccjax.models.llama3.inputs import DecodeInputs, StepInputs, StepSettings
 from ccjax.models.llama3.layers import finish_layer, own_mass, project_qkv, rope_frequencies
+from ccjax.models.llama3.pages import read_slots
 from ccjax.models.llama3.steps import embed_step, logits_step
 from tests.data import data_path
 from tests.engine.helpers import params_from_hf
@@ -217,7 +218,8 @@ def run_packed(
     for number, layer in enumerate(model.params.layers):
         out = paged_steps.paged_layer_step(layer, x, pool.layers[number], inputs, settings=settings)
         x, pool.layers[number] = out.x, out.pages
-        layers.append([np.asarray(part) for part in (out.k, out.v, out.mass, out.self_mass)])
+        kv = (read_slots(part, inputs.q_slot) for part in (out.pages.k, out.pages.v))
+        layers.append([np.asarray(part) for part in (*kv, out.mass, out.self_mass)])
     logits = np.asarray(logits_step(model.params, x, config=model.config))
     computed, first = [], 0
     for n, piece in enumerate(work):
