@@ -23,7 +23,7 @@ from ccjax.types import Document
 FORMAT_VERSION = 9
 _FILE = "passages.sqlite"
 _ROWS_AT_ONCE = 8192
-_PATIENCE_S = 60.0
+_PATIENCE_S, _PATIENCE_WITH_OTHERS_S = 60.0, 0.5
 _MOST_TERMS = 64
 _SCORED_ROWS, _SCORED_SHARE = 1000, 0.01
 """Rows, once for each of their words, whose bm25 is computed, at 3 us each: those with the rarest words, at most so
@@ -127,8 +127,9 @@ class Passage:
 class Catalog:
     """The catalog. Thread-safe: `lock` is held during every call and transaction."""
 
-    def __init__(self, directory: Path | None, settings: IndexSettings) -> None:
-        """Opens the catalog in `directory`, creating an empty one if there is none; None keeps it in memory.
+    def __init__(self, directory: Path | None, settings: IndexSettings, *, read_only: bool = False) -> None:
+        """Opens the catalog in `directory`, creating an empty one if there is none; None keeps it in memory. If it is
+        `read_only`, there must be one, and nothing waits long for processes that lock it.
 
         Raises:
           IndexUnusableError: it is damaged, or was not made with `settings`.
@@ -137,14 +138,22 @@ class Catalog:
         self.path = None if directory is None else directory / _FILE
         self.lock = threading.RLock()
         self._frequencies: dict[str, int] = {}
-        place = ":memory:" if self.path is None else self.path
-        self._connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=_PATIENCE_S)
+        place = (
+            "file::memory:" if self.path is None else f"{self.path.absolute().as_uri()}?mode=rw{'c' * (not read_only)}"
+        )
+        patience_s = _PATIENCE_WITH_OTHERS_S if read_only else _PATIENCE_S
+        self._connection = sqlite3.connect(
+            place, isolation_level=None, check_same_thread=False, timeout=patience_s, uri=True
+        )
         try:
-            self._connection.execute("PRAGMA foreign_keys = ON")
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            # An index that loses its last seconds recomputes them.
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-            self._check(settings)
+            if read_only:
+                self._connection.execute("PRAGMA query_only = ON")
+            else:
+                self._connection.execute("PRAGMA foreign_keys = ON")
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                # An index that loses its last seconds recomputes them.
+                self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._check(settings, read_only)
         except BaseException:
             self.close()
             raise
@@ -158,7 +167,7 @@ class Catalog:
         known: dict[str, np.ndarray] = {}
         for path in directory.glob(f"*/{_FILE}"):
             try:
-                with contextlib.closing(cls(path.parent, settings)) as other:
+                with contextlib.closing(cls(path.parent, settings, read_only=True)) as other:
                     old = {(name, version) for name, (version, _) in other.versions().items()}
                     same = [one.document_id for one in documents if (one.document_id, one.version) in old]
                     known |= other.known_vectors(same)
@@ -172,10 +181,10 @@ class Catalog:
         for suffix in ("", "-wal", "-shm"):
             (directory / f"{_FILE}{suffix}").unlink(missing_ok=True)
 
-    def _check(self, settings: IndexSettings) -> None:
-        with self.transaction():
+    def _check(self, settings: IndexSettings, read_only: bool) -> None:
+        with self.transaction(writes=not read_only):
             tables = {name for (name,) in self._all("SELECT name FROM sqlite_master")}
-            if not tables:
+            if not tables and not read_only:
                 for statement in _TABLES.split(";"):
                     self._connection.execute(statement)
                 self.set_value("settings", dataclasses.asdict(settings))

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import os
 import shutil
+import sqlite3
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -419,3 +421,21 @@ def test_what_cannot_be_read_at_the_moment_keeps_its_text_and_what_is_broken_doe
         if kept:
             assert not retriever.refresh().failed
             assert "otter" in retriever.passages("a.txt")[0].text
+
+
+def test_a_moved_folder_is_not_embedded_again_while_another_process_writes_its_index(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a.md").write_text("Whales sing.")
+    open_retriever(tmp_path / "old", CountingEmbedder(), index_dir=tmp_path / "indexes" / "old").close()
+    (tmp_path / "old").rename(tmp_path / "new")
+    (tmp_path / "indexes" / "empty").mkdir()
+    (tmp_path / "indexes" / "empty" / "passages.sqlite").touch()
+    with contextlib.closing(sqlite3.connect(tmp_path / "indexes" / "old" / "passages.sqlite")) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        from_s, embedder = time.monotonic(), CountingEmbedder()
+        where = {"index_dir": tmp_path / "indexes" / "new", "others": tmp_path / "indexes"}
+        opened = open_retriever(tmp_path / "new", embedder, **where)
+        assert time.monotonic() - from_s < 30, "it waited for the other process"
+    assert opened.num_passages == 1 and embedder.texts == []
+    assert (tmp_path / "indexes" / "empty" / "passages.sqlite").stat().st_size == 0, "it is another folder's"
+    opened.close()
