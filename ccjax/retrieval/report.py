@@ -5,12 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import re
 
 _MOST_TOLD = 20
 """Problems that are logged one by one at each refresh."""
 UNSUPPORTED = "unsupported file type"
-_LONGEST_KIND = 60
+_OTHER = "cannot be parsed"
+_KINDS = (
+    *("cannot be read", "is empty all at once", "the name is not UTF-8", "a link out of the directory"),
+    *("not a regular file", "the file is empty", "too large", "contains NUL bytes", "is not text in any encoding"),
+    *("no text", "no message", "not a document", "not JSON", "protected", "refused", "reading", "chunk_tokens"),
+    *("broken PDF", "broken table", "broken archive", "broken book", "unsupported suffix"),
+)
+"""Beginnings of reasons: labels of a metric. Reasons besides these, of libraries, count as `_OTHER`."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,9 +39,9 @@ class RefreshReport:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many files, lines and directories could not be used, by kind of reason, most first: a reason's words
-        before details."""
-        kinds = collections.Counter(re.split(r"[:;,(]", reason)[0].strip()[:_LONGEST_KIND] for _, reason in self.failed)
+        """How many files, lines and directories could not be used, by kind of reason (one of a fixed few), most
+        first."""
+        kinds = collections.Counter(next(filter(reason.startswith, _KINDS), _OTHER) for _, reason in self.failed)
         if self.unsupported:
             kinds[UNSUPPORTED] = sum(count for _, count in self.unsupported)
         return dict(kinds.most_common())

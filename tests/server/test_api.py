@@ -220,16 +220,16 @@ def test_problems_of_documents_are_listed_and_counted(server: Server, monkeypatc
         retriever.report,
         failed=(
             ("/d/a.pdf", "broken PDF: no pages"),
-            ("/d", "cannot be listed: Permission denied"),
+            ("/d", "cannot be read: Permission denied"),
             ("/d/b.pdf", "broken PDF: KeyError"),
             ("/d/c.jsonl:7", "too large: over the limit max_file_bytes=5"),
         ),
         unsupported=((".png", 2), ("", 1)),
     )
     monkeypatch.setattr(retriever, "report", report)
-    skipped = {"unsupported file type": 3, "broken PDF": 2, "cannot be listed": 1, "too large": 1}
+    skipped = {"unsupported file type": 3, "broken PDF": 2, "cannot be read": 1, "too large": 1}
     listed = told("/v1/documents/problems")
-    assert listed["data"][1] == {"path": "/d", "reason": "cannot be listed: Permission denied"}
+    assert listed["data"][1] == {"path": "/d", "reason": "cannot be read: Permission denied"}
     assert len(listed["data"]) == 4 and listed["unsupported"] == {".png": 2, "": 1}
     for summary in (listed, told("/ready")["documents"], told("/v1/live")):
         assert summary["skipped"] == skipped and summary.items() >= indexed.items()
