@@ -10,17 +10,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ccjax.retrieval.embedding import embed_each
 from ccjax.retrieval.index import PassageIndex
 
 Embed = Callable[[Sequence[str]], np.ndarray]
 
-_FILLED_TOGETHER = 1024
-"""Passages whose vectors are stored, and searched, together; as many are computed again after a process was killed."""
+_FILLED_TOGETHER, _FILLED_SHARE = 1024, 1 / 32
+"""Passages whose vectors are stored, and searched, together: most, and share of those left, since processes that share
+an index may compute the same ones; as many are computed again after a process was killed."""
 _EMBEDDED_TOGETHER = 16
 """Passages that are embedded without a look at what else is wanted: half a second on two CPU cores."""
 _GIVES_WAY_S = 1.0
 """Longest pause before the next ones while something else is wanted."""
 _LOOKS_EVERY_S = 0.01
+_TELLS_EVERY_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -67,18 +70,24 @@ class BackgroundWork:
         index = self._index
         try:
             _log.info("the vectors of %d passages are computed, which are found by words until then", index.num_pending)
+            told_s = time.monotonic()
             while self._is_more_pending():
-                pending = index.pending(_FILLED_TOGETHER)
-                rows = sorted(pending, key=lambda row: len(pending[row]))  # those of similar length are padded less
+                count = max(_EMBEDDED_TOGETHER, int(_FILLED_SHARE * index.num_pending))
+                pending = index.pending(min(count, _FILLED_TOGETHER))
+                rows = sorted(pending, key=lambda row: len(pending[row].text))  # of similar length: padded less
                 vectors: list[np.ndarray] = []
                 for start in range(0, len(rows), _EMBEDDED_TOGETHER):
                     self._give_way()
                     if self._is_closed:
                         break
-                    vectors.append(self._embed([pending[row] for row in rows[start : start + _EMBEDDED_TOGETHER]]))
+                    some = [pending[row] for row in rows[start : start + _EMBEDDED_TOGETHER]]
+                    names = [passage.passage_id for passage in some]
+                    vectors.append(embed_each(self._embed, [passage.text for passage in some], names))
                 if vectors:
                     together = np.concatenate(vectors)
                     index.fill(rows[: len(together)], together)
+                if time.monotonic() >= told_s + _TELLS_EVERY_S or not index.num_pending:
+                    told_s = time.monotonic()
                     _log.info("vectors: %d passages left", index.num_pending)
         except Exception:
             _log.exception("no more vectors are computed until the next refresh; passages are found by words meanwhile")

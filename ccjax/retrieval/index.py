@@ -91,11 +91,6 @@ class PassageIndex:
         return self._view.num_alive
 
     @property
-    def is_clustered(self) -> bool:
-        """False while all vectors are compared."""
-        return self._view.clusters is not None
-
-    @property
     def num_pending(self) -> int:
         """Number of passages whose vectors are not computed yet."""
         return len(self._view.pending)
@@ -245,14 +240,13 @@ class PassageIndex:
                 view = self._view.without(gone) if len(gone) else self._view
                 self._show(view.plus(np.concatenate(rows), vectors) if rows else view)
 
-    def pending(self, count: int) -> dict[int, str]:
-        """Row -> text of at most `count` passages whose vectors are not computed yet, beginning anywhere, so that
-        several processes do not compute the same."""
+    def pending(self, count: int) -> dict[int, Passage]:
+        """By row, at most `count` passages whose vectors are not computed yet, beginning anywhere, so that several
+        processes seldom compute the same."""
         self.keep_up()
         rows = self._view.pending
         start = int(np.random.default_rng().integers(max(1, len(rows) - count + 1)))
-        found = self.catalog.passages(rows[start : start + count].tolist())
-        return {row: passage.text for row, passage in found.items()}
+        return self.catalog.passages(rows[start : start + count].tolist())
 
     def fill(self, rows: Sequence[int], vectors: np.ndarray) -> None:
         """Adds the vectors of passages that are `pending`, float32 [n, dim]; those deleted meanwhile are ignored."""

@@ -19,7 +19,7 @@ from ccjax.retrieval.catalog import Catalog, IndexedDocument, IndexSettings, Ind
 from ccjax.retrieval.changes import Refused, find_changes
 from ccjax.retrieval.chunking import split
 from ccjax.retrieval.documents import LoadedDocument
-from ccjax.retrieval.embedding import HOW_TO_INSTALL, Embedder, default_embedder
+from ccjax.retrieval.embedding import HOW_TO_INSTALL, Embedder, default_embedder, embed_each
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import PassageIndex
 from ccjax.retrieval.question import is_follow_up, own_words
@@ -39,6 +39,8 @@ _SPARE = 8
 """Passages that are found beyond those wanted, in place of near-duplicates and of those below a least score; if these
 are more, four times as many, and so on up to `_MOST_FOUND`."""
 _MOST_FOUND = 1000
+_MOST_SCORED = 32
+"""With a least score, passages without vectors whose scores are computed in a search, or `top_k` if that is more."""
 _MOST_WINDOWS = 8
 """Parts of a long question that are embedded: as many from its beginning as from its end."""
 _EARLIER_WEIGHT, _EARLIER_WORDS = 0.25, 100
@@ -228,19 +230,27 @@ class Retriever:
           query: a message; what was pasted into it beside a question is not searched for.
           earlier: the message that it follows; counts if `query` alone says little.
           filters: for the documents' metadata (`ccjax.retrieval.filters`).
-          min_score: passages below this score are not found.
+          min_score: passages below this score are not found, nor, while vectors are still computed, those without one
+            that are far behind the best.
           context_tokens: as far as all passages have no more tokens, those before and after the found ones are returned
             too, where they are read, with the score of the found one.
 
         Raises:
-          ValueError: at once, if `query` is blank, `top_k` or `num_stages` is under 1, `filters` are invalid, or the
-            retriever is closed.
+          ValueError: at once, if `query` is blank, another argument of the wrong type or out of range, or the retriever
+            is closed.
         """
         if not isinstance(query, str) or not query.strip():
             raise ValueError(f"query: wanted a non-empty string, got {query!r}")
-        for name, value in (("top_k", top_k), ("num_stages", num_stages)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: wanted an integer of at least 1, got {value!r}")
+        for name, value, least in (
+            ("top_k", top_k, 1),
+            ("num_stages", num_stages, 1),
+            ("context_tokens", context_tokens, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: wanted an integer of at least {least}, got {value!r}")
+        is_number = isinstance(min_score, int | float) and not isinstance(min_score, bool) and not math.isnan(min_score)
+        if min_score is not None and not is_number:
+            raise ValueError(f"min_score: wanted a number or None, got {min_score!r}")
         where = None if filters is None else parse_filter(filters)
         index = self._current()
         query = own_words(query)
@@ -253,13 +263,14 @@ class Retriever:
 
         def chosen() -> Iterator[tuple[list[Passage], bool]]:
             wanted, parts, is_all = top_k + _SPARE, num_stages, False
+            scores: dict[str, float] = {}
             while not is_all:
                 for passages, is_all in index.stages(words, vectors, wanted, parts, where=where, weight=weight):
                     is_cut = len(passages) == wanted < _MOST_FOUND
                     if min_score is not None:
-                        scored = self._scored(passages, vectors)
+                        scored = self._scored(passages, vectors, scores, max(top_k, _MOST_SCORED))
                         passages = [passage for passage in scored if passage.score >= min_score]
-                    found = self._scored(distinct(passages, top_k), vectors)
+                    found = self._scored(distinct(passages, top_k), vectors, scores, top_k)
                     if is_all and len(found) < top_k and is_cut:
                         wanted, parts, is_all = 4 * wanted, 1, False
                         break
@@ -277,21 +288,23 @@ class Retriever:
         if len(windows) > _MOST_WINDOWS:
             windows = [*windows[: _MOST_WINDOWS // 2], *windows[-_MOST_WINDOWS // 2 :]]
         if not earlier.strip():
-            return self.embedder.embed(windows)
-        *vectors, before = self.embedder.embed([*windows, self.embedder.windows(earlier)[-1]])
+            return embed_each(self._embed, windows)
+        *vectors, before = embed_each(self._embed, [*windows, self.embedder.windows(earlier)[-1]])
         sums = np.stack(vectors) + _EARLIER_WEIGHT * before
         return sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-9)
 
-    def _scored(self, passages: Sequence[Passage], vectors: np.ndarray | None) -> list[Passage]:
-        """With scores for those whose vectors are not in the index yet."""
-        texts = [passage.text for passage in passages if math.isnan(passage.score)]
-        if not texts or vectors is None:
-            return list(passages)
-        scores = iter((vectors @ self._embed(texts).T).max(axis=0).tolist())
-        return [
-            dataclasses.replace(passage, score=next(scores)) if math.isnan(passage.score) else passage
-            for passage in passages
-        ]
+    def _scored(
+        self, passages: Sequence[Passage], vectors: np.ndarray | None, scores: dict[str, float], most: int
+    ) -> list[Passage]:
+        """With scores for the first `most` of those whose vectors are not in the index yet; the others have NaN. They
+        are kept in `scores`, by passage id."""
+        pending = [passage for passage in passages if math.isnan(passage.score)][:most]
+        new = [passage for passage in pending if passage.passage_id not in scores]
+        if new and vectors is not None:
+            found = (vectors @ embed_each(self._embed, [passage.text for passage in new]).T).max(axis=0)
+            scores |= zip((passage.passage_id for passage in new), found.tolist(), strict=True)
+        known = {passage.passage_id: scores[passage.passage_id] for passage in pending if vectors is not None}
+        return [dataclasses.replace(one, score=known.get(one.passage_id, one.score)) for one in passages]
 
     def refresh(self) -> RefreshReport:
         """Updates the index from the directory.
@@ -369,6 +382,7 @@ class Retriever:
         done = 0
         for group in [new] if at_once else _groups(new):
             texts = [text for document in group for text in document.passages]
+            names = [f"{document.document_id}#{n}" for document in group for n in range(len(document.passages))]
             vectors = np.full((len(texts), index.settings.dim), np.nan, np.float32)
             for place, text in enumerate(texts):
                 if text in known:
@@ -377,7 +391,9 @@ class Retriever:
             for start in range(0, len(places) if unknown and self.embedder is not None else 0, _EMBED_BATCH):
                 self._progress("embed", done, unknown)
                 batch = places[start : start + _EMBED_BATCH]
-                vectors[batch] = self._embed([texts[place] for place in batch])
+                vectors[batch] = embed_each(
+                    self._embed, [texts[place] for place in batch], [names[place] for place in batch]
+                )
                 done += len(batch)
             index.write(group, vectors, removed=report.removed if at_once else ())
         if unknown:

@@ -6,10 +6,12 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ccjax.retrieval import Retriever, background, retriever
@@ -182,6 +184,63 @@ def test_a_failure_leaves_words_and_is_tried_again(
     opened.refresh()
     assert opened.wait(600) and opened.num_pending == 0
     opened.close()
+
+
+def test_a_passage_that_the_encoder_fails_on_is_found_by_words_and_keeps_no_other_from_its_vector(
+    folder: Path, held: HeldEmbedder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = held.embed
+
+    def failing(texts: Sequence[str]) -> np.ndarray:
+        if any("automobile" in text for text in texts):
+            raise RuntimeError("strange text")
+        return embed(texts)
+
+    monkeypatch.setattr(held, "embed", failing)
+    held.go()
+    for most_first in (1, 4):  # in the background, and before they are searchable
+        monkeypatch.setattr(retriever, "_MOST_EMBEDDED_FIRST", most_first)
+        caplog.clear()
+        opened = open_retriever(folder, held)
+        assert [(found.document_id, found.score) for found in opened.search("Rome", 1)] == [("bob.md", 0.0)]
+        opened.refresh()
+        assert opened.wait(600) and opened.num_pending == 0
+        (told,) = caplog.messages
+        assert told.startswith("bob.md#0 is found by words alone") and "strange text" in told
+        assert ids(opened, "Rome")[0] == "bob.md" and ids(opened, "whales")[0] == "carla.md"
+        assert ids(opened, "automobile Rome") == ["bob.md"], "a question that it fails on is searched for by words"
+        opened.close()
+
+
+def test_a_search_embeds_few_passages_whose_vectors_are_missing_and_each_once(
+    folder: Path, held: HeldEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(90):
+        (folder / f"more{number:02}.md").write_text(f"Whales {number} near Lisbon.")
+    monkeypatch.setattr(retriever, "_MOST_SCORED", 8)
+    opened = open_retriever(folder, held)
+    held.taken()
+    assert ids(opened, "whales near Lisbon", min_score=0.99) == []
+    question, *passages = held.taken()
+    assert question == "whales near Lisbon" and len(passages) == len(set(passages)) == 8
+    assert len(ids(opened, "whales near Lisbon", min_score=0.5)) == 4
+    held.go()
+    opened.close()
+
+
+def test_processes_that_share_an_index_seldom_compute_the_same(folder: Path, tmp_path: Path) -> None:
+    for number in range(400):
+        (folder / f"more{number}.md").write_text(f"Whale {number}.")
+    held = [HeldEmbedder() for _ in range(2)]
+    opened = [open_retriever(folder, embedder, index_dir=tmp_path / "index") for embedder in held]
+    while sum(one.num_pending for one in opened):
+        for embedder in held:
+            embedder.permits.release()
+        time.sleep(0.002)
+    for embedder, one in zip(held, opened, strict=True):
+        embedder.go()
+        one.close()
+    assert sum(len(embedder.in_background) for embedder in held) < 1.5 * 404
 
 
 def test_a_dense_search_has_all_vectors_before_it_begins(folder: Path, held: HeldEmbedder, tmp_path: Path) -> None:

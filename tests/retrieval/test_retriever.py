@@ -190,6 +190,23 @@ def test_unusable_files_are_skipped_and_reported(docs: Path, caplog: pytest.LogC
     assert retriever.report.skipped == dict.fromkeys(kinds, 1) and retriever.report.unsupported == ((".png", 1),)
 
 
+def test_kinds_of_reasons_are_a_fixed_few() -> None:
+    """They are labels of a metric; libraries tell of addresses in memory."""
+    reasons = ("broken PDF: no pages", *(f"<_io.BytesIO object at {at:#x}> is broken" for at in range(9)))
+    report = RefreshReport(failed=tuple((f"{at}.pdf", reason) for at, reason in enumerate(reasons)))
+    assert report.skipped == {"cannot be parsed": 9, "broken PDF": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", 0), ("context_tokens", -1), ("context_tokens", 1.5), ("context_tokens", True)]
+    + [("min_score", value) for value in (True, "0.5", float("nan"))],
+)
+def test_arguments_of_a_search_are_checked_at_once(docs: Path, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: wanted "):
+        open_retriever(docs).stages("tea", **{"top_k": 3, "num_stages": 1, name: value})
+
+
 def test_a_chunk_limit_below_one_character_is_reported_for_the_file(docs: Path) -> None:
     (docs / "emoji.txt").write_text("🙂🙂")
     for path in (docs / "moon.md", docs / "tea_trade.txt"):
@@ -346,7 +363,7 @@ def test_a_closed_retriever_refuses_work(docs: Path) -> None:
 def test_an_embedder_of_the_wrong_shape_is_refused(docs: Path) -> None:
     embedder = CountingEmbedder()
     embedder.dim = 100
-    with pytest.raises(ValueError, match=r"embedder: wanted finite vectors of shape \(7, 100\), got \(7, 512\)"):
+    with pytest.raises(ValueError, match=r"embedder: wanted finite vectors of shape \(1, 100\), got \(1, 512\)"):
         open_retriever(docs, embedder)
 
 
