@@ -22,7 +22,7 @@ from ccjax.retrieval.documents import LoadedDocument
 from ccjax.retrieval.embedding import HOW_TO_INSTALL, Embedder, default_embedder, embed_each
 from ccjax.retrieval.filters import parse_filter
 from ccjax.retrieval.index import PassageIndex
-from ccjax.retrieval.question import is_follow_up, own_words
+from ccjax.retrieval.question import Question
 from ccjax.retrieval.report import RefreshReport
 from ccjax.retrieval.selection import distinct, with_neighbours
 
@@ -41,13 +41,6 @@ are more, four times as many, and so on up to `_MOST_FOUND`."""
 _MOST_FOUND = 1000
 _MOST_SCORED = 32
 """With a least score, passages without vectors whose scores are computed in a search, or `top_k` if that is more."""
-_MOST_WINDOWS = 8
-"""Parts of a long question that are embedded: as many from its beginning as from its end."""
-_EARLIER_WEIGHT, _EARLIER_WORDS = 0.25, 100
-"""Of the vector of the question before a follow-up; its last words, which count once, those of the follow-up twice."""
-_USUAL_SHARE = 1 / 2
-"""Share of a question's characters in words of the encoder, from which on its vector counts fully, as in 438 of 440
-questions in English (0.9 on average); German has 0.28, Thai 0.03, and their vectors mislead."""
 _WARMUP_WORDS = (8, 24, 48)
 _WRITE_BATCH = 1024  # most passages to compute again after a process was killed while embedding
 _TOKEN_PROBES = ("The quick brown fox jumps over the lazy dog.", "naïve_id = f(x, 3.14159)\n\n\t", "日本語 Ελλάδα")
@@ -193,7 +186,8 @@ class Retriever:
             vectors = index.catalog.known_vectors([document_id])
             for passage in index.catalog.document(document_id):
                 vector = vectors.get(passage.text)
-                hits = index.search(passage.text if vector is None else None, vector, count + 1)
+                by_meaning = vector is not None and vector.any()
+                hits = index.search(None if by_meaning else passage.text, vector if by_meaning else None, count + 1)
                 others = [hit.passage_id for hit in hits if hit.score > 0 and hit.passage_id != passage.passage_id]
                 found[passage.passage_id] = tuple(others[:count])
         return found
@@ -248,18 +242,14 @@ class Retriever:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: wanted an integer of at least {least}, got {value!r}")
-        is_number = isinstance(min_score, int | float) and not isinstance(min_score, bool) and not math.isnan(min_score)
-        if min_score is not None and not is_number:
+        if isinstance(min_score, bool) or not isinstance(min_score, int | float | None) or min_score != min_score:
             raise ValueError(f"min_score: wanted a number or None, got {min_score!r}")
         where = None if filters is None else parse_filter(filters)
         index = self._current()
-        query = own_words(query)
-        earlier = " ".join(own_words(earlier).split()[-_EARLIER_WORDS:]) if is_follow_up(query) else ""
-        vectors = self._vectors(query, earlier) if len(index) else None
-        weight = 1.0 if self.embedder is None else min(1.0, self.embedder.known_share(query) / _USUAL_SHARE)
-        words = None
-        if self._options.search != "dense":
-            words = [earlier, query, query] if earlier.strip() else query
+        asked = Question.of(query, earlier)
+        vectors = None if self.embedder is None or not len(index) else asked.vectors(self.embedder, self._embed)
+        weight = 1.0 if self.embedder is None else asked.weight(self.embedder)
+        words = None if self._options.search == "dense" else asked.words
 
         def chosen() -> Iterator[tuple[list[Passage], bool]]:
             wanted, parts, is_all = top_k + _SPARE, num_stages, False
@@ -279,19 +269,6 @@ class Retriever:
                     yield found, is_all
 
         return chosen()
-
-    def _vectors(self, query: str, earlier: str) -> np.ndarray | None:
-        """Of each window of a question, float32 [n, dim]; None without an encoder."""
-        if self.embedder is None:
-            return None
-        windows = self.embedder.windows(query)
-        if len(windows) > _MOST_WINDOWS:
-            windows = [*windows[: _MOST_WINDOWS // 2], *windows[-_MOST_WINDOWS // 2 :]]
-        if not earlier.strip():
-            return embed_each(self._embed, windows)
-        *vectors, before = embed_each(self._embed, [*windows, self.embedder.windows(earlier)[-1]])
-        sums = np.stack(vectors) + _EARLIER_WEIGHT * before
-        return sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-9)
 
     def _scored(
         self, passages: Sequence[Passage], vectors: np.ndarray | None, scores: dict[str, float], most: int
