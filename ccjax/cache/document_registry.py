@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ccjax.errors import RequestError, UnknownDocumentError
@@ -155,6 +155,15 @@ class DocumentRegistry:
             versions = ", ".join(sorted({repr(link.version) for link in found.values()}))
             raise UnknownDocumentError("version", f"wanted one that is cached ({versions}), got {version!r}")
         return chosen
+
+    def select_known(self, document_ids: Container[str]) -> dict[str, dict[str, Link]]:
+        """Of those of these documents that are known, their id and the result of `select`."""
+        found: dict[str, dict[str, Link]] = collections.defaultdict(dict)
+        for name, link in self.links():
+            for document_id in (link.document_id, link.passage_id):
+                if document_id is not None and document_id in document_ids:
+                    found[document_id][name] = link
+        return found
 
     def links(self) -> Iterator[tuple[str, Link]]:
         """Every name and link."""

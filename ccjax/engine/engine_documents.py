@@ -265,12 +265,25 @@ class EngineDocuments:
           EraseIncompleteError: not everything could be deleted yet.
         """
         self._check_writable()
-        kept = documents_from(keep)
-        if kept and self._builder is None:
-            raise RequestError("keep", "wanted a model with tokenizer files for text; this one takes token ids only")
-        chunks = [as_chunk(self._builder.document_ids(document), document) for document in kept if self._builder]
+        chunks = self.passage_chunks(keep) if keep else ()
         with self._exclusive():
             return self._documents.remove(document_id, version, whole=False, keep=chunks)
+
+    def invalidate_old(self, keep: Mapping[str, Sequence[Document | Mapping[str, Any]]]) -> None:
+        """As `invalidate` of every document in `keep` (document id -> passages that it still contains), but reads the
+        records once, not once for each. Documents that are not cached are ignored.
+
+        Raises:
+          RequestError, ReadOnlyError, EraseIncompleteError: as `invalidate`.
+        """
+        self._check_writable()
+        with self._exclusive():
+            known = self._documents.registry.select_known(keep)
+        chunks = {
+            document_id: self.passage_chunks(keep[document_id]) if keep[document_id] else () for document_id in known
+        }
+        with self._exclusive():
+            self._documents.remove_old(chunks)
 
     def erase(self, document_id: str, version: str | None = None) -> Removal:
         """As `invalidate`, but leaves nothing of the text or its KV in any tier that this process can reach: also

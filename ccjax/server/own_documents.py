@@ -20,6 +20,8 @@ from ccjax.types import Document
 
 logger = logging.getLogger(__name__)
 
+_DROPPED_TOGETHER = 256
+"""Documents that are dropped from the cache while nothing else is done in idle time."""
 NOTHING_FOUND = Document(
     "No passage of the documents matches this question: nothing was found about it.", "nothing-found", score=0.0
 )
@@ -107,11 +109,13 @@ def refresh(retriever: Retriever | None, engine: Engine, worker: EngineWorker) -
 def drop_old_versions(retriever: Retriever, engine: Engine, worker: EngineWorker, report: RefreshReport) -> None:
     """Drops changed and deleted passages from the cache. No question can find their text any more, so they only take
     space; unchanged passages of a changed document stay."""
-    for document_id in (*report.changed, *report.removed):
-        kept = [passage.as_document() for passage in retriever.passages(document_id)]
+    changed = (*report.changed, *report.removed)
+    for start in range(0, len(changed), _DROPPED_TOGETHER):
+        some = changed[start : start + _DROPPED_TOGETHER]
+        kept = {name: [passage.as_document() for passage in retriever.passages(name)] for name in some}
         try:
-            worker.thread.call(functools.partial(engine.documents.invalidate, document_id, keep=kept)).result()
-        except (UnknownDocumentError, ReadOnlyError):  # never cached, or the store is read-only
-            pass
+            worker.thread.call(functools.partial(engine.documents.invalidate_old, kept)).result()
+        except ReadOnlyError:
+            return
         except (EraseIncompleteError, QueueFullError, WorkerClosedError) as error:
-            logger.warning("documents: the old version of %r stays in the cache: %r", document_id, error)
+            logger.warning("documents: old versions of %r and others stay in the cache: %r", some[0], error)

@@ -338,6 +338,26 @@ def test_the_passages_that_a_new_version_still_has_are_kept(start, salts):
         assert [item.computed_tokens for item in asked(new, salt)] == [0, 0]
 
 
+def test_old_passages_of_many_documents_are_removed_in_one_pass(start, monkeypatch):
+    engine = start()
+    old = {
+        name: [
+            Document(f"{name} {text}", f"{name}#{n}", None, "1", None, name) for n, text in enumerate(TEXTS.values())
+        ]
+        for name in "fgh"
+    }
+    ask(engine, *old["f"], *old["g"], *old["h"])
+    cache, passes = engine._chunks.documents, []
+    carry_out = cache._carry_out
+    monkeypatch.setattr(cache, "_carry_out", lambda erasure: passes.append(erasure) or carry_out(erasure))
+    new = [Document(old["f"][1].text, "f#0", None, "2", None, "f")]
+    engine.documents.invalidate_old({"f": new, "g": [], "never asked for": new})
+    assert len(passes) == 1
+    assert summary(engine) == {("f", "2"): (1, 1), ("h", "1"): (len(TEXTS), len(TEXTS))}
+    engine.documents.invalidate_old({"g": []})
+    assert len(passes) == 1, "nothing of it is left"
+
+
 def test_another_engine_stops_using_an_invalidated_document_after_refresh(start, url, tmp_path):
     first, other = start(store=url), start(store=url)
     ask(first, ANNA, BOB)

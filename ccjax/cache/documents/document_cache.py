@@ -101,15 +101,37 @@ class DocumentCache:
           EraseIncompleteError: not everything could be deleted or recorded; nothing of it is used from now on.
         """
         self.apply_all()
-        self._variants.load_all_records()  # once the erasure has begun, covered variants are dropped uncounted
-        tenants = {tenant_of(link.chunk_id) for link in self.registry.select(document_id, version).values()}
+        links = self._old(self.registry.select(document_id, version), keep)
+        counts = self._remove(links, whole=whole, what=f"document {document_id!r}")
+        return Removal(document_id, version, *counts)
+
+    def remove_old(self, keep: Mapping[str, Sequence[Chunk]]) -> None:
+        """As `remove` of each of many documents, but reads the records once. Unknown documents are ignored.
+
+        Args:
+          keep: document id -> its chunks as in `remove`.
+        """
+        self.apply_all()
+        links: dict[str, Link] = {}
+        for document_id, found in self.registry.select_known(keep).items():
+            links |= self._old(found, keep[document_id])
+        if links:
+            self._remove(links, whole=False, what=f"{len(keep)} documents")
+
+    def _old(self, links: Mapping[str, Link], keep: Sequence[Chunk]) -> dict[str, Link]:
+        """The links of a document that `keep` does not have, once those of `keep` are noted."""
+        tenants = {tenant_of(link.chunk_id) for link in links.values()}
         own = [
             dataclasses.replace(chunk, chunk_id=chunk_id(chunk.token_ids, tenant))
             for chunk in keep
             for tenant in tenants
         ]
         stays = self.registry.learn([chunk for chunk in own if self.registry.knows(chunk.chunk_id)])
-        links = {name: link for name, link in self.registry.select(document_id, version).items() if name not in stays}
+        return {name: link for name, link in links.items() if name not in stays}
+
+    def _remove(self, links: Mapping[str, Link], *, whole: bool, what: str) -> tuple[int, int, int, dict[str, int]]:
+        """Removes what has these links; returns the counts of a `Removal`."""
+        self._variants.load_all_records()  # once the erasure has begun, covered variants are dropped uncounted
         chunk_ids = self.registry.without_others(links)
         kept = {link.chunk_id for link in links.values()} - chunk_ids
         erasure = self.registry.begin(chunk_ids, list(links), whole=whole)
@@ -125,11 +147,11 @@ class DocumentCache:
             remaining = self._finish(erasure)
         if remaining:
             raise EraseIncompleteError(
-                f"document {document_id!r}: {len(remaining)} objects could not be deleted or noted yet; nothing of it "
+                f"{what}: {len(remaining)} objects could not be deleted or noted yet; nothing of it "
                 "is used any more, and the rest is tried again",
                 remaining,
             )
-        return Removal(document_id, version, len(chunk_ids), len(kept), variants, num_bytes)
+        return len(chunk_ids), len(kept), variants, num_bytes
 
     def needs_tending(self) -> bool:
         """True if `tend` has work."""
