@@ -47,12 +47,12 @@ class RefreshReport:
         return dict(kinds.most_common())
 
     def skipped_text(self) -> str:
-        """`skipped` in words, with the suffixes of unsupported files."""
+        """`skipped` as the end of a sentence, with the suffixes of unsupported files; "" if nothing was."""
         told = []
         for kind, count in self.skipped.items():
             suffixes = ", ".join(f"{suffix or 'none'} {number}" for suffix, number in self.unsupported[:_MOST_TOLD])
             told.append(f"{count} {kind}" + (f" ({suffixes})" if kind == UNSUPPORTED else ""))
-        return "; ".join(told)
+        return f"; skipped {'; '.join(told)}" if told else ""
 
     def log_new(self, before: RefreshReport) -> None:
         """Logs the problems that `before` did not have: those of files one by one, most of them as a number, and the

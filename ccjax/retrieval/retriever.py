@@ -125,8 +125,8 @@ class Retriever:
         except BaseException:
             self.close()
             raise
-        skipped = f"; skipped {text}" if (text := self.report.skipped_text()) else ""
-        _log.info("%d documents in %d passages%s", self.report.num_documents, self.num_passages, skipped)
+        counts = self.report.num_documents, self.num_passages
+        _log.info("%d documents in %d passages%s", *counts, self.report.skipped_text())
         if not self.num_passages:
             _log.warning("no passages: %s holds no usable document", docs_dir)
 
@@ -332,14 +332,8 @@ class Retriever:
         return index
 
     def _split(self, loaded: LoadedDocument) -> tuple[str, ...]:
-        passages = split(
-            loaded.text,
-            count_tokens=self._count_tokens,
-            chunk_tokens=self._options.chunk_tokens,
-            title=loaded.title,
-            markdown=loaded.markdown,
-        )
-        return tuple(passages)
+        how = {"count_tokens": self._count_tokens, "chunk_tokens": self._options.chunk_tokens}
+        return tuple(split(loaded.text, title=loaded.title, markdown=loaded.markdown, **how))
 
     def _apply(
         self, index: PassageIndex, new: Sequence[IndexedDocument], report: RefreshReport, *, at_once: bool

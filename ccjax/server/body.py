@@ -85,26 +85,28 @@ def parse_body(model: type[Model], data: bytes) -> Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        raise _as_api_error(error) from None
+        raise _as_api_error(error, model) from None
 
 
-def _as_api_error(error: ValidationError) -> ApiError:
+def _as_api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     details = error.errors(include_url=False)
     first = details[0]
     if first["type"] == "json_invalid":
         return ApiError(
             400, "body: wanted JSON, got " + first["msg"].removeprefix("Invalid JSON: "), code="invalid_json"
         )
-    messages = [_message(detail) for detail in details[:_MOST_ERRORS]]
+    messages = [_message(detail, model) for detail in details[:_MOST_ERRORS]]
     if len(details) > _MOST_ERRORS:
         messages.append(f"and {len(details) - _MOST_ERRORS} more")
     return ApiError(400, "; ".join(messages), param=_path(first["loc"]))
 
 
-def _message(detail: Any) -> str:
+def _message(detail: Any, model: type[BaseModel]) -> str:
     path, message = _path(detail["loc"]) or "body", detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "missing":
         return f"{path}: this field is required"
+    if detail["type"] == "extra_forbidden":
+        return f"{path}: no such field, wanted one of {', '.join(model.model_fields)}"
     shown = repr(detail["input"])
     kind = type(detail["input"]).__name__
     return f"{path}: {message[0].lower()}{message[1:]}, got {shown if len(shown) <= 80 else kind}"

@@ -68,7 +68,7 @@ def open_documents(
     if not retriever.num_passages:
         failed, skipped = retriever.report.failed, retriever.report.skipped_text()
         retriever.close()
-        why = (f"; skipped {skipped}" if skipped else "") + (f"; {': '.join(failed[0])}" if failed else "")
+        why = skipped + (f"; {': '.join(failed[0])}" if failed else "")
         raise ValueError(f"docs: wanted a directory with documents, got none in {directory}{why}")
     retriever.give_way(lambda: True)  # to the compilation of the model's steps, until a server says what is wanted
     if warmup:

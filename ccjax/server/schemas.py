@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from ccjax.engine import Request, SamplingParams
 from ccjax.errors import RequestError
@@ -26,7 +26,8 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 def _retrieval(value: Any) -> Any:
-    if isinstance(value, bool | dict | None):
+    is_known = not isinstance(value, dict) or value.keys() <= RetrievalIn.model_fields.keys()
+    if isinstance(value, bool | dict | None) and is_known:
         return {} if value is True else value
     raise ValueError('wanted false, true or {"top_k": number, "filters": object}')
 
@@ -43,7 +44,13 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class RetrievalIn(Body):
+class OwnBody(Body):
+    """Base of bodies that no client of another API sends: names besides theirs are mistakes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RetrievalIn(OwnBody):
     """How to search the server's own documents."""
 
     top_k: int | None = Field(None, ge=1, le=LARGEST_TOP_K, description="passages to retrieve")
@@ -101,7 +108,8 @@ class Generation(ConstraintFields, SamplingFields, Body):
     stream_options: StreamOptions | None = None
     documents: list[DocumentIn] | None = Field(None, description="passages in prompt order; none are retrieved then")
     retrieval: Annotated[
-        RetrievalIn | Literal[False] | None,
+        Annotated[RetrievalIn, Tag("RetrievalIn")] | Annotated[Literal[False] | None, Tag("[without]")],
+        Discriminator(lambda value: "RetrievalIn" if isinstance(value, dict) else "[without]"),
         BeforeValidator(_retrieval, json_schema_input_type=RetrievalIn | bool | None),
     ] = Field(
         None,
@@ -291,14 +299,14 @@ class ChatBody(ToolFields, RenderingFields, Generation):
         return names
 
 
-class PinBody(Body):
+class PinBody(OwnBody):
     """Body of PUT /v1/cache/pins/ID."""
 
     ttl_s: float = Field(3600.0, description="seconds that the pin lasts")
     host: bool = Field(False, description="also keep it in host memory, if it is there")
 
 
-class WarmBody(Body):
+class WarmBody(OwnBody):
     """Body of POST /v1/cache/warm."""
 
     documents: list[DocumentIn] | None = Field(None, description="passages in the wording that requests will have")

@@ -164,6 +164,7 @@ WRONG = [
 WRONG_BODIES = [
     ("PUT", "/pins/anna", {"ttl_s": 0}, 400, "ttl_s"),
     ("PUT", "/pins/anna", {"ttl_s": "60"}, 400, "ttl_s"),
+    ("PUT", "/pins/anna", {"ttl": 60}, 400, "ttl"),
     ("PUT", "/pins/anna", {"host": 1}, 400, "host"),
     ("PUT", "/pins/eve", {}, 404, "document_id"),
     ("PUT", "/pins/anna?version=2", {}, 404, "version"),

@@ -90,6 +90,7 @@ BAD_FIELDS = [
     ({"retrieval": {"top_k": 1000}}, "retrieval.top_k", ["100", "1000"]),
     ({"retrieval": {"filters": {"type": "like"}}}, "retrieval.filters", ["filters.type", "nin", "like"]),
     ({"retrieval": {"filters": 5}}, "retrieval.filters", ["5"]),
+    ({"retrieval": {"topk": 5}}, "retrieval", ["top_k", "filters", "{'topk': 5}"]),
     ({"retrieval": {"top_k": 2}, "documents": [{"text": "x"}]}, "retrieval", ["both"]),
     ({"cache_salt": "someone else's"}, "cache_salt", ["server"]),
     ({"stream": "yes"}, "stream", ["boolean"]),
