@@ -8,9 +8,11 @@ import io
 import itertools
 import re
 import unicodedata
+from collections.abc import Iterator
+from typing import Any
 
 from pdfminer.converter import PDFPageAggregator
-from pdfminer.layout import LAParams, LTChar, LTTextBox, LTTextLine
+from pdfminer.layout import LAParams, LTChar, LTFigure, LTTextBox, LTTextLine
 from pdfminer.pdfdocument import PDFDocument, PDFEncryptionError, PDFPasswordIncorrect
 from pdfminer.pdfinterp import PDFPageInterpreter, PDFResourceManager
 from pdfminer.pdfpage import PDFPage
@@ -24,8 +26,11 @@ _MOST_MEMORY = 2 << 30
 _MOST_SECONDS = 30
 """Of the processor, for a file of up to 1 MB, and as many again for each further one."""
 _LIGATURES = {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}
+_ROMAN = "(?=[ivxlc])c{0,3}(?:x[cl]|l?x{0,3})(?:i[xv]|v?i{0,3})"
 _PAGE_NUMBER = re.compile(
-    r"(?:\W|\b(?:page|seite|pagina|página|p|s)\b\.?)*(?:#|[ivxlc]+)(?:\W|#|\b(?:of|von|de|di|sur)\b)*", re.I
+    rf"(?:[^\w$€£¥]|\b(?:page|seite|pagina|página|p|s)\b\.?)*(?:\d{{1,4}}|{_ROMAN})"
+    r"(?:\s*(?:[-–—|/]|\b(?:of|von|de|di|sur)\b)\s*\d{1,4})?[^\w$€£¥%°]*",
+    re.IGNORECASE,
 )
 _NO_TITLE = re.compile(r"\(?(?:untitled|anonymous|unspecified)\)?\s*", re.IGNORECASE)
 _CODE = re.compile(r"\(cid:\d+\)")
@@ -33,8 +38,10 @@ _CODE = re.compile(r"\(cid:\d+\)")
 _LARGER, _MOST_HEADINGS, _LONGEST_HEADING = 1.08, 0.25, 200
 """Headings are so many times larger than most text, and at most that share of it."""
 _MARGIN_LINES = 2
+_MOST_LABELS = 3
+"""Characters in drawings for each other one of a page."""
 _MOST_REPEATS = 3
-"""Pages on which a head or foot is at least, numbers aside; 2 in a file of up to 5 pages."""
+"""Pages on which a head or foot is at least; 2 in a file of up to 5 pages."""
 _ITEM = re.compile(r"(?:[•▪‣◦·–*-]|\(?\d{1,2}[.)]|[a-z]\))\s")
 _COMPOUND = re.compile(
     r"(?:\b(?:\w|well|self|non|ex|high|low|long|short|real|cross|half|all|ever|much|best|ill|fine|built|full|left|right|hard"
@@ -79,8 +86,7 @@ def read_here(data: bytes) -> tuple[str, str, str | None]:
         raise ValueError("broken PDF: it has no pages")
     if not (num_empty := pages.count([])) < len(pages):
         raise ValueError("no text on any page (scanned pages need text recognition first)")
-    pages = [with_tables(boxes) for boxes in pages]
-    margins = _repeated([_margins(boxes) for boxes in pages])
+    margins = _margins(pages)
     boxes = [box for page in pages for box in page]
     paragraphs: list[str] = []
     words = set(re.findall(r"\w[\w-]+\w", " ".join(line.text for box in boxes for line in box)))
@@ -118,10 +124,42 @@ def read_here(data: bytes) -> tuple[str, str, str | None]:
 
 
 class _TextOnly(PDFPageAggregator):
-    """Leaves out drawings, which may have very many lines."""
+    """Leaves out drawings, which may have very many lines, and their labels, unless most text of a page is in them.
+
+    Attributes:
+      turns: how many characters of the page that was read last need to be turned clockwise by so many degrees.
+    """
+
+    turns: collections.Counter[int]
 
     def paint_path(self, *arguments: object) -> None:
         pass
+
+    def end_page(self, page: PDFPage) -> None:
+        assert self.cur_item is not None
+        inner = [char for figure in self.cur_item if isinstance(figure, LTFigure) for char in _chars(figure)]
+        chars = [char for char in self.cur_item if isinstance(char, LTChar)]
+        chars = inner + chars if len(inner) > _MOST_LABELS * len(chars) else chars
+        self.turns = collections.Counter(map(_turn, chars))
+        self.cur_item._objs = [char for char in chars if not _turn(char)]
+        super().end_page(page)
+
+
+def _chars(item: Any) -> Iterator[LTChar]:
+    """The characters of a drawing and those in it."""
+    waiting = [iter(item)]
+    while waiting:
+        if (inner := next(waiting[-1], None)) is None:
+            waiting.pop()
+        elif isinstance(inner, LTChar):
+            yield inner
+        elif isinstance(inner, LTFigure):
+            waiting.append(iter(inner))
+
+
+def _turn(char: LTChar) -> int:
+    a, b, _, d, _, _ = char.matrix
+    return (90 if b > 0 else 270) if abs(b) > abs(a) else 180 if a < 0 and d < 0 else 0
 
 
 def _parsed(data: bytes) -> tuple[str, list[list[list[Line]]]]:
@@ -134,9 +172,18 @@ def _parsed(data: bytes) -> tuple[str, list[list[list[Line]]]]:
     pages = []
     for page in PDFPage.create_pages(document):
         interpreter.process_page(page)
-        boxes = [box for box in device.get_result() if isinstance(box, LTTextBox) and box.get_text().strip()]
-        pages.append([[_line(line) for line in box if isinstance(line, LTTextLine)] for box in boxes])
+        found, turns, rotation = {0: _boxes(device)}, device.turns, page.rotate
+        for turn in turns.keys() - {0}:
+            page.rotate = (rotation + turn) % 360
+            interpreter.process_page(page)
+            found[turn] = _boxes(device)
+        pages.append([box for turn in sorted(found, key=lambda turn: -turns[turn]) for box in found[turn]])
     return title, pages
+
+
+def _boxes(device: _TextOnly) -> list[list[Line]]:
+    boxes = [box for box in device.get_result() if isinstance(box, LTTextBox) and box.get_text().strip()]
+    return with_tables([[_line(line) for line in box if isinstance(line, LTTextLine)] for box in boxes])
 
 
 def _line(line: LTTextLine) -> Line:
@@ -180,22 +227,35 @@ def _is_cut(text: str) -> bool:
     return re.search(r"[.!?:;…。！？]['\"”’»)\]]*$", text) is None
 
 
-def _margins(boxes: list[list[Line]]) -> dict[int, str]:
-    """The first and last lines of a page by height, as id -> text with # for numbers."""
-    lines = [line for box in boxes for line in box if line.text.strip()]
-    heights = sorted({round(line.y0) for line in lines})
-    outer = {*heights[:_MARGIN_LINES], *heights[-_MARGIN_LINES:]}
-    return {id(line): re.sub(r"\d+", "#", line.text.strip()) for line in lines if round(line.y0) in outer}
-
-
-def _repeated(pages: list[dict[int, str]]) -> set[int]:
-    """Ids of the lines that are on several pages, and of page numbers."""
-    if len(pages) < 2:
-        return set()
-    counts = collections.Counter(text for page in pages for text in set(page.values()))
+def _margins(pages: list[list[list[Line]]]) -> set[int]:
+    """Ids of the lines at the top and bottom of pages that are page numbers, or are on several pages, at least one of
+    which has other lines."""
+    lines = [[line for box in boxes for line in box if line.table or line.text.strip()] for boxes in pages]
+    sizes = collections.Counter[float]()
+    for line in itertools.chain.from_iterable(lines):
+        sizes[line.size] += len(line.text)
+    keys: dict[int, set[str]] = {}
+    numbers: set[int] = set()
+    for index, own in enumerate(lines if len(pages) > 1 else ()):
+        heights = sorted({round(line.y0) for line in own if line.table is None})
+        for line in own:
+            if line.table is None and round(line.y0) in {*heights[:_MARGIN_LINES], *heights[-_MARGIN_LINES:]}:
+                is_heading = line.size > sizes.most_common(1)[0][0] or "bold" in line.font.lower()
+                keys[id(line)] = _keys(line.text.strip(), None if is_heading else index)
+                numbers |= {id(line)} if _PAGE_NUMBER.fullmatch(line.text.strip()) else set()
+    counts = collections.Counter(key for own in lines for key in set().union(*(keys.get(id(o), ()) for o in own)))
     least = 2 if len(pages) <= 5 else _MOST_REPEATS
-    is_margin = {text for text, count in counts.items() if count >= least or _PAGE_NUMBER.fullmatch(text)}
-    return {line for page in pages for line, text in page.items() if text in is_margin}
+    repeated = {key for key, count in counts.items() if count >= least}
+    others = [own for own in lines if any(not (id(o) in numbers or keys.get(id(o), set()) & repeated) for o in own)]
+    repeated &= {key for own in others for line in own for key in keys.get(id(line), ())}
+    margins = numbers | {line for line, own in keys.items() if own & repeated}
+    return margins if any(id(line) not in margins for own in lines for line in own) else set()
+
+
+def _keys(text: str, index: int | None) -> set[str]:
+    """The text, and what it has in common with that of other pages if one of its numbers counts the pages."""
+    found = () if index is None else re.finditer(r"(?<!\d)\d{1,5}(?!\d)", text)
+    return {text, *(f"{text[: one.start()]}\0{int(one[0]) - (index or 0)}\0{text[one.end() :]}" for one in found)}
 
 
 def _joined(lines: list[str], words: set[str]) -> str:

@@ -10,12 +10,15 @@ import pytest
 from reportlab.lib.pagesizes import A4
 from reportlab.lib.styles import getSampleStyleSheet
 from reportlab.pdfgen.canvas import Canvas
-from reportlab.platypus import Paragraph, SimpleDocTemplate, Table
+from reportlab.platypus import PageBreak, Paragraph, SimpleDocTemplate, Table
 
 import ccjax.retrieval.pdf as reader
 from ccjax.retrieval.chunking import split
 from ccjax.retrieval.pdf import read_pdf
-from tests.retrieval.pdfs import BAD, BOMBS, GOOD, LEFT, block, framed, pdf, sized, written
+from tests.retrieval.pdfs import BAD, BOMBS, GOOD, LEFT, PAGES, block, framed, pdf, sized, written
+
+STYLES = getSampleStyleSheet()
+REPEATED = ("Costs", "Civil")
 
 
 @pytest.mark.parametrize("name", sorted(GOOD))
@@ -46,6 +49,59 @@ def test_lines_that_only_look_like_heads_are_kept() -> None:
     pages = [["Alpha one.", "Beta."], ["Gamma two.", "Delta."], ["Epsilon 12.", "Zeta."]]
     text = read_pdf(pdf(framed(pages, ["Head"], ["1", "2", "3"])))[1]
     assert text.split() == [word for page in pages for line in page for word in line.split()]
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [[f"The limit is {bar} bar"] for bar in (52, 67, 71, 48)],
+        [["Costs", f"{number}0 Euro", f"$ {number},000", f"{number} %", "Civil"] for number in (4, 7, 1)],
+        [["The same text."], ["The same text."]],
+        [["3"], ["5"]],
+    ],
+)
+def test_lines_with_numbers_that_do_not_count_pages_are_kept(pages: list[list[str]]) -> None:
+    text = read_pdf(pdf([block(page) for page in pages]))[1]
+    assert text.split() == [word for page in pages for line in page for word in line.split() if line not in REPEATED]
+
+
+def test_heads_that_count_pages_are_left_out_and_headings_that_count_are_kept() -> None:
+    feet = [f"Manual X of 2024 \u00b7 page {number} of 9" for number in range(3, 7)]
+    only_head = [(72, 800, "The Book"), (280, 40, "Manual X of 2024 \u00b7 page 7 of 9")]
+    text = read_pdf(pdf([*framed(PAGES, ["The Book"], feet), only_head]))[1]
+    assert "Manual" not in text and "The Book" not in text
+    sheets = [[Paragraph(f"Pump {n}", STYLES["Heading1"]), Paragraph("Blue." * n), PageBreak()] for n in (1, 2, 3)]
+    out = io.BytesIO()
+    SimpleDocTemplate(out, pagesize=A4).build([part for sheet in sheets for part in sheet])
+    assert [f"Pump {n}" in read_pdf(out.getvalue())[1] for n in (1, 2, 3)] == [True] * 3
+
+
+@pytest.mark.parametrize("turn", [90, 180, 270])
+def test_turned_text_is_read_along_its_lines(turn: int) -> None:
+    lines = [f"The sideways line {number} of a page" for number in range(3)]
+    out = io.BytesIO()
+    canvas = Canvas(out, pagesize=A4)
+    canvas.drawString(72, 760, "Upright.")
+    canvas.translate(300, 400)
+    canvas.rotate(turn)
+    for number, line in enumerate(lines):
+        canvas.drawString(0, -14 * number, line)
+    canvas.save()
+    text = read_pdf(out.getvalue())[1]
+    assert " ".join(lines) in text and "Upright." in text
+
+
+@pytest.mark.parametrize(("beside", "is_read"), [("3", True), ("The text of the page.", False)])
+def test_text_of_a_drawing_is_read_if_it_is_most_of_the_page(beside: str, is_read: bool) -> None:
+    out = io.BytesIO()
+    canvas = Canvas(out, pagesize=A4)
+    canvas.beginForm("form")
+    canvas.drawString(72, 700, "Labels are here.")
+    canvas.endForm()
+    canvas.doForm("form")
+    canvas.drawString(72, 500, beside)
+    canvas.save()
+    assert ("Labels are here." in read_pdf(out.getvalue())[1]) == is_read
 
 
 def test_larger_lines_are_headings_of_their_passages() -> None:
@@ -105,10 +161,10 @@ THE_END = "That is all that there is to say of what the trams of this town cost 
 
 def fares(num_rows: int, *, header: bool = True, repeats: int = 0, second: str = "{}") -> bytes:
     """A table with text around it, over as many pages as it needs."""
-    out, styles = io.BytesIO(), getSampleStyleSheet()
+    out = io.BytesIO()
     rows = [["Zone", "Price", "Where it is"]] * header
     rows += [[f"Z{n}", second.format(n * 3), f"behind the {n}th bridge of it"] for n in range(num_rows)]
-    before, after = (Paragraph(text, styles["Normal"]) for text in ("What a tram costs.", THE_END))
+    before, after = (Paragraph(text, STYLES["Normal"]) for text in ("What a tram costs.", THE_END))
     SimpleDocTemplate(out, pagesize=A4).build([before, Table(rows, repeatRows=repeats), after])
     return out.getvalue()
 
