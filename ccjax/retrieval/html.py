@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,9 +34,32 @@ _SEPARATORS: dict[str, str] = {str(tag): _BLOCK for tag in _BLOCK_TAGS} | dict.f
 _HELD = frozenset("a blockquote caption h1 h2 h3 h4 h5 h6 li pre table td th".split())
 _MOST_MENUS = 1000
 """Elements that are looked at, as that takes time proportional to their text."""
+_IS_XML = re.compile(
+    r"\s*<\?xml|[^<]*(?:<!--.*?-->\s*)?(?:<!doctype[^>]*xhtml|(?:<!doctype[^>]*>\s*)?<html[^>]*\sxmlns=)", re.I | re.S
+)
+_ONLY_XML = re.compile(
+    r"<!--.*?(?:-->|\Z)|<!\[CDATA\[(?P<text>.*?)(?:\]\]>|\Z)"
+    r"|<(?P<tag>(?!(?:area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr)\b)[a-z][\w:.-]*)"
+    r"""(?P<rest>(?:\s+[\w:.-]+\s*=\s*(?:"[^"]*"|'[^']*'))*)\s*/>""",
+    re.IGNORECASE | re.DOTALL,
+)
+_NESTED = re.compile(
+    r"<(/?)(?:address|article|aside|blockquote|center|details|dialog|dir|div|dl|fieldset|figcaption|figure|footer|header"
+    r"|hgroup|main|menu|nav|ol|section|summary|ul)\b[^<>]*>",
+    re.IGNORECASE,
+)
+_HEAD = 2000
+"""Characters that say whether a page is XHTML."""
+_DEEPEST_TAG = 512
+"""As in browsers; the parser takes time proportional to the square of the depth."""
+_SYNTAX = re.compile(r"(\s*)(#{1,6}\s|```|~~~)")
 _DEEPEST = 24
 """Elements of the page that are written as a whole; deeper ones become plain text."""
 _MOST_COLUMNS, _LONGEST_REPEATED, _LONGEST_TARGET = 50, 200, 200
+_LONGEST_CELL = 1000
+"""Of several blocks, in a table without header cells that is one; with longer ones it arranges the page."""
+_NO_CELL = re.compile(r"(?:^|\n)\s*(?:#{1,6} |```|\|.*\n\s*\|-)")
+"""A heading, code or a table."""
 
 
 class _Cell(NamedTuple):
@@ -49,7 +73,9 @@ def read_html(markup: str) -> tuple[str, str]:
     """The title and the text of a page: its <title> or only <h1>, and what a reader sees besides menus, in <main> if
     there is one. The text is Markdown: headings, lists, links, code, and tables in which cells that span others are
     repeated."""
-    tree = LexborHTMLParser(markup)
+    if _IS_XML.match(markup[:_HEAD]):
+        markup = _ONLY_XML.sub(_as_html, markup)
+    tree = LexborHTMLParser(_flat(markup))
     title = " ".join(node.text().split()) if (node := tree.css_first("head > title, body > title")) else ""
     unseen = {node.mem_id for node in tree.css(_UNSEEN)}
     headings = tree.css("h1")
@@ -60,8 +86,27 @@ def read_html(markup: str) -> tuple[str, str]:
     unseen |= {node.mem_id for node in candidates if _is_menu(node)}
     styled = (node for node in tree.css("[style]") if _INVISIBLE.search(node.attributes.get("style") or ""))
     unseen |= {node.mem_id for node in styled}
-    roots = [node for node in tree.css("main, [role=main]") if node.text().strip()] or [tree.body]
-    return title, "" if roots[0] is None else _Writer(unseen).text_of(roots[0])
+    root = next((node for node in tree.css("main, [role=main]") if node.text().strip()), tree.body)
+    return title, "" if root is None else _Writer(unseen).text_of(root)
+
+
+def _as_html(match: re.Match[str]) -> str:
+    """What HTML has for a comment, a CDATA section or an empty element of XML."""
+    if match["tag"]:
+        return f"<{match['tag']}{match['rest']}></{match['tag']}>"
+    return match[0] if match["text"] is None else html.escape(match["text"])
+
+
+def _flat(markup: str) -> str:
+    """The page with paragraphs in place of elements that are nested too deeply."""
+    depth = 0
+
+    def shown(match: re.Match[str]) -> str:
+        nonlocal depth
+        depth = max(0, depth + (-1 if match[1] else 1))
+        return match[0] if depth + len(match[1]) <= _DEEPEST_TAG else "<p>"
+
+    return _NESTED.sub(shown, markup)
 
 
 def _is_menu(node: Any) -> bool:
@@ -88,7 +133,7 @@ class _Writer:
             tag = node.tag
             if tag == "-text":
                 text = _CONTROLS.sub("", node.text_content or "")
-                self._parts[-1].append(text if is_pre else re.sub(r"\s+", " ", text))
+                self._parts[-1].append(text if is_pre else self._escaped(re.sub(r"\s+", " ", text)))
             elif state != "begin":
                 self._end(node, tag, state == "held")
             elif not tag.startswith(("-", "_")) and node.mem_id not in self._unseen:
@@ -99,6 +144,13 @@ class _Writer:
                     child = child.next
                 waiting += reversed(children)
         return _lines(_cleaned("".join(self._parts[0])))
+
+    def _escaped(self, text: str) -> str:
+        """Text that Markdown would take for a heading or code at the beginning of a line."""
+        if not _SYNTAX.match(text):
+            return text
+        before = next((part for part in reversed(self._parts[-1]) if part.strip(" ")), _LINE)
+        return _SYNTAX.sub(r"\1\\\2", text, count=1) if before[-1] in _BLOCK + _LINE else text
 
     def _begin(self, tag: str) -> str:
         self._parts[-1].append(self._separator(tag))
@@ -126,7 +178,8 @@ class _Writer:
 
     def _written(self, node: Any, tag: str, text: str) -> str:
         if tag == "table":
-            return f"{text}{_BLOCK}{_table(self._tables.pop())}"
+            is_layout = node.attributes.get("role") in ("presentation", "none")
+            return f"{text}{_BLOCK}{_table(self._tables.pop(), is_layout)}"
         if tag in ("td", "th") and self._tables:
             spans = _number(node.attributes.get("rowspan")), _number(node.attributes.get("colspan"))
             self._tables[-1][-1].append(_Cell(text, tag == "th", *spans))
@@ -155,7 +208,7 @@ class _Writer:
 def _cleaned(text: str) -> str:
     marks = re.compile(r"(?<! ) *[\x02\x03][ \x02\x03]*")
     text = marks.sub(lambda match: _BLOCK if _BLOCK in match[0] else _LINE, text.replace("\xa0", " "))
-    return (text if "```" in text else re.sub(" +", " ", text)).strip(" \x02\x03")
+    return (text if "```" in text else re.sub(r"(?<=\S) +", " ", text)).strip(" \x02\x03")
 
 
 def _lines(text: str) -> str:
@@ -167,10 +220,19 @@ def _number(value: str | None) -> int:
     return max(1, int(value)) if value and value.isascii() and value.isdigit() and len(value) < 6 else 1
 
 
-def _table(rows: Sequence[Sequence[_Cell]]) -> str:
+def _in_cell(text: str) -> str:
+    """Blocks as one line."""
+    text = re.sub(r"^(?:- |> )|(?<=\n)> ", "", text)
+    return re.sub(r"([:;,])?\n\s*(?:- |(?=\d+\. ))", lambda match: f"{match[1] or ';'} ", text)
+
+
+def _table(rows: Sequence[Sequence[_Cell]], is_layout: bool) -> str:
     """A table as Markdown; one that only arranges blocks, or has one row or column, as blocks."""
     rows = [row for row in rows if row]
-    if len(rows) < 2 or max(map(len, rows)) < 2 or any("\n" in c.text or _BLOCK in c.text for row in rows for c in row):
+    texts = [_lines(cell.text) for row in rows for cell in row]
+    is_long = any("\n\n" in text and len(text) > _LONGEST_CELL for text in texts)
+    is_layout |= is_long and not any(cell.is_header for row in rows for cell in row) or any(map(_NO_CELL.search, texts))
+    if is_layout or len(rows) < 2 or max(map(len, rows)) < 2:
         return _BLOCK.join(cell.text for row in rows for cell in row)
     cells = sum(map(len, rows))
     is_plain = sum(min(cell.down, len(rows)) * cell.across for row in rows for cell in row) > 1000 + 20 * cells
@@ -180,7 +242,7 @@ def _table(rows: Sequence[Sequence[_Cell]]) -> str:
         for text, _, down, across in row:
             while column in grid[number]:
                 column += 1
-            text = _lines(text)
+            text = _in_cell(_lines(text))
             below = 1 if is_plain else min(down, len(rows) - number)
             for other in range(number, number + below):
                 for beside in range(column, column + (1 if is_plain else min(across, _MOST_COLUMNS))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from ccjax.retrieval.chunking import split
@@ -57,6 +59,7 @@ def test_page_becomes_markdown() -> None:
         ),
         ("<p>fine</p><![# ", "", "fine"),
         ("<pre>a ``` b</pre>", "", "````\na ``` b\n````"),
+        ("<p># a</p><p><b>``` b</b> # c</p><p>#d</p><ul><li># e</ul>", "", "\\# a\n\n\\``` b # c\n\n#d\n\n- \\# e"),
         ("<svg><title>Icon</title></svg><p>a", "", "a"),
     ],
 )
@@ -144,6 +147,42 @@ def test_header_and_caption_of_a_long_table_are_in_each_passage() -> None:
 def test_tables_that_arrange_blocks_are_no_tables() -> None:
     page = "<table><tr><td><p>a</p><p>b</p><td>c<tr><td><table><tr><th>x<th>y<tr><td>1<td>2</table><td>d</table>"
     assert read_html(page)[1] == "a\n\nb\n\nc\n\n| x | y |\n|---|---|\n| 1 | 2 |\n\nd"
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [
+        ("<p>gate</p><p>ring</p>", "gate ring"),
+        ("<ul><li>gate<li>ring<ul><li>seal</ul></ul>", "gate; ring; seal"),
+        ("Both:<ol><li>gate<li>ring</ol>", "Both: 1. gate; 2. ring"),
+        ("<div>gate</div><blockquote>ring</blockquote>", "gate ring"),
+    ],
+)
+def test_blocks_in_a_cell_are_joined(cell: str, shown: str) -> None:
+    table = f"<table><tr><th>Pump<th>Parts<tr><td>A<td>{cell}</td><tr><td>B<td>axle</table>"
+    assert read_html(table)[1] == f"| Pump | Parts |\n|---|---|\n| A | {shown} |\n| B | axle |"
+
+
+@pytest.mark.parametrize("cell", ["<h2>a</h2>b", "<pre>a</pre>", f"<p>{'a ' * 999}</p><p>b</p>"])
+def test_cells_with_parts_of_a_page_are_not_joined(cell: str) -> None:
+    assert "| c |" not in read_html(f"<table><tr><td>{cell}<td>c<tr><td>d<td>e</table>")[1]
+    assert read_html("<table role=presentation><tr><td>a<td>b<tr><td>c<td>d</table>")[1] == "a\n\nb\n\nc\n\nd"
+
+
+@pytest.mark.parametrize(
+    "empty", ["<title/>", "<script src='a>b.js' />", "<style/>", "<iframe\nsrc='x'/>", "<textarea/>", "<p hidden='x'/>"]
+)
+@pytest.mark.parametrize("head", ["<?xml version='1.0'?><html>", "<!DOCTYPE html>\n<html xmlns='http://a'>"])
+def test_empty_elements_of_xml_end(head: str, empty: str) -> None:
+    page = f"{head}<body><!-- <b/> --><div>{empty}<p>The<br/>moon.</p><p><![CDATA[a <b/>]]></p></div></body></html>"
+    assert read_html(page) == ("", "The\nmoon.\n\na <b/>")
+
+
+@pytest.mark.parametrize("tag", ["div", "ul><li", "blockquote"])
+def test_deeply_nested_elements_take_time_in_proportion(tag: str) -> None:
+    start = time.process_time()
+    assert read_html(f"<{tag}>" * 40_000 + "deep")[1].endswith("deep")
+    assert time.process_time() - start < 2
 
 
 def test_pages_made_to_exhaust_memory_are_read() -> None:
