@@ -23,9 +23,9 @@ _MOST_BROKEN = 0.05
 """Share of the letters beyond ASCII that may be broken in a text that is UTF-8, or what the page declares."""
 
 
-def decode(data: bytes, *, is_html: bool = False) -> tuple[str, str | None]:
-    """Decodes a file by its byte order mark, what the page declares (by WHATWG's names), UTF-8, or else by what the
-    text looks like.
+def decode(data: bytes, *, is_html: bool = False, declared: str = "") -> tuple[str, str | None]:
+    """Decodes a file by its byte order mark, what it is declared to be or the page declares (by WHATWG's names), UTF-8,
+    or else by what the text looks like.
 
     Returns:
       (text, note): `note` says what had to be guessed, None if nothing.
@@ -36,10 +36,11 @@ def decode(data: bytes, *, is_html: bool = False) -> tuple[str, str | None]:
     if data.startswith(_MARKS):
         return webencodings.decode(data, "utf-8", "strict")[0], None
     names = ["utf-8"]
-    if is_html and (found := _DECLARED.search(data, 0, _DECLARED_WITHIN)):
-        known = webencodings.lookup((found[1] or found[2]).decode("latin-1"))
-        if known is not None and not known.name.startswith(("utf-16", "x-user")):  # nobody could read it in UTF-16
-            names.insert(0, known.codec_info.name)
+    if not declared and is_html and (found := _DECLARED.search(data, 0, _DECLARED_WITHIN)):
+        declared = (found[1] or found[2]).decode("latin-1")
+    known = webencodings.lookup(declared) if declared.lower() not in ("ascii", "us-ascii") else None
+    if known is not None and not known.name.startswith(("utf-16", "x-user")):  # nobody could read it in UTF-16
+        names.insert(0, known.codec_info.name)
     if b"\x00" not in data:
         for name in names:
             try:

@@ -31,7 +31,10 @@ from ccjax.retrieval.markdown import fenced, table
 
 _MOST_UNPACKED_BYTES, _MOST_PARTS, _MOST_CELLS = 200_000_000, 20_000, 2_000_000
 _LONGEST_OUTPUT = 2000
-_SAMPLED_ROWS = 50
+_SAMPLED_ROWS, _MOST_LINES = 50, 10
+_MOST_FORWARDED = 4
+"""Mails in mails."""
+csv.field_size_limit(2**31 - 1)  # of the process; what is read is small enough
 _ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 _RST = {
     "report_level": 3,
@@ -67,18 +70,29 @@ def read_csv(text: str, delimiter: str | None = None) -> str:
     Args:
       delimiter: None to find out.
     """
-    try:
-        if delimiter is None:
-            delimiter = max(",;\t|", key=lambda sign: _num_alike(itertools.islice(_rows(text, sign), _SAMPLED_ROWS)))
-        rows = list(_rows(text, delimiter))
-    except csv.Error as error:
-        raise ValueError(f"broken table: {error}") from None
+    if delimiter is None:
+        delimiter = max(",;\t|", key=lambda sign: _num_alike(itertools.islice(_rows(text, sign), _SAMPLED_ROWS)))
+    rows = list(_rows(text, delimiter))
+    width = _num_alike(iter(rows))[1]
+    is_open = rows and "\n" in rows[-1][-1] and not text.rstrip().endswith('"')
+    if is_open or any(_is_swallowed(cell, delimiter, width) for row in rows for cell in row):
+        odd = (csv.QUOTE_NONE if line.count('"') % 2 else csv.QUOTE_MINIMAL for line in text.splitlines())
+        lines = zip(text.splitlines(), odd, strict=True)
+        rows = [row for line, quoting in lines for row in csv.reader([line], delimiter=delimiter, quoting=quoting)]
+        rows = [row for row in rows if any(map(str.strip, row))]
     above = [row for row in rows[:1] if row[0].startswith("sep=")]  # a note for Excel
     return _table_of(rows[len(above) :])
 
 
 def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
-    return (row for row in csv.reader(io.StringIO(text), delimiter=delimiter) if any(map(str.strip, row)))
+    lines = io.StringIO(text, newline="")
+    return (row for row in csv.reader(lines, delimiter=delimiter) if any(map(str.strip, row)))
+
+
+def _is_swallowed(cell: str, delimiter: str, width: int) -> bool:
+    """Whether a cell is rows behind a quotation mark that nothing ends."""
+    num_lines = cell.count("\n")
+    return num_lines >= _MOST_LINES and cell.count(delimiter) >= num_lines * max(1, width - 1)
 
 
 def _num_alike(rows: Iterator[list[str]]) -> tuple[int, int]:
@@ -105,16 +119,16 @@ def _table_of(rows: list[list[str]]) -> str:
 def read_notebook(data: bytes) -> str:
     """The cells of a Jupyter notebook, with what they printed."""
     book = json.loads(data)
-    cells = book.get("cells") or [cell for sheet in book.get("worksheets", []) for cell in sheet.get("cells", [])]
-    language = (book.get("metadata", {}).get("kernelspec") or {}).get("language", "")
+    cells = book.get("cells") or [c for sheet in book.get("worksheets") or [] for c in sheet.get("cells") or []]
+    language = ((book.get("metadata") or {}).get("kernelspec") or {}).get("language") or ""
     parts = []
     for cell in cells:
-        source = _text_of(cell.get("source", cell.get("input", "")))
+        source = _text_of(cell.get("source") or cell.get("input") or "")
         if cell.get("cell_type") != "code":
             parts.append(source)
             continue
         parts.append(fenced(source, language))
-        for output in cell.get("outputs", []):
+        for output in cell.get("outputs") or []:
             shown = _text_of(output.get("text") or (output.get("data") or {}).get("text/plain") or "")
             parts.append(fenced(shown[:_LONGEST_OUTPUT]) if shown.strip() else "")
     return "\n\n".join(filter(None, parts))
@@ -125,22 +139,54 @@ def _text_of(source: Any) -> str:
 
 
 def read_mail(data: bytes) -> tuple[str, str]:
-    """Subject and text of a message, with its sender, recipients, date and the names of what is attached."""
+    """Subject and text of a message, with its sender, recipients, date and the names of what is attached; mails in it
+    are sections."""
     message: Any = email.message_from_bytes(data, policy=email.policy.default)
-    names = ("From", "To", "Cc", "Date")
-    lines = [f"{name}: {' '.join(str(message[name]).split())}" for name in names if message[name]]
-    body, text = message.get_body(("plain", "html")), ""
-    if body is not None:
-        try:
-            text = body.get_content()
-        except (LookupError, ValueError):  # an unknown or a wrong encoding
-            text = decode(body.get_payload(decode=True) or b"")[0]
-        text = read_html(text)[1] if body.get_content_type() == "text/html" else text
-    attached = [name for part in message.iter_attachments() if (name := part.get_filename())]
-    lines += [f"Attached: {', '.join(attached)}"] if attached else []
-    if not lines and not text.strip():
+    text = _mail_text(message, 0)
+    if not text.strip():
         raise ValueError("no message")
-    return " ".join(str(message["Subject"] or "").split()), "\n".join(lines) + f"\n\n{text}"
+    return _header(message, "Subject"), text
+
+
+def _mail_text(message: Any, depth: int) -> str:
+    names = ("From", "To", "Cc", "Date")
+    lines = [f"{name}: {value}" for name in names if (value := _header(message, name))]
+    attached: list[str] = []
+    texts = "\n\n".join(filter(str.strip, _mail_parts(message, attached, depth)))
+    lines += [f"Attached: {', '.join(attached)}"] if attached else []
+    return "\n".join(lines) + f"\n\n{texts}"
+
+
+def _header(message: Any, name: str) -> str:
+    raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
+    value = str(message[name] or "") if raw.isascii() else decode(raw.encode("utf-8", "surrogateescape"))[0]
+    return " ".join(value.split())
+
+
+def _mail_parts(part: Any, attached: list[str], depth: int) -> Iterator[str]:
+    """The texts of a message in order, of alternatives the first that is not empty; adds names of files to
+    `attached`."""
+    kind, name = part.get_content_type(), part.get_filename()
+    if kind == "message/rfc822":
+        inner = part.get_payload()[0]
+        if depth < _MOST_FORWARDED:
+            yield f"## {_header(inner, 'Subject') or 'Attached message'}\n\n{_mail_text(inner, depth + 1)}"
+    elif kind == "multipart/alternative":
+        by_kind = sorted(part.iter_parts(), key=lambda one: one.get_content_type() != "text/plain")
+        yield next(filter(str.strip, ["\n\n".join(_mail_parts(one, attached, depth)) for one in by_kind]), "")
+    elif part.is_multipart():
+        for one in part.iter_parts():  # of what is related, the others are pictures in the first
+            yield from _mail_parts(one, [] if kind == "multipart/related" else attached, depth)
+    elif part.is_attachment() or not kind.startswith(("text/plain", "text/html", "multipart/")):
+        attached += [name] if name else []
+    else:
+        is_html = kind == "text/html"
+        data = part.get_payload(decode=True) or b""
+        try:
+            text = decode(data, is_html=is_html, declared=part.get_content_charset(""))[0]
+        except ValueError:  # the other parts may be text
+            text = data.decode("utf-8", "replace")
+        yield read_html(text)[1] if is_html else text
 
 
 # -- archives ----------------------------------------------------------------------------------------------------------
@@ -194,6 +240,8 @@ def read_pptx(data: bytes) -> tuple[str, str]:
     parts = []
     slides = presentation.Presentation(io.BytesIO(data)).slides
     for number, slide in enumerate(slides, 1):
+        if slide.element.get("show") in ("0", "false"):
+            continue
         heading = slide.shapes.title
         named = " ".join(heading.text_frame.text.split()) if heading is not None else ""
         parts.append(f"## {named or f'Slide {number}'}")
@@ -225,6 +273,8 @@ def read_xlsx(data: bytes) -> tuple[str, str]:
     _opened(data).close()
     parts, num_cells = [], 0
     for sheet in openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True, keep_links=False).worksheets:
+        if sheet.sheet_state != "visible":
+            continue
         sheet.reset_dimensions()  # which may claim billions of cells
         rows: list[list[str]] = []
         for values in sheet.iter_rows(values_only=True):

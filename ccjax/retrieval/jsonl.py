@@ -57,8 +57,8 @@ def _document_of(value: Any, name: str) -> tuple[str, LoadedDocument]:
         raise ValueError(f"wanted an object with _id and text, got {type(value).__name__}")
     own_id = _text(value.get("_id", value.get("id")), "_id")
     title, text = _text(value.get("title") or "", "title"), _text(value.get("text"), "text").strip("\n").rstrip()
-    if not own_id or not text.strip():
-        raise ValueError(f"wanted {'_id' if not own_id else 'text'}, got nothing")
+    if not own_id.strip() or not text.strip():
+        raise ValueError(f"wanted {'text' if own_id.strip() else '_id'}, got nothing")
     if len(name) + len(own_id) > _LONGEST_ID:
         raise ValueError(f"_id: wanted at most {max(0, _LONGEST_ID - len(name))} characters, got {len(own_id)}")
     title = " ".join(title.split()) or own_id

@@ -41,7 +41,7 @@ def test_each_line_is_a_document(tmp_path: Path) -> None:
         ("[1]", "not a document: wanted an object with _id and text, got list"),
         ({"text": "a"}, "not a document: _id: wanted text, got NoneType"),
         ({"_id": True, "text": "a"}, "not a document: _id: wanted text, got bool"),
-        ({"_id": "", "text": "a"}, "not a document: wanted _id, got nothing"),
+        ({"_id": " ", "text": "a"}, "not a document: wanted _id, got nothing"),
         ({"_id": "a", "text": " \n"}, "not a document: wanted text, got nothing"),
         ({"_id": "a"}, "not a document: text: wanted text, got NoneType"),
         ({"_id": "a", "title": 3, "text": "b"}, "not a document: title: wanted text, got int"),
