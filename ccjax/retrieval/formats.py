@@ -76,10 +76,8 @@ def read_csv(text: str, delimiter: str | None = None) -> str:
     width = _num_alike(iter(rows))[1]
     is_open = rows and "\n" in rows[-1][-1] and not text.rstrip().endswith('"')
     if is_open or any(_is_swallowed(cell, delimiter, width) for row in rows for cell in row):
-        odd = (csv.QUOTE_NONE if line.count('"') % 2 else csv.QUOTE_MINIMAL for line in text.splitlines())
-        lines = zip(text.splitlines(), odd, strict=True)
-        rows = [row for line, quoting in lines for row in csv.reader([line], delimiter=delimiter, quoting=quoting)]
-        rows = [row for row in rows if any(map(str.strip, row))]
+        parts = ([s.split(delimiter)] if s.count('"') % 2 else _rows(s, delimiter) for s in text.splitlines())
+        rows = list(itertools.chain.from_iterable(parts))
     above = [row for row in rows[:1] if row[0].startswith("sep=")]  # a note for Excel
     return _table_of(rows[len(above) :])
 
