@@ -38,7 +38,7 @@ def decode(data: bytes, *, is_html: bool = False, declared: str = "") -> tuple[s
     names = ["utf-8"]
     if not declared and is_html and (found := _DECLARED.search(data, 0, _DECLARED_WITHIN)):
         declared = (found[1] or found[2]).decode("latin-1")
-    known = webencodings.lookup(declared) if declared.lower() not in ("ascii", "us-ascii") else None
+    known = webencodings.lookup(declared)
     if known is not None and not known.name.startswith(("utf-16", "x-user")):  # nobody could read it in UTF-16
         names.insert(0, known.codec_info.name)
     if b"\x00" not in data:

@@ -181,7 +181,8 @@ def _mail_parts(part: Any, attached: list[str], depth: int) -> Iterator[str]:
         is_html = kind == "text/html"
         data = part.get_payload(decode=True) or b""
         try:
-            text = decode(data, is_html=is_html, declared=part.get_content_charset(""))[0]
+            charset = part.get_content_charset("").removeprefix("us-").replace("ascii", "utf-8")
+            text = decode(data, is_html=is_html, declared=charset)[0]
         except ValueError:  # the other parts may be text
             text = data.decode("utf-8", "replace")
         yield read_html(text)[1] if is_html else text
