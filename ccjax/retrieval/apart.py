@@ -122,17 +122,20 @@ def _main(module: str, function: str, idle_seconds: str) -> None:
 def _result(call: Any, data: bytes, seconds: int, memory: int) -> bytes:
     """(result, None) or (None, what is wrong) as JSON."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-    if sys.platform == "linux":  # elsewhere it does not limit memory, or cannot be set
+    is_limited = sys.platform == "linux"  # elsewhere the limit has no effect, or cannot be set
+    if is_limited:
         resource.setrlimit(resource.RLIMIT_AS, (memory, resource.RLIM_INFINITY))
     try:
         return json.dumps((call(data), None)).encode()
-    except MemoryError:
-        problem = f"too large: to read it takes over {memory >> 20} MB of memory"
-    except ValueError as error:
-        problem = str(error)
     except BaseException as error:
+        if is_limited:  # what was read is still held, and to tell what happened takes memory
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         problem = f"{type(error).__name__}: {error}"
-    return json.dumps((None, problem)).encode()
+        if isinstance(error, MemoryError):
+            problem = f"too large: to read it takes over {memory >> 20} MB of memory"
+        elif isinstance(error, ValueError):
+            problem = str(error)
+        return json.dumps((None, problem)).encode()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ccjax.retrieval.filters import Filter
 from ccjax.retrieval.words import TOKENIZER, indexed_text, question_terms
 from ccjax.types import Document
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 _FILE = "passages.sqlite"
 _ROWS_AT_ONCE = 8192
 _PATIENCE_S, _PATIENCE_WITH_OTHERS_S = 60.0, 0.5

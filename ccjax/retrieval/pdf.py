@@ -72,7 +72,6 @@ def read_pdf(data: bytes) -> tuple[str, str, str | None]:
 
 def read_here(data: bytes) -> tuple[str, str, str | None]:
     """What `read_pdf` returns, in this process."""
-    title, pages = "", None
     try:
         title, pages = _parsed(data)
     except PDFPasswordIncorrect:
@@ -80,11 +79,9 @@ def read_here(data: bytes) -> tuple[str, str, str | None]:
     except PDFEncryptionError as error:  # certificates, or a method that nobody knows
         raise ValueError(f"protected by other means than a password: {error}"[:200]) from None
     except MemoryError:
-        pass  # what was read is freed behind this, so that there is memory to tell it
+        raise
     except Exception as error:  # on damaged files many types: PDFSyntaxError, KeyError, RecursionError ...
         raise ValueError(f"broken PDF: {type(error).__name__}: {error}") from None
-    if pages is None:
-        raise MemoryError
     if not pages:
         raise ValueError("broken PDF: it has no pages")
     if not (num_empty := pages.count([])) < len(pages):
