@@ -440,5 +440,5 @@ def test_print_memory_plan_needs_neither_weights_nor_port(capsys: pytest.Capture
     assert main([*model, "random:llama3-70b"]) == 2
     output, errors = capsys.readouterr()
     assert "left             -" in output
-    assert errors.startswith("ccjax serve: error: --model: wanted 147.2 GB of each device")
+    assert errors.startswith("ccjax serve: error: --model: wanted 147.1 GB of each device")
     assert "what fits: tensor_parallel_size 2" in errors
