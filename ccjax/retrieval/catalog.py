@@ -236,7 +236,8 @@ class Catalog:
         """Adds a new document; returns int64 [passages], the rows of its passages.
 
         Args:
-          vectors: float32 [passages, dim]; dim 0 for none. One that is NaN is not stored.
+          vectors: float32 [passages, dim]; dim 0 for none. One that is NaN is not stored, nor is one of zeros: what the
+            encoder failed on is tried again by the next process.
         """
         execute = self._connection.execute
         metadata = json.dumps(dict(document.metadata), ensure_ascii=False)
@@ -259,7 +260,7 @@ class Catalog:
         """Adds the vectors of passages, as in `add`; those of deleted passages, and known ones, are ignored."""
         insert = "INSERT OR IGNORE INTO vectors SELECT id, ? FROM passages WHERE id = ?"
         own = zip(rows, vectors.astype("<f4"), strict=True)
-        stored = ((vector.tobytes(), int(row)) for row, vector in own if len(vector) and not np.isnan(vector[0]))
+        stored = ((vector.tobytes(), int(row)) for row, vector in own if vector.any() and not np.isnan(vector[0]))
         self._connection.executemany(insert, stored)
 
     def remove(self, document_ids: Collection[str]) -> np.ndarray:

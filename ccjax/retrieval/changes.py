@@ -131,6 +131,7 @@ class _Finder:
         self.present: set[str] = set()
         self._versions, self._known_digests, self._split = versions, digests, split
         self._max_file_bytes, self._refused = max_file_bytes, refused
+        self._may_go_well = False  # the next time, of what could not be used since this was set
         self._of_source: dict[str, list[str]] = {}
         for document_id, (_, source) in versions.items():
             self._of_source.setdefault(source, []).append(document_id)
@@ -152,6 +153,7 @@ class _Finder:
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 self.keep_below(name)
             _log.debug("%s", place, exc_info=True)
+            self._may_go_well |= not isinstance(error, ValueError | RecursionError)
             self.failed.append((str(place), reason_of(error)))
 
     def file(self, name: str, path: Path) -> None:
@@ -186,11 +188,13 @@ class _Finder:
             if known == digest or problems and known == f"{digest}{_WITH_PROBLEMS}":
                 self.present.update(self._of_source.get(name, []))
             else:
-                num_failed = len(self.failed)
+                num_failed, self._may_go_well = len(self.failed), False
                 self._take_lines(name, path)
                 problems = self.failed[num_failed:]
                 del self.failed[num_failed:]
                 self.digests[name] = f"{digest}{_WITH_PROBLEMS}" if problems else digest
+                if self._may_go_well:
+                    self.digests[name] = None
             if problems:
                 self._refused[name] = (digest, problems)
                 self.failed += problems

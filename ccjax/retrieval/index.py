@@ -255,9 +255,8 @@ class PassageIndex:
                 self.catalog.add_vectors(rows, vectors)
             if self._stamp != self.catalog.stamp:
                 self._sync()
-            else:
-                is_pending = is_in(np.array(rows, np.int64), self._view.pending)
-                self._show(self._view.filled(np.array(rows, np.int64)[is_pending], vectors[is_pending]))
+            is_pending = is_in(np.array(rows, np.int64), self._view.pending)
+            self._show(self._view.filled(np.array(rows, np.int64)[is_pending], vectors[is_pending]))
 
     def keep_up(self) -> None:
         """Reads what other processes wrote, if they did."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ccjax.retrieval.embedding import Embedder, embed_each
+from ccjax.retrieval.embedding import Embedder
 from ccjax.retrieval.words import question_terms
 
 _OTHER_SIGNS = re.compile(r"[!-@\[-`{-~]")
@@ -58,13 +58,13 @@ class Question:
         return min(1.0, embedder.known_share(self.text) / _USUAL_SHARE)
 
     def vectors(self, embedder: Embedder, embed: Callable[[Sequence[str]], np.ndarray]) -> np.ndarray:
-        """Of each window, float32 [n, dim], by `embed`; 0 for those that it fails on."""
+        """Of each window, float32 [n, dim], by `embed`."""
         windows = embedder.windows(self.text)
         if len(windows) > _MOST_WINDOWS:
             windows = [*windows[: _MOST_WINDOWS // 2], *windows[-_MOST_WINDOWS // 2 :]]
         if not self.earlier:
-            return embed_each(embed, windows)
-        *vectors, before = embed_each(embed, [*windows, embedder.windows(self.earlier)[-1]])
+            return embed(windows)
+        *vectors, before = embed([*windows, embedder.windows(self.earlier)[-1]])
         sums = np.stack(vectors) + _EARLIER_WEIGHT * before
         return sums / np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-9)
 

@@ -247,7 +247,15 @@ class Retriever:
         where = None if filters is None else parse_filter(filters)
         index = self._current()
         asked = Question.of(query, earlier)
-        vectors = None if self.embedder is None or not len(index) else asked.vectors(self.embedder, self._embed)
+        vectors = None
+        if self.embedder is not None and len(index):
+            try:
+                vectors = asked.vectors(self.embedder, self._embed)
+            except Exception as error:
+                if self._options.search == "dense":
+                    raise
+                _log.warning("a question is searched for by words alone, as the encoder fails on it: %r", error)
+                min_score = None  # which is for another kind of score
         weight = 1.0 if self.embedder is None else asked.weight(self.embedder)
         words = None if self._options.search == "dense" else asked.words
 
@@ -305,6 +313,8 @@ class Retriever:
                 progress=lambda done, total: self._progress("read", done, total),
             )
             report.log_new(before)
+            if digests:  # if writing fails, what is read is not known to be complete
+                index.write(digests=dict.fromkeys(digests))
             self._apply(index, new, report, at_once=self._root not in (None, docs_dir))
             if digests:
                 index.write(digests=digests)

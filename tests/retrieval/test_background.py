@@ -187,12 +187,12 @@ def test_a_failure_leaves_words_and_is_tried_again(
 
 
 def test_a_passage_that_the_encoder_fails_on_is_found_by_words_and_keeps_no_other_from_its_vector(
-    folder: Path, held: HeldEmbedder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, held: HeldEmbedder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    embed = held.embed
+    embed, strange = held.embed, "automobile"
 
     def failing(texts: Sequence[str]) -> np.ndarray:
-        if any("automobile" in text for text in texts):
+        if any(strange in text for text in texts):
             raise RuntimeError("strange text")
         return embed(texts)
 
@@ -201,15 +201,31 @@ def test_a_passage_that_the_encoder_fails_on_is_found_by_words_and_keeps_no_othe
     for most_first in (1, 4):  # in the background, and before they are searchable
         monkeypatch.setattr(retriever, "_MOST_EMBEDDED_FIRST", most_first)
         caplog.clear()
-        opened = open_retriever(folder, held)
+        opened = open_retriever(folder, held, index_dir=tmp_path / str(most_first))
         assert [(found.document_id, found.score) for found in opened.search("Rome", 1)] == [("bob.md", 0.0)]
         opened.refresh()
         assert opened.wait(600) and opened.num_pending == 0
         (told,) = caplog.messages
         assert told.startswith("bob.md#0 is found by words alone") and "strange text" in told
         assert ids(opened, "Rome")[0] == "bob.md" and ids(opened, "whales")[0] == "carla.md"
-        assert ids(opened, "automobile Rome") == ["bob.md"], "a question that it fails on is searched for by words"
+        assert ids(opened, "automobile Rome", min_score=0.1) == ["bob.md"], "a question that it fails on"
+        assert "a question is searched for by words alone" in caplog.messages[-1]
         opened.close()
+    strange = "nothing any more"
+    opened = open_retriever(folder, held, index_dir=tmp_path / "4")
+    assert opened.wait(600) and opened.search("Rome", 1)[0].score > 0, "the next process tries again"
+    opened.close()
+
+
+def test_a_search_by_vectors_alone_says_that_the_encoder_fails_on_a_question(
+    folder: Path, held: HeldEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.go()
+    opened = open_retriever(folder, held, search="dense")
+    monkeypatch.setattr(held, "embed", lambda texts: (_ for _ in ()).throw(RuntimeError("strange text")))
+    with pytest.raises(RuntimeError, match="strange text"):
+        opened.search("Rome", 1)
+    opened.close()
 
 
 def test_a_search_embeds_few_passages_whose_vectors_are_missing_and_each_once(

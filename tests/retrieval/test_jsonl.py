@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ccjax.retrieval import RefreshReport, Retriever
+from ccjax.retrieval.index import PassageIndex
 from ccjax.retrieval.jsonl import lines, parse_line
 from tests.retrieval.opened import CountingEmbedder, open_retriever
 
@@ -123,6 +124,43 @@ def test_collection_problems_are_reported_on_every_refresh_without_parsing_again
     collection(path, BEES)
     assert retriever.refresh() == RefreshReport(removed=("a.jsonl/7",)) == retriever.report
     assert retriever.refresh() == RefreshReport()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_collection_is_read_again_after_a_write_that_failed(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = collection(tmp_path / "a.jsonl", BEES, MOON)
+    retriever, write = open_retriever(tmp_path), PassageIndex.write
+    before, calls = [retriever.passages(name) for name in retriever.document_ids], iter(range(1, 9))
+
+    def fails_once(index: PassageIndex, *args: Any, **options: Any) -> None:
+        if next(calls) == number:
+            raise OSError("no space left")
+        write(index, *args, **options)
+
+    monkeypatch.setattr(PassageIndex, "write", fails_once)
+    collection(path, {**BEES, "text": "Bees sleep."}, {"_id": "new", "text": "Whales sing."})
+    with pytest.raises(OSError, match="no space"):
+        retriever.refresh()
+    collection(path, BEES, MOON)
+    retriever.refresh()
+    assert [retriever.passages(name) for name in retriever.document_ids] == before
+
+
+def test_a_line_that_may_go_well_the_next_time_is_read_again(tmp_path: Path) -> None:
+    collection(tmp_path / "a.jsonl", BEES, MOON)
+    is_full = True
+
+    def count(text: str) -> int:
+        if is_full and "moon" in text:
+            raise MemoryError
+        return len(text.split())
+
+    retriever = open_retriever(tmp_path, count_tokens=count)
+    assert len(retriever.report.failed) == 1
+    is_full = False
+    assert retriever.refresh() == RefreshReport(added=("a.jsonl/7",))
 
 
 def test_unreadable_collection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
