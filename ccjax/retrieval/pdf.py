@@ -26,12 +26,16 @@ _MOST_MEMORY = 2 << 30
 _MOST_SECONDS = 30
 """Of the processor, for a file of up to 1 MB, and as many again for each further one."""
 _LIGATURES = {code: unicodedata.normalize("NFKC", chr(code)) for code in range(0xFB00, 0xFB07)}
-_ROMAN = "(?=[ivxlc])c{0,3}(?:x[cl]|l?x{0,3})(?:i[xv]|v?i{0,3})"
-_PAGE_NUMBER = re.compile(
-    rf"(?:[^\w$€£¥]|\b(?:page|seite|pagina|página|p|s)\b\.?)*(?:\d{{1,4}}|{_ROMAN})"
-    r"(?:\s*(?:[-–—|/]|\b(?:of|von|de|di|sur)\b)\s*\d{1,4})?[^\w$€£¥%°]*",
+_PAGE = r"(?:page|seite|pagina|página|p|s)\b\.?\s*"
+_COUNTED = re.compile(
+    rf"(?:\b{_PAGE}|[|·•/\t]\s*|\s[–—-]\s|^)(\d{{1,5}})(?=\s*(?:$|[|·•/\t]|[–—-]\s|(?:of|von|de|di|sur)\b))",
     re.IGNORECASE,
 )
+"""What may count the pages in a line with other words."""
+_ALONE = re.compile(
+    r"[^\w$€£¥]*(?:(\d{1,5})|((?=[ivxlc])c{0,3}(?:x[cl]|l?x{0,3})(?:i[xv]|v?i{0,3})))[^\w$€£¥%°]*", re.I
+)
+_ROMAN = {"i": 1, "v": 5, "x": 10, "l": 50, "c": 100}
 _NO_TITLE = re.compile(r"\(?(?:untitled|anonymous|unspecified)\)?\s*", re.IGNORECASE)
 _CODE = re.compile(r"\(cid:\d+\)")
 """What pdfminer writes for a sign whose font does not say what it is: at the beginning of a line often a bullet."""
@@ -228,34 +232,41 @@ def _is_cut(text: str) -> bool:
 
 
 def _margins(pages: list[list[list[Line]]]) -> set[int]:
-    """Ids of the lines at the top and bottom of pages that are page numbers, or are on several pages, at least one of
-    which has other lines."""
+    """Ids of the lines at the top and bottom of pages that are on several ones, at least one of which has other lines,
+    or count these."""
     lines = [[line for box in boxes for line in box if line.table or line.text.strip()] for boxes in pages]
     sizes = collections.Counter[float]()
     for line in itertools.chain.from_iterable(lines):
         sizes[line.size] += len(line.text)
     keys: dict[int, set[str]] = {}
-    numbers: set[int] = set()
     for index, own in enumerate(lines if len(pages) > 1 else ()):
         heights = sorted({round(line.y0) for line in own if line.table is None})
         for line in own:
             if line.table is None and round(line.y0) in {*heights[:_MARGIN_LINES], *heights[-_MARGIN_LINES:]}:
                 is_heading = line.size > sizes.most_common(1)[0][0] or "bold" in line.font.lower()
-                keys[id(line)] = _keys(line.text.strip(), None if is_heading else index)
-                numbers |= {id(line)} if _PAGE_NUMBER.fullmatch(line.text.strip()) else set()
+                keys[id(line)] = _keys(line, index, is_heading)
     counts = collections.Counter(key for own in lines for key in set().union(*(keys.get(id(o), ()) for o in own)))
     least = 2 if len(pages) <= 5 else _MOST_REPEATS
     repeated = {key for key, count in counts.items() if count >= least}
-    others = [own for own in lines if any(not (id(o) in numbers or keys.get(id(o), set()) & repeated) for o in own)]
+    others = [own for own in lines if any(not keys.get(id(line), set()) & repeated for line in own)]
     repeated &= {key for own in others for line in own for key in keys.get(id(line), ())}
-    margins = numbers | {line for line, own in keys.items() if own & repeated}
-    return margins if any(id(line) not in margins for own in lines for line in own) else set()
+    return {line for line, own in keys.items() if own & repeated}
 
 
-def _keys(text: str, index: int | None) -> set[str]:
-    """The text, and what it has in common with that of other pages if one of its numbers counts the pages."""
-    found = () if index is None else re.finditer(r"(?<!\d)\d{1,5}(?!\d)", text)
-    return {text, *(f"{text[: one.start()]}\0{int(one[0]) - (index or 0)}\0{text[one.end() :]}" for one in found)}
+def _keys(line: Line, index: int, is_heading: bool) -> set[str]:
+    """What a line has in common with those of other pages: a number alone its distance to the page's, other text itself
+    and, with a number that may count the pages, that distance in its place."""
+    text = line.text.strip()
+    if (alone := _ALONE.fullmatch(text)) is not None:
+        return {f"\0{(int(alone[1]) if alone[1] else _number_of(alone[2])) - index}"}
+    parts = "\t".join(cell for *_, cell in line.cells) or text
+    found = () if is_heading else _COUNTED.finditer(parts)
+    return {text, *(f"{parts[: one.start(1)]}\0{int(one[1]) - index}\0{parts[one.end(1) :]}" for one in found)}
+
+
+def _number_of(roman: str) -> int:
+    values = [_ROMAN[letter] for letter in roman.lower()]
+    return sum(-one if one < after else one for one, after in itertools.zip_longest(values, values[1:], fillvalue=0))
 
 
 def _joined(lines: list[str], words: set[str]) -> str:

@@ -58,6 +58,20 @@ def test_lines_that_only_look_like_heads_are_kept() -> None:
         [["Costs", f"{number}0 Euro", f"$ {number},000", f"{number} %", "Civil"] for number in (4, 7, 1)],
         [["The same text."], ["The same text."]],
         [["3"], ["5"]],
+        *(
+            [[line, f"Alpha{at} and", f"beta{at} of", f"gamma{at}."] for at, line in enumerate(lines)]
+            for lines in (
+                ("Patient 1", "Patient 2", "Patient 3"),
+                ("Room 101: laboratory", "Room 102: office", "Room 103: kitchen"),
+                ("3.1 Limits", "3.2 Limits"),
+                ("Invoice 2024-1041", "Invoice 2024-1042"),
+                ("It has 4 valves and runs.", "It has 5 valves and runs."),
+                ("2019", "2023"),
+                ("3/4", "1/2"),
+                ("-5", "-7", "5 - 7"),
+                ("I", "C"),
+            )
+        ),
     ],
 )
 def test_lines_with_numbers_that_do_not_count_pages_are_kept(pages: list[list[str]]) -> None:
@@ -70,6 +84,11 @@ def test_heads_that_count_pages_are_left_out_and_headings_that_count_are_kept() 
     only_head = [(72, 800, "The Book"), (280, 40, "Manual X of 2024 \u00b7 page 7 of 9")]
     text = read_pdf(pdf([*framed(PAGES, ["The Book"], feet), only_head]))[1]
     assert "Manual" not in text and "The Book" not in text
+    for foot in ("{}", "- {} -", "Seite {}", "The Book | {}", "{} \u2013 The Book", "Page {} of 9", "p. {}"):
+        text = read_pdf(pdf(framed(PAGES, ["Head"], [foot.format(number) for number in range(3, 7)])))[1]
+        assert "Head" not in text and foot.format(4) not in text, foot
+    text = read_pdf(pdf(framed(PAGES, ["Head"], ["iii", "iv", "v", "vi"])))[1]
+    assert not {"iii", "iv", "v"} & set(text.split())
     sheets = [[Paragraph(f"Pump {n}", STYLES["Heading1"]), Paragraph("Blue." * n), PageBreak()] for n in (1, 2, 3)]
     out = io.BytesIO()
     SimpleDocTemplate(out, pagesize=A4).build([part for sheet in sheets for part in sheet])
