@@ -23,7 +23,10 @@ _INVISIBLE = re.compile(
 _MENU = re.compile(r"(?:^|[-_\s])(?:nav(?:bar|igation)?|menu|breadcrumbs?|sidebar|toc|cookies?)(?:$|[-_\s])", re.I)
 _LINKED = 0.7
 """Share of the text of a menu that is in links."""
-_BLOCK, _LINE, _CONTROLS = "\x02", "\x03", re.compile(r"[\x00-\x08\x0b-\x1f]")
+_BLOCK, _LINE, _MARKED, _ESCAPED = "\x02", "\x03", "\x04", "\x05"
+"""Ends of blocks and lines; before the mark of an item or a quote; before text that would be one of Markdown's marks at
+the beginning of a line."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f]")
 _BLOCK_TAGS = (
     "address article aside blockquote body caption center details dialog div dl fieldset figcaption figure footer form "
     "h1 h2 h3 h4 h5 h6 header hr legend main menu ol p pre section summary table td th ul"
@@ -45,14 +48,15 @@ _ONLY_XML = re.compile(
 )
 _NESTED = re.compile(
     r"<(/?)(?:address|article|aside|blockquote|center|details|dialog|dir|div|dl|fieldset|figcaption|figure|footer|header"
-    r"|hgroup|main|menu|nav|ol|section|summary|ul)\b[^<>]*>",
+    r"|hgroup|listing|main|menu|nav|ol|optgroup|pre|search|section|summary|ul)\b[^<>]*>",
     re.IGNORECASE,
 )
+_NO_TAGS = re.compile(r"<!--.*?(?:-->|\Z)|<(script|style)(?=[\s/>]).*?(?:</\1|\Z)", re.IGNORECASE | re.DOTALL)
 _HEAD = 2000
 """Characters that say whether a page is XHTML."""
 _DEEPEST_TAG = 512
 """As in browsers; the parser takes time proportional to the square of the depth."""
-_SYNTAX = re.compile(r"(\s*)(#{1,6}\s|```|~~~)")
+_SYNTAX = re.compile(r"(\s*)(?=#{1,6}\s|```|~~~)")
 _DEEPEST = 24
 """Elements of the page that are written as a whole; deeper ones become plain text."""
 _MOST_COLUMNS, _LONGEST_REPEATED, _LONGEST_TARGET = 50, 200, 200
@@ -106,7 +110,7 @@ def _flat(markup: str) -> str:
         depth = max(0, depth + (-1 if match[1] else 1))
         return match[0] if depth + len(match[1]) <= _DEEPEST_TAG else "<p>"
 
-    return _NESTED.sub(shown, markup)
+    return _NESTED.sub(shown, _NO_TAGS.sub(lambda match: _NESTED.sub("", match[0]), markup))
 
 
 def _is_menu(node: Any) -> bool:
@@ -117,7 +121,7 @@ def _is_menu(node: Any) -> bool:
 
 
 class _Writer:
-    """Writes elements as Markdown. Until an element ends, its text has marks where blocks and lines end."""
+    """Writes elements as Markdown. Until all have ended, the text has control characters as marks."""
 
     def __init__(self, unseen: set[Any]) -> None:
         self._unseen = unseen
@@ -133,7 +137,8 @@ class _Writer:
             tag = node.tag
             if tag == "-text":
                 text = _CONTROLS.sub("", node.text_content or "")
-                self._parts[-1].append(text if is_pre else self._escaped(re.sub(r"\s+", " ", text)))
+                text = text if is_pre else _SYNTAX.sub(rf"\1{_ESCAPED}", re.sub(r"\s+", " ", text), count=1)
+                self._parts[-1].append(text)
             elif state != "begin":
                 self._end(node, tag, state == "held")
             elif not tag.startswith(("-", "_")) and node.mem_id not in self._unseen:
@@ -143,14 +148,9 @@ class _Writer:
                     children.append((child, "begin", is_pre or tag == "pre"))
                     child = child.next
                 waiting += reversed(children)
-        return _lines(_cleaned("".join(self._parts[0])))
-
-    def _escaped(self, text: str) -> str:
-        """Text that Markdown would take for a heading or code at the beginning of a line."""
-        if not _SYNTAX.match(text):
-            return text
-        before = next((part for part in reversed(self._parts[-1]) if part.strip(" ")), _LINE)
-        return _SYNTAX.sub(r"\1\\\2", text, count=1) if before[-1] in _BLOCK + _LINE else text
+        text = _lines(_cleaned("".join(self._parts[0])))
+        text = re.sub(rf"(?m)^((?:[ {_MARKED}]|[->] |\d+\. )*){_ESCAPED}", r"\1\\", text)
+        return re.sub(f"[{_MARKED}{_ESCAPED}]", "", text)
 
     def _begin(self, tag: str) -> str:
         self._parts[-1].append(self._separator(tag))
@@ -199,9 +199,9 @@ class _Writer:
             if number:
                 self._numbers[-1] += 1
             mark = f"{number}. " if number else "- "
-            return mark + re.sub(r"\n(?=[^\n])", "\n" + " " * len(mark), _lines(text))
+            return _MARKED + mark + re.sub(r"\n(?=[^\n])", "\n" + " " * len(mark), _lines(text))
         if tag == "blockquote":
-            return "> " + _lines(text).replace("\n", "\n> ")
+            return f"{_MARKED}> " + _lines(text).replace("\n", f"\n{_MARKED}> ")
         return text
 
 
@@ -222,8 +222,9 @@ def _number(value: str | None) -> int:
 
 def _in_cell(text: str) -> str:
     """Blocks as one line."""
-    text = re.sub(r"^(?:- |> )|(?<=\n)> ", "", text)
-    return re.sub(r"([:;,])?\n\s*(?:- |(?=\d+\. ))", lambda match: f"{match[1] or ';'} ", text)
+    text = text.replace(f"{_MARKED}> ", "")
+    text = re.sub(rf"([:;,])?\n\s*(?={_MARKED})", lambda match: f"{match[1] or ';'} ", text)
+    return re.sub(f"{_MARKED}(?:- )?", "", text)
 
 
 def _table(rows: Sequence[Sequence[_Cell]], is_layout: bool) -> str:
