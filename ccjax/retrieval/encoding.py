@@ -11,6 +11,8 @@ _DECLARED = re.compile(
     rb"""\A\s*<\?xml[^>]*?encoding\s*=\s*["']([^"'>]+)|<meta[^>]*?charset\s*=\s*["']?\s*([^\s"'/>;]+)""", re.IGNORECASE
 )
 _DECLARED_WITHIN = 1024
+_NO_CODEC = re.compile(r"[^\w:.-]|idna|punycode|escape|undefined", re.ASCII | re.IGNORECASE)
+"""Names of what is none of text, among Python's."""
 _GUESSES = re.findall(
     r"\w+",
     "utf_16_le utf_16_be cp1252 cp1251 cp1250 cp1253 cp1254 cp1255 cp1256 cp1257 cp1258 cp874 gb18030 big5 shift_jis "
@@ -24,8 +26,8 @@ _MOST_BROKEN = 0.05
 
 
 def decode(data: bytes, *, is_html: bool = False, declared: str = "") -> tuple[str, str | None]:
-    """Decodes a file by its byte order mark, what it is declared to be or the page declares (by WHATWG's names), UTF-8,
-    or else by what the text looks like.
+    """Decodes a file by its byte order mark, what it is declared to be or the page declares (by WHATWG's names, or else
+    Python's), UTF-8, or else by what the text looks like.
 
     Returns:
       (text, note): `note` says what had to be guessed, None if nothing.
@@ -35,22 +37,23 @@ def decode(data: bytes, *, is_html: bool = False, declared: str = "") -> tuple[s
     """
     if data.startswith(_MARKS):
         return webencodings.decode(data, "utf-8", "strict")[0], None
-    names = ["utf-8"]
     if not declared and is_html and (found := _DECLARED.search(data, 0, _DECLARED_WITHIN)):
         declared = (found[1] or found[2]).decode("latin-1")
+        declared = "" if declared.lower().startswith("utf-16") else declared  # nobody could read it in UTF-16
     known = webencodings.lookup(declared)
-    if known is not None and not known.name.startswith(("utf-16", "x-user")):  # nobody could read it in UTF-16
-        names.insert(0, known.codec_info.name)
-    if b"\x00" not in data:
+    if known is not None and known.name not in ("replacement", "x-user-defined"):
+        declared = known.codec_info.name
+    names = ["utf-8"] if not declared or _NO_CODEC.search(declared) else [declared, "utf-8"]
+    for errors in ("strict", "replace"):
         for name in names:
             try:
-                return data.decode(name), None
-            except UnicodeDecodeError:
+                text = data.decode(name, errors)
+            except (UnicodeDecodeError, LookupError):
                 continue
-        for name in names:
-            text = data.decode(name, "replace")
-            if (broken := text.count("\ufffd")) <= _MOST_BROKEN * len(re.findall(r"[^\x00-\x7f]", text)):
-                return text, f"{broken} characters are not {name}"
+            broken = 0 if errors == "strict" else text.count("\ufffd")
+            if "\x00" in text or broken and broken > _MOST_BROKEN * len(re.findall(r"[^\x00-\x7f]", text)):
+                continue
+            return text, f"{broken} characters are not {name}" if broken else None
     from charset_normalizer import from_bytes
 
     zeros = sorted([data[::2].count(0), data[1::2].count(0)])

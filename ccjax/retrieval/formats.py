@@ -31,7 +31,7 @@ from ccjax.retrieval.markdown import fenced, table
 
 _MOST_UNPACKED_BYTES, _MOST_PARTS, _MOST_CELLS = 200_000_000, 20_000, 2_000_000
 _LONGEST_OUTPUT = 2000
-_SAMPLED_ROWS, _MOST_LINES = 50, 10
+_SAMPLED_ROWS = 50
 _MOST_FORWARDED = 4
 """Mails in mails."""
 csv.field_size_limit(2**31 - 1)  # of the process; what is read is small enough
@@ -70,27 +70,28 @@ def read_csv(text: str, delimiter: str | None = None) -> str:
     Args:
       delimiter: None to find out.
     """
+    lines = list(io.StringIO(text, newline=""))
     if delimiter is None:
-        delimiter = max(",;\t|", key=lambda sign: _num_alike(itertools.islice(_rows(text, sign), _SAMPLED_ROWS)))
-    rows = list(_rows(text, delimiter))
-    width = _num_alike(iter(rows))[1]
-    is_open = rows and "\n" in rows[-1][-1] and not text.rstrip().endswith('"')
-    if is_open or any(_is_swallowed(cell, delimiter, width) for row in rows for cell in row):
-        parts = ([s.split(delimiter)] if s.count('"') % 2 else _rows(s, delimiter) for s in text.splitlines())
-        rows = list(itertools.chain.from_iterable(parts))
+        delimiter = max(",;\t|", key=lambda sign: _num_alike(itertools.islice(_rows(lines, sign), _SAMPLED_ROWS)))
+    rows = list(_rows(lines, delimiter))
     above = [row for row in rows[:1] if row[0].startswith("sep=")]  # a note for Excel
     return _table_of(rows[len(above) :])
 
 
-def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
-    lines = io.StringIO(text, newline="")
-    return (row for row in csv.reader(lines, delimiter=delimiter) if any(map(str.strip, row)))
-
-
-def _is_swallowed(cell: str, delimiter: str, width: int) -> bool:
-    """Whether a cell is rows behind a quotation mark that nothing ends."""
-    num_lines = cell.count("\n")
-    return num_lines >= _MOST_LINES and cell.count(delimiter) >= num_lines * max(1, width - 1)
+def _rows(lines: list[str], delimiter: str) -> Iterator[list[str]]:
+    """The rows that are not empty. One with a stray quotation mark, which would take in others, is its first line."""
+    start = num_vain = 0
+    while start < len(lines):
+        stop = len(lines) if num_vain <= 9 * len(lines) else start + 1
+        reader = csv.reader(map(lines.__getitem__, range(start, stop)), delimiter=delimiter, strict=True)
+        try:
+            row, num_lines = next(reader), reader.line_num
+        except csv.Error:
+            line, num_lines, num_vain = lines[start].rstrip("\r\n"), 1, num_vain + reader.line_num
+            row = line.split(delimiter) if line.count('"') % 2 else next(csv.reader([line], delimiter=delimiter))
+        start += num_lines
+        if any(map(str.strip, row)):
+            yield row
 
 
 def _num_alike(rows: Iterator[list[str]]) -> tuple[int, int]:
@@ -118,18 +119,22 @@ def read_notebook(data: bytes) -> str:
     """The cells of a Jupyter notebook, with what they printed."""
     book = json.loads(data)
     cells = book.get("cells") or [c for sheet in book.get("worksheets") or [] for c in sheet.get("cells") or []]
-    language = ((book.get("metadata") or {}).get("kernelspec") or {}).get("language") or ""
+    language = _mapping(_mapping(book.get("metadata")).get("kernelspec")).get("language") or ""
     parts = []
-    for cell in cells:
+    for cell in map(_mapping, cells):
         source = _text_of(cell.get("source") or cell.get("input") or "")
         if cell.get("cell_type") != "code":
             parts.append(source)
             continue
         parts.append(fenced(source, language))
-        for output in cell.get("outputs") or []:
-            shown = _text_of(output.get("text") or (output.get("data") or {}).get("text/plain") or "")
+        for output in map(_mapping, cell.get("outputs") or []):
+            shown = _text_of(output.get("text") or _mapping(output.get("data")).get("text/plain") or "")
             parts.append(fenced(shown[:_LONGEST_OUTPUT]) if shown.strip() else "")
     return "\n\n".join(filter(None, parts))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _text_of(source: Any) -> str:
@@ -157,8 +162,11 @@ def _mail_text(message: Any, depth: int) -> str:
 
 def _header(message: Any, name: str) -> str:
     raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
-    value = str(message[name] or "") if raw.isascii() else decode(raw.encode("utf-8", "surrogateescape"))[0]
-    return " ".join(value.split())
+    value = " ".join(decode(raw.encode("utf-8", "surrogateescape"))[0].split())
+    try:
+        return " ".join(email.policy.default.header_factory(name, value).split())
+    except Exception:  # of many kinds, on broken addresses
+        return value
 
 
 def _mail_parts(part: Any, attached: list[str], depth: int) -> Iterator[str]:
@@ -167,14 +175,21 @@ def _mail_parts(part: Any, attached: list[str], depth: int) -> Iterator[str]:
     kind, name = part.get_content_type(), part.get_filename()
     if kind == "message/rfc822":
         inner = part.get_payload()[0]
+        if not inner.keys():  # encoded as a whole
+            inner["Content-Transfer-Encoding"] = part.get("Content-Transfer-Encoding", "8bit")
+            inner = email.message_from_bytes(inner.get_payload(decode=True), policy=email.policy.default)
+        subject = _header(inner, "Subject") or "Attached message"
         if depth < _MOST_FORWARDED:
-            yield f"## {_header(inner, 'Subject') or 'Attached message'}\n\n{_mail_text(inner, depth + 1)}"
+            yield f"## {subject}\n\n{_mail_text(inner, depth + 1)}"
+        else:
+            attached.append(subject)
     elif kind == "multipart/alternative":
         by_kind = sorted(part.iter_parts(), key=lambda one: one.get_content_type() != "text/plain")
         yield next(filter(str.strip, ["\n\n".join(_mail_parts(one, attached, depth)) for one in by_kind]), "")
     elif part.is_multipart():
-        for one in part.iter_parts():  # of what is related, the others are pictures in the first
-            yield from _mail_parts(one, [] if kind == "multipart/related" else attached, depth)
+        for one in part.iter_parts():
+            is_shown = kind == "multipart/related" and one.get_content_maintype() == "image" and not one.is_attachment()
+            yield from _mail_parts(one, [] if is_shown else attached, depth)
     elif part.is_attachment() or not kind.startswith(("text/plain", "text/html", "multipart/")):
         attached += [name] if name else []
     else:

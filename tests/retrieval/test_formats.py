@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -218,11 +219,49 @@ def test_mail_in_another_encoding_than_it_declares_is_read(charset: str, encodin
     assert (mail.title, mail.text) == ("Grüße", text)
 
 
-def test_all_texts_of_a_mail_and_the_mails_in_it_are_read() -> None:
-    def mixed(boundary: str, *parts: str, kind: str = "mixed") -> str:
-        body = "".join(f"--{boundary}\n{part}\n" for part in parts)
-        return f"MIME-Version: 1.0\nContent-Type: multipart/{kind}; boundary={boundary}\n\n{body}--{boundary}--\n"
+@pytest.mark.parametrize(
+    ("charset", "text"),
+    [
+        ("iso-2022-kr", "안녕하세요"),
+        ("hz-gb-2312", "你好"),
+        *((charset, "Grüße") for charset in ("utf-7", "utf-16le", "cp437", "cp850", "macroman")),
+    ],
+)
+def test_encodings_that_browsers_do_not_know_are_read(charset: str, text: str) -> None:
+    body = base64.encodebytes(text.encode(charset)).decode()
+    mail = f"Content-Type: text/plain; charset={charset}\nContent-Transfer-Encoding: base64\n\n{body}"
+    assert load("a.eml", mail).text == text
+    if charset != "utf-16le":
+        assert load("a.html", f"<meta charset={charset}><p>".encode() + text.encode(charset)).text == text
 
+
+@pytest.mark.parametrize("charset", ["idna", "punycode", "unicode_escape", "undefined", "hex", "replacement"])
+def test_names_that_are_no_encoding_are_ignored(charset: str) -> None:
+    assert load("a.eml", TEXT_PART.format(charset, "a-\\n ü")).text == "a-\\n ü"
+
+
+def test_headers_of_a_mail_are_read_as_far_as_they_can_be() -> None:
+    mail = load("a.eml", "Subject: =?utf-8?q?Gr=C3=BC=C3=9Fe?= an Jürgen\nFrom: <\nTo: a@[\n\nHi")
+    assert (mail.title, mail.text) == ("Grüße an Jürgen", "From: <\nTo: a@[\n\nHi")
+
+
+def mixed(boundary: str, *parts: str, kind: str = "mixed") -> str:
+    body = "".join(f"--{boundary}\n{part}\n" for part in parts)
+    return f"MIME-Version: 1.0\nContent-Type: multipart/{kind}; boundary={boundary}\n\n{body}--{boundary}--\n"
+
+
+def test_what_a_mail_does_not_show_is_named() -> None:
+    file = "Content-Type: {}\nContent-Disposition: {}; filename={}\n\nno"
+    files = file.format("image/png", "inline", "a.png"), file.format("application/pdf", "attachment", "offer.pdf")
+    related = mixed("b", TEXT_PART.format("utf-8", "See below."), *files, kind="related")
+    assert load("a.eml", related).text == "Attached: offer.pdf\n\nSee below."
+    deep = "Subject: deep\n\nno"
+    for number in range(5):
+        deep = f"Subject: {number}\nContent-Type: message/rfc822\n\n{deep}"
+    assert load("a.eml", deep).text.split() == "## 3 ## 2 ## 1 ## 0 Attached: deep".split()
+
+
+def test_all_texts_of_a_mail_and_the_mails_in_it_are_read() -> None:
     inner = "Subject: Pumps\nFrom: Ada\n" + TEXT_PART.format("utf-8", "It leaks.")
     html = "Content-Type: text/html\n\n<p>See below.</p>"
     file = "Content-Type: text/plain\nContent-Disposition: attachment; filename=n.txt\n\nno"
@@ -230,6 +269,9 @@ def test_all_texts_of_a_mail_and_the_mails_in_it_are_read() -> None:
     parts = (both, TEXT_PART.format("utf-8", "Bob"), file, f"Content-Type: message/rfc822\n\n{inner}")
     shown = "Attached: n.txt\n\nSee below.\n\nBob\n\n## Pumps\n\nFrom: Ada\n\nIt leaks."
     assert load("a.eml", mixed("b", *parts)).text == shown
+    inner = base64.encodebytes(inner.encode()).decode()
+    encoded = f"Content-Type: message/rfc822\nContent-Transfer-Encoding: base64\n\n{inner}"
+    assert load("a.eml", mixed("b", *parts[:-1], encoded)).text == shown
     deep = "Content-Type: message/rfc822\n\n" * 60
     assert "deep" not in load("a.eml", f"Subject: a\n{deep}deep").text
 
@@ -242,6 +284,8 @@ def test_all_texts_of_a_mail_and_the_mails_in_it_are_read() -> None:
         ('a,b\n1,"x\n2,y', ['1 | "x', "2 | y"]),
         ('a,b\n"3,4\n' + "1,2\n" * 20 + '"5,6\n7,8', ['"3 | 4', *["1 | 2"] * 20, '"5 | 6', "7 | 8"]),
         ('a,b\n1,"x, y\nz, w"\n', ["1 | x, y z, w"]),
+        ('a,b\n1,"' + "x, y\n" * 12 + '"\n2,"z, w"\n', [f"1 | {' '.join(['x, y'] * 12)}", "2 | z, w"]),
+        ('a,b\n1,"x\n2,y\n3,"z\nw"\n', ['1 | "x', "2 | y", "3 | z w"]),
         ("a,b\r1,2\r3,4", ["1 | 2", "3 | 4"]),
     ],
 )
@@ -250,8 +294,9 @@ def test_rows_of_odd_tables_stay_rows(data: str, rows: list[str]) -> None:
 
 
 def test_notebook_with_nothing_in_some_fields_is_read() -> None:
-    cells = [{"cell_type": "code", "source": "x", "outputs": None}, {"cell_type": "markdown", "source": None}]
-    assert load("a.ipynb", json.dumps({"metadata": None, "cells": cells})).text == "```\nx\n```"
+    cells = [{"cell_type": "code", "source": "x", "outputs": [None]}, {"cell_type": "markdown", "source": None}, None]
+    for metadata in (None, {"kernelspec": "python"}):
+        assert load("a.ipynb", json.dumps({"metadata": metadata, "cells": cells})).text == "```\nx\n```"
     assert refused("a.ipynb", '{"cells": null, "worksheets": null}') == "no text"
 
 
