@@ -51,7 +51,7 @@ _NESTED = re.compile(
     r"|hgroup|listing|main|menu|nav|ol|optgroup|pre|search|section|summary|ul)\b[^<>]*>",
     re.IGNORECASE,
 )
-_NO_TAGS = re.compile(r"<!--.*?(?:-->|\Z)|<(script|style)(?=[\s/>]).*?(?:</\1|\Z)", re.IGNORECASE | re.DOTALL)
+_NO_TAGS = re.compile(r"<!--(?:-?>|.*?(?:-->|\Z))|<(script|style)(?=[\s/>]).*?(?:</\1|\Z)", re.IGNORECASE | re.DOTALL)
 _HEAD = 2000
 """Characters that say whether a page is XHTML."""
 _DEEPEST_TAG = 512
@@ -102,7 +102,7 @@ def _as_html(match: re.Match[str]) -> str:
 
 
 def _flat(markup: str) -> str:
-    """The page with paragraphs in place of elements that are nested too deeply."""
+    """The page with paragraphs in place of elements that are nested too deeply, and of tags that are no elements."""
     depth = 0
 
     def shown(match: re.Match[str]) -> str:
@@ -110,7 +110,7 @@ def _flat(markup: str) -> str:
         depth = max(0, depth + (-1 if match[1] else 1))
         return match[0] if depth + len(match[1]) <= _DEEPEST_TAG else "<p>"
 
-    return _NESTED.sub(shown, _NO_TAGS.sub(lambda match: _NESTED.sub("", match[0]), markup))
+    return _NESTED.sub(shown, _NO_TAGS.sub(lambda match: _NESTED.sub("<p>", match[0]), markup))
 
 
 def _is_menu(node: Any) -> bool:
