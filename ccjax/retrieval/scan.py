@@ -108,7 +108,7 @@ def _rules(lines: Iterable[str]) -> _Rules:
             (pattern,) = GitIgnoreSpec.from_lines([line.removesuffix("\r")]).patterns
         except ValueError:
             continue
-        if pattern.include is not None:
+        if pattern.include is not None and pattern.regex is not None:
             ends = "ps_d" in pattern.regex.groupindex  # behind the directory that it names
             regex = pattern.regex.pattern
             rules.insert(0, (pattern.include, ends, re.compile(rf"(?:{regex})\Z" if ends else regex)))

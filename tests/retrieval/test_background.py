@@ -6,7 +6,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,10 +248,13 @@ def test_processes_that_share_an_index_seldom_compute_the_same(folder: Path, tmp
         (folder / f"more{number}.md").write_text(f"Whale {number}.")
     held = [HeldEmbedder() for _ in range(2)]
     opened = [open_retriever(folder, embedder, index_dir=tmp_path / "index") for embedder in held]
-    while sum(one.num_pending for one in opened):
+
+    def is_over() -> bool:
         for embedder in held:
             embedder.permits.release()
-        time.sleep(0.002)
+        return not any(one.num_pending for one in opened)
+
+    wait_until(is_over)
     for embedder, one in zip(held, opened, strict=True):
         embedder.go()
         one.close()
