@@ -36,6 +36,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 """Formats by vLLM's names."""
 
 _BLOCK = 1 << 21
+_LEAST_ROWS, _FINE = 8, 254.0
 
 
 @struct.dataclass
@@ -62,7 +63,8 @@ Weight = Array | QuantizedWeight
 def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
     """`jnp.einsum(subscripts, x, weight)` in the dtype of `x`.
 
-    The scales of a quantised weight are applied to the sums in float32, before rounding.
+    The scales of a quantised weight are applied to the sums in float32, before rounding. On CPUs, beside a weight in
+    int8, `x` is two int8 as well, which are exact to a 65,000th of its largest value.
 
     Args:
       subscripts: for two operands; the axes summed over are the last of `x` and the first of `weight`, and the result
@@ -70,9 +72,31 @@ def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Ar
     """
     if not isinstance(weight, QuantizedWeight):
         return _product(subscripts, x, weight)
-    sums = _product(subscripts, x, weight.values.astype(x.dtype), jnp.float32)
-    scales = jnp.expand_dims(weight.scales, range(sums.ndim - weight.scales.ndim))
-    return (sums * scales).astype(x.dtype)
+
+    def widened(x: Array, weight: QuantizedWeight) -> Array:
+        sums = _product(subscripts, x, weight.values.astype(x.dtype), jnp.float32)
+        scales = jnp.expand_dims(weight.scales, range(sums.ndim - weight.scales.ndim))
+        return (sums * scales).astype(x.dtype)
+
+    if weight.values.dtype != jnp.int8:
+        return widened(x, weight)
+    return lax.platform_dependent(x, weight, cpu=_int8_product, default=widened)
+
+
+def _int8_product(x: Array, weight: QuantizedWeight) -> Array:
+    """The product of a weight in int8 with `x` as two int8: each row rounded in steps of its largest value / 127, and
+    what is left in steps of a 254th of these. CPUs multiply int8 four to five times as fast as float32, but a few rows
+    in a slow loop."""
+    width = weight.scales.size
+    rows = x.reshape(-1, weight.values.size // width).astype(jnp.float32)
+    steps = jnp.maximum(jnp.abs(rows).max(1, keepdims=True), jnp.finfo(jnp.float32).tiny) / 127.0
+    coarse = jnp.round(rows / steps)
+    parts = jnp.concatenate([coarse, jnp.round((rows / steps - coarse) * _FINE)]).astype(jnp.int8)
+    values = jnp.pad(parts, ((0, max(0, _LEAST_ROWS - len(parts))), (0, 0)))
+    sums = jnp.dot(values, weight.values.reshape(-1, width), preferred_element_type=jnp.int32).astype(jnp.float32)
+    product = (sums[: len(rows)] + sums[len(rows) : len(parts)] / _FINE) * steps * weight.scales.reshape(1, width)
+    num_summed = weight.values.ndim - weight.scales.ndim
+    return product.reshape(*x.shape[:-num_summed], *weight.scales.shape).astype(x.dtype)
 
 
 def _product(subscripts: str, x: Array, weight: Array, kind: Any = None) -> Array:
