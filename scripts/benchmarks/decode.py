@@ -1,14 +1,14 @@
 """Decode: tokens per second of answers with the default options, one and eight requests at once, free and by a JSON
-schema, and of llama.cpp.
+schema, with weights in int8, and of llama.cpp.
 
 Counted while all requests are being decoded. llama.cpp runs in the same process, on all cores, with the model's file
-and with the same weights in float32. The ways run one after the other, since an idle server of llama.cpp takes time
-from others: use a machine that is otherwise idle.
+and with the same weights in float32 and in Q8_0. The ways run one after the other, since an idle server of llama.cpp
+takes time from others: use a machine that is otherwise idle.
 
 Keys of --json, besides those of every benchmark (`bench.py --help`):
   model, dtype, prompt_tokens, answer_tokens, repetitions
-  cases[]: `way` (default | default, JSON schema | llama.cpp, float32 | llama.cpp, the model's file), `requests` (at
-    once), `tokens_per_s` (of all answers; median), `runs`
+  cases[]: `way` (default | default, JSON schema | int8 | llama.cpp, float32 | llama.cpp, Q8_0 | llama.cpp, the model's
+    file), `requests` (at once), `tokens_per_s` (of all answers; median), `runs`
   skipped[]: what was left out, and why; empty with --no-peers
 """
 
@@ -65,12 +65,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         with load_engine(arguments.model, {"read_only": True}) as engine:
             measure("default", lambda *sizes: _rate(engine, *sizes))
             measure("default, JSON schema", lambda *sizes: _rate(engine, *sizes, constraint=Constraint.json(ROWS)))
+        with load_engine(arguments.model, {"read_only": True, "quantization": "int8"}) as narrow:
+            measure("int8", lambda *sizes: _rate(narrow, *sizes))
         if not arguments.no_peers:
             file, reason = peers.gguf_file(arguments.model)
             skipped += [f"llama.cpp: {reason}"] if reason else []
             if file is not None:
-                float32 = peers.in_float32(file, Path(folder) / "float32.gguf")
-                for way, path in (("float32", float32), ("the model's file", file)):
+                float32 = peers.converted(file, Path(folder) / "float32.gguf")
+                eight = peers.converted(file, Path(folder) / "q8_0.gguf", "Q8_0")
+                for way, path in (("float32", float32), ("Q8_0", eight), ("the model's file", file)):
                     server = peers.LlamaCpp(path, max(counts), max(counts) * (prompt + answer + 16))
                     measure(f"llama.cpp, {way}", server.tokens_per_s)
                     del server

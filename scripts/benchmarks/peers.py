@@ -60,8 +60,8 @@ def prompt(number: int, num_tokens: int) -> list[int]:
     return [3 + (31 * number + 7 * position) % 200 for position in range(num_tokens)]
 
 
-def in_float32(source: Path, target: Path) -> Path:
-    """Writes a GGUF file with the same weights in float32."""
+def converted(source: Path, target: Path, matrices: str = "F32") -> Path:
+    """Writes a GGUF file with the same weights in float32, or its matrices in another kind of llama.cpp (Q8_0)."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -71,7 +71,11 @@ def in_float32(source: Path, target: Path) -> Path:
             kind = field.types[0]
             writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind.name == "ARRAY" else None)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type))
+        values, format_ = gguf.dequantize(tensor.data, tensor.tensor_type), gguf.GGMLQuantizationType[matrices]
+        if values.ndim > 1:
+            writer.add_tensor(tensor.name, gguf.quantize(values, format_), raw_dtype=format_)
+        else:
+            writer.add_tensor(tensor.name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

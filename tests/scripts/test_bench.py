@@ -46,7 +46,7 @@ def test_peers_prefill_as_many_tokens_and_absent_ones_are_named(monkeypatch):
 
 def test_decode_counts_the_tokens_while_all_requests_are_decoded():
     lines, figures = in_process.figures("decode", "--model", "demo", "--requests", 1, 3)
-    ways = ("default", "default, JSON schema")
+    ways = ("default", "default, JSON schema", "int8")
     assert [(case["way"], case["requests"]) for case in figures["cases"]] == [*itertools.product(ways, (1, 3))]
     assert all(case["tokens_per_s"] > 0.0 and len(case["runs"]) == 1 for case in figures["cases"])
     (reason,) = figures["skipped"]

@@ -19,7 +19,7 @@ def file(tmp_path_factory):
         source = gguf_path("smollm2")
     except ConfigError as error:
         pytest.skip(str(error))
-    return source, peers.in_float32(source, tmp_path_factory.mktemp("gguf") / "float32.gguf")
+    return source, peers.converted(source, tmp_path_factory.mktemp("gguf") / "float32.gguf")
 
 
 @pytest.mark.slow
