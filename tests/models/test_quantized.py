@@ -115,6 +115,25 @@ def test_quantized_product_error_is_within_its_bound_and_mutants_exceed_it(field
     assert (error(lambda _: per_input) > 2 * bound).mean() > 0.3
 
 
+@pytest.mark.parametrize("num_rows", [1, 3, 20])
+def test_activations_beside_int8_lose_nothing_that_float32_shows(monkeypatch, num_rows):
+    """Against the float64 product with the rounded weight; rows differ by a factor of a million. Without the second
+    int8 the error is larger."""
+    spec = layer_table(SQUARE)["w_down"]
+    weight = on_host(spread(spec, 7), spec, "int8")
+    random = np.random.default_rng(8)
+    x = (random.standard_normal((num_rows, 64)) * np.exp(random.uniform(-14, 0, (num_rows, 1)))).astype(np.float32)
+    back = np.asarray(weight.values, np.float64) * np.asarray(weight.scales, np.float64)
+    most = np.abs(x).max(1, keepdims=True) * np.abs(back).sum(0) / (2 * 127 * 254) + 1e-6 * np.abs(x) @ np.abs(back)
+
+    def error() -> np.ndarray:
+        return np.abs(np.asarray(project("...nf,fd->...nd", jnp.asarray(x), weight), np.float64) - x @ back)
+
+    assert (error() <= most).all()
+    monkeypatch.setattr("ccjax.models.llama3.quantized._FINE", 1e9)
+    assert (error() > most).mean() > 0.3
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_bfloat16_activations_keep_their_dtype_within_bfloat16_rounding(name):
     spec = layer_table(SQUARE)["w_up"]
