@@ -44,6 +44,10 @@ class PackedModel(TinyModel):
 MODEL = TinyModel()
 EXPERTS = TinyModel(5, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
 INT8, FP8 = (PackedModel(name) for name in WEIGHT_FORMATS)
+INT8_TOLERANCE = 2e-3
+"""With weights in int8, CPUs also round activations, to a 65,000th of a row's largest value, and not always alike: sums
+in another order move a value to the next step. Measured 8.1e-4 at most to the oracle, which does not round them; a
+254th, and reuse without recompute, exceed the tolerance."""
 CASES = [
     [1],
     [300],
@@ -64,9 +68,13 @@ def answer(engine, segments, reuse, *, tokens=6):
     return response.token_ids, [token.logprob for token in response.logprobs], response.reuse
 
 
-def assert_same(got, wanted):
+def tolerance_of(model):
+    return INT8_TOLERANCE if model is INT8 else TOLERANCE
+
+
+def assert_same(got, wanted, tolerance=TOLERANCE):
     assert got[0] == wanted[0]
-    np.testing.assert_allclose(got[1], wanted[1], atol=TOLERANCE)
+    np.testing.assert_allclose(got[1], wanted[1], atol=tolerance)
 
 
 def of_models(names, *cases):
@@ -87,10 +95,21 @@ def test_full_prefill_matches_the_oracle(model, lengths):
     tokens = [token for segment in segments for token in segment]
     with model.engine() as engine:
         logits = engine.prefill_logits(tokens)
-    np.testing.assert_allclose(logits, llama_forward(model.weights, model.raw, tokens)[0], atol=TOLERANCE)
+    np.testing.assert_allclose(logits, llama_forward(model.weights, model.raw, tokens)[0], atol=tolerance_of(model))
     if isinstance(model, PackedModel):
         plain = llama_forward(MODEL.weights, model.raw, tokens)[0]
         assert np.abs(logits - plain).max() > 100 * TOLERANCE, "these weights and not those that were not rounded"
+
+
+def test_activations_of_one_int8_exceed_the_tolerance(monkeypatch):
+    """Mutant: without the second int8, whose step is a 254th of the first one's."""
+    tokens = [token for segment in draw_segments(np.random.default_rng(3), [40, 90, 3]) for token in segment]
+    monkeypatch.setattr("ccjax.models.llama3.quantized._FINE", 1e9)
+    jax.clear_caches()
+    with INT8.engine() as engine:
+        logits = engine.prefill_logits(tokens)
+    jax.clear_caches()
+    assert np.abs(logits - llama_forward(INT8.weights, INT8.raw, tokens)[0]).max() > 5 * INT8_TOLERANCE
 
 
 @of_models(
@@ -106,10 +125,10 @@ def test_cold_run_equals_full_prefill_and_warm_run_recomputes_nothing(model, len
         plain = answer(engine, segments, "off")
         assert (plain[2].computed_tokens, plain[2].reused_tokens, plain[2].exact) == (total, 0, True)
         cold = answer(engine, segments, reuse)
-        assert_same(cold, plain)
+        assert_same(cold, plain, tolerance_of(model))
         assert (cold[2].computed_tokens, cold[2].reused_tokens) == (total, 0)
         warm = answer(engine, segments, reuse)
-        assert_same(warm, plain)
+        assert_same(warm, plain, tolerance_of(model))
         assert warm[2].exact and warm[2].recomputed_tokens == 0
         assert warm[2].computed_tokens == len(segments[-1])
         assert warm[2].reused_tokens == total - len(segments[-1])
@@ -124,13 +143,13 @@ def test_full_recompute_and_exact_reuse_equal_full_prefill_in_any_order(model, s
         for _ in range(3):
             shuffled = permuted(segments, random.permutation(len(lengths)))
             plain = answer(engine, shuffled, "off")
-            assert_same(answer(everything, shuffled, "bounded"), plain)
+            assert_same(answer(everything, shuffled, "bounded"), plain, tolerance_of(model))
             exact = answer(engine, shuffled, "exact")
-            assert_same(exact, plain)
+            assert_same(exact, plain, tolerance_of(model))
             assert exact[2].exact and exact[2].recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=str)
+@pytest.mark.parametrize("model", [MODEL, EXPERTS, INT8], ids=str)
 def test_naive_reuse_behind_other_chunks_differs_from_full_prefill(model):
     """Mutant for the identities above: without recompute the error far exceeds the tolerance."""
     segments = draw_segments(np.random.default_rng(0), [60, 50, 40])
@@ -140,7 +159,7 @@ def test_naive_reuse_behind_other_chunks_differs_from_full_prefill(model):
         naive = answer(engine, shuffled, "bounded")
         plain = answer(engine, shuffled, "off")
     assert not naive[2].exact and naive[2].reused_tokens > 100
-    assert max(abs(a - b) for a, b in zip(naive[1], plain[1], strict=True)) > 100 * TOLERANCE
+    assert max(abs(a - b) for a, b in zip(naive[1], plain[1], strict=True)) > max(100 * TOLERANCE, tolerance_of(model))
 
 
 def test_exact_answers_of_experts_in_a_batch_equal_those_of_each_request_alone():

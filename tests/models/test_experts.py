@@ -198,7 +198,8 @@ def test_8_bit_experts_match_their_dequantized_weights(form, name):
     x = tokens(130)
     expected = run("dense", x, dataclasses.replace(layer, **plain))
     found = run(form, x, dataclasses.replace(layer, **in_8_bits))
-    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+    atol = 5e-4 if name == "int8" else ATOL  # CPUs round activations beside int8, to a 65,000th of the largest in a row
+    np.testing.assert_allclose(found, expected, atol=atol, rtol=0)
     assert np.abs(run(form, x, dataclasses.replace(layer, **unscaled)) - expected).max() > 1e-2
     assert np.abs(expected - run("dense", x, layer)).max() > 1e-3  # otherwise nothing was rounded
 
