@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -237,6 +238,19 @@ def test_planning_one_context_too_few_would_be_detected(monkeypatch):
     model, num_rows, num_slots, with_mass = STEPS["as many kv heads as heads"]
     plan = planned(model, num_rows, num_slots, with_mass)
     assert plan.activations + plan.workspace < 0.9 * measured(model, num_rows, num_slots, 16)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8, 32])
+@pytest.mark.parametrize("num_entries", [32, 64, 512])
+def test_decode_step_does_not_copy_the_pool(batch, num_entries):
+    """XLA would fuse the write of new rows into the reads of the attention, and keep the pages as they were before."""
+    params = abstract_params(CONFIG)
+    pages = jax.ShapeDtypeStruct((4, 16384, 16, 64), jnp.float32)
+    pools = [KVPages(pages, pages)] * CONFIG.num_layers  # pyright: ignore[reportArgumentType]
+    hidden = jax.ShapeDtypeStruct((batch, 1024), jnp.float32)
+    inputs = DecodeInputs.abstract(batch, num_entries, 64)
+    used = paged_decode_step.lower(params.layers, None, hidden, pools, inputs, settings=StepSettings(CONFIG))
+    assert used.compile().memory_analysis().temp_size_in_bytes < math.prod(pages.shape) * 4 / 2
 
 
 def test_decode_and_logits_take_no_more_than_is_planned():
