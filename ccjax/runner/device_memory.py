@@ -84,7 +84,10 @@ def memory_plan(model: LlamaConfig, config: EngineConfig) -> MemoryPlan:
 
 def _plan(model: LlamaConfig, config: EngineConfig, sizes: BatchSizes) -> MemoryPlan:
     """The plan for these sizes, with all that they leave as pool."""
-    weight_bytes = (plain if config.quantization is None else in_8_bits)(config.dtype)
+    weight_bytes = plain(config.dtype)
+    if config.quantization is not None:
+        with_head = config.quantization == "int8" and jax.default_backend() == "cpu"
+        weight_bytes = in_8_bits(config.dtype, with_head=with_head)
     shapes = ServedShapes(model, config.dtype, sizes, weight_bytes, config.tensor_parallel_size)
     total, source = _device_bytes(config)
     return plan_memory(shapes, total, source=source, fraction=_share(config) or 1.0)

@@ -12,6 +12,7 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.inputs import StepSettings
 from ccjax.models.llama3.paged_steps import rotation_step
 from ccjax.models.llama3.params import Params
+from ccjax.models.llama3.quantized import QuantizedWeight, Weight, quantize
 from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
 from ccjax.models.llama3.steps import rotate_step
 from ccjax.runner.compiled_sizes import CompiledSizes
@@ -21,7 +22,8 @@ class DeviceModel:
     """A model whose weights are on one device, or on a mesh of several.
 
     Attributes:
-      top: the weights outside the layers, kept separately because a jitted call flattens every leaf passed to it.
+      top: the weights outside the layers, kept separately because a jitted call flattens every leaf passed to it. On
+        CPUs the head is in int8 if the layers are: for one row it takes a tenth of a decode step less.
       mesh: the mesh of the weights; None for a single device.
       rows_placement: the placement of a layer's loaded keys or values [N, K, H], for `jax.device_put`.
       settings: what its steps are compiled for.
@@ -37,7 +39,7 @@ class DeviceModel:
         sizes: CompiledSizes | None = None,
     ) -> None:
         self.params = params
-        self.top = dataclasses.replace(params, layers=())
+        self.top = dataclasses.replace(params, layers=(), lm_head=_head(params))
         self.config = config
         self.dtype = np.dtype(params.embedding.dtype)
         self.mesh = mesh_of(params)
@@ -56,3 +58,11 @@ class DeviceModel:
     def turned(self, k: np.ndarray, shift: int) -> np.ndarray:
         """Rotates keys before RoPE [T, K, H] by `shift` positions, which may be negative."""
         return np.asarray(rotate_step(k, np.full(len(k), shift, np.int32), config=self.config))
+
+
+def _head(params: Params) -> Weight | None:
+    weight = params.layers[0].wq
+    if jax.default_backend() != "cpu" or not isinstance(weight, QuantizedWeight) or weight.values.dtype != np.int8:
+        return params.lm_head
+    head = params.embedding.T if params.lm_head is None else params.lm_head
+    return jax.jit(quantize, static_argnums=(1, 2))(head, (0,), "int8")

@@ -42,12 +42,14 @@ def plain(dtype: str) -> WeightBytes:
     return lambda spec, size: size * jnp.dtype(dtype).itemsize
 
 
-def in_8_bits(dtype: str) -> WeightBytes:
-    """Matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`."""
+def in_8_bits(dtype: str, *, with_head: bool = False) -> WeightBytes:
+    """Matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`; `with_head`: besides,
+    a copy in 8 bits of the head, which is as large as the embedding."""
 
     def num_bytes(spec: ParamSpec, size: int) -> float:
         if spec.scales is None:
-            return size * jnp.dtype(dtype).itemsize
+            copy = size + 4 * size / spec.shape[1] if with_head and spec.axes[0] == "vocab" else 0
+            return size * jnp.dtype(dtype).itemsize + copy
         return size + 4 * size / spec.num_inputs
 
     return num_bytes

@@ -83,4 +83,4 @@ def unembed(x: Float[Array, "*B N D"], params: Params, eps: float) -> Float[Arra
     normed = rms_norm(x, params.final_norm, eps)
     if params.lm_head is None:
         return einsum("...nd,vd->...nv", normed, params.embedding, preferred_element_type=jnp.float32)
-    return einsum("...nd,dv->...nv", normed, params.lm_head, preferred_element_type=jnp.float32)
+    return project("...nd,dv->...nv", normed, params.lm_head, jnp.float32)

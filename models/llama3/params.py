@@ -118,7 +118,7 @@ class Params:
     embedding: Float[Array, "V D"]
     layers: tuple[LayerParams, ...]
     final_norm: Float[Array, "D"]
-    lm_head: Float[Array, "D V"] | None
+    lm_head: Float[Array, "D V"] | QuantizedWeight | None
 
 
 def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:

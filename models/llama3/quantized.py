@@ -7,6 +7,7 @@ of the weight is the only loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -60,8 +61,8 @@ class QuantizedWeight:
 Weight = Array | QuantizedWeight
 
 
-def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
-    """`jnp.einsum(subscripts, x, weight)` in the dtype of `x`.
+def project(subscripts: str, x: Float[Array, "..."], weight: Weight, dtype: Any = None) -> Float[Array, "..."]:
+    """`jnp.einsum(subscripts, x, weight)` in `dtype`, by default that of `x`.
 
     The scales of a quantised weight are applied to the sums in float32, before rounding. On CPUs, beside a weight in
     int8, `x` is two int8 as well, which are exact to a 65,000th of its largest value.
@@ -71,19 +72,20 @@ def project(subscripts: str, x: Float[Array, "..."], weight: Weight) -> Float[Ar
         has the other axes of both, in the same order.
     """
     if not isinstance(weight, QuantizedWeight):
-        return _product(subscripts, x, weight)
+        return _product(subscripts, x, weight, dtype)
+    dtype = x.dtype if dtype is None else dtype
 
     def widened(x: Array, weight: QuantizedWeight) -> Array:
         sums = _product(subscripts, x, weight.values.astype(x.dtype), jnp.float32)
         scales = jnp.expand_dims(weight.scales, range(sums.ndim - weight.scales.ndim))
-        return (sums * scales).astype(x.dtype)
+        return (sums * scales).astype(dtype)
 
     if weight.values.dtype != jnp.int8:
         return widened(x, weight)
-    return lax.platform_dependent(x, weight, cpu=_int8_product, default=widened)
+    return lax.platform_dependent(x, weight, cpu=functools.partial(_int8_product, dtype=dtype), default=widened)
 
 
-def _int8_product(x: Array, weight: QuantizedWeight) -> Array:
+def _int8_product(x: Array, weight: QuantizedWeight, dtype: Any) -> Array:
     """The product of a weight in int8 with `x` as two int8: each row rounded in steps of its largest value / 127, and
     what is left in steps of a 254th of these. CPUs multiply int8 four to five times as fast as float32, but a few rows
     in a slow loop."""
@@ -96,7 +98,7 @@ def _int8_product(x: Array, weight: QuantizedWeight) -> Array:
     sums = jnp.dot(values, weight.values.reshape(-1, width), preferred_element_type=jnp.int32).astype(jnp.float32)
     product = (sums[: len(rows)] + sums[len(rows) : len(parts)] / _FINE) * steps * weight.scales.reshape(1, width)
     num_summed = weight.values.ndim - weight.scales.ndim
-    return product.reshape(*x.shape[:-num_summed], *weight.scales.shape).astype(x.dtype)
+    return product.reshape(*x.shape[:-num_summed], *weight.scales.shape).astype(dtype)
 
 
 def _product(subscripts: str, x: Array, weight: Array, kind: Any = None) -> Array:

@@ -18,7 +18,7 @@ from tests.oracles import llama_forward
 
 
 class PackedModel(TinyModel):
-    """The tiny model in 8 bits; the oracle uses the dequantised weights."""
+    """The tiny model in 8 bits; the oracle uses the dequantised weights, for int8 also of the head."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -39,6 +39,9 @@ class PackedModel(TinyModel):
         in_order = [pack(key, leaf) for key, leaf in zip(jax.tree.leaves(names), leaves, strict=True)]
         params = jax.tree.unflatten(jax.tree.structure(names), in_order)
         self.loaded = dataclasses.replace(self.loaded, params=params, fingerprint=f"tiny-{name}")
+        if name == "int8":
+            values, scales = quantize_on_host(self.weights["lm_head.weight"].T, (0,), name)
+            self.weights["lm_head.weight"] = (values * scales).T
 
 
 MODEL = TinyModel()

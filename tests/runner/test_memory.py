@@ -116,6 +116,8 @@ def test_8_bit_weight_bytes_match_a_hand_calculation():
     assert weight_bytes(shapes) == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     config = EngineConfig(dtype="bfloat16", quantization="fp8", device_memory_bytes=GB, max_model_len=1024)
     assert memory_plan(CONFIG, config).weights == weight_bytes(shapes)
+    with_head = memory_plan(CONFIG, config.replace(quantization="int8"))  # on CPUs
+    assert with_head.weights == weight_bytes(shapes) + 1000 * 1024 + 4 * 1000
 
 
 @pytest.mark.parametrize("model", [CONFIG, MIXTURE], ids=["dense", "mixture"])
