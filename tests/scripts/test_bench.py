@@ -53,6 +53,7 @@ def test_decode_counts_the_tokens_while_all_requests_are_decoded():
     assert reason.startswith("llama.cpp: ") and f"SKIPPED {reason}" in lines
     # From 2.0, the last one's first token, to 3.0, the first one's last: 3 of one answer and 2 of the other.
     assert decode.overlapping_rate([[1.0, 2.0, 2.25, 2.5, 3.0], [2.0, 2.5, 3.0, 3.5]]) == 5.0
+    assert decode.overlapping_rate([[1.0, 2.0], [2.0, 3.0]]) == 0.0
 
 
 @pytest.mark.slow
