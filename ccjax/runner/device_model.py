@@ -12,9 +12,9 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.inputs import StepSettings
 from ccjax.models.llama3.paged_steps import rotation_step
 from ccjax.models.llama3.params import Params
-from ccjax.models.llama3.quantized import QuantizedWeight, Weight, quantize
+from ccjax.models.llama3.quantized import QuantizedWeight, Weight
 from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
-from ccjax.models.llama3.steps import rotate_step
+from ccjax.models.llama3.steps import int8_head_step, rotate_step
 from ccjax.runner.compiled_sizes import CompiledSizes
 
 
@@ -64,5 +64,4 @@ def _head(params: Params) -> Weight | None:
     weight = params.layers[0].wq
     if jax.default_backend() != "cpu" or not isinstance(weight, QuantizedWeight) or weight.values.dtype != np.int8:
         return params.lm_head
-    head = params.embedding.T if params.lm_head is None else params.lm_head
-    return jax.jit(quantize, static_argnums=(1, 2))(head, (0,), "int8")
+    return int8_head_step(dataclasses.replace(params, layers=()))

@@ -20,6 +20,7 @@ from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequenci
 from ccjax.models.llama3.pages import read_slots, write_rows
 from ccjax.models.llama3.params import LayerParams, Params
 from ccjax.models.llama3.products import einsum
+from ccjax.models.llama3.quantized import QuantizedWeight, quantize
 from ccjax.models.llama3.sampling import SampleOutput, TokenScores, sample, score
 
 
@@ -102,6 +103,13 @@ def received_step(
 def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "M D"]:
     """The hidden states of some rows, in the given order."""
     return x[rows]
+
+
+@jax.jit
+def int8_head_step(params: Params) -> QuantizedWeight:
+    """The head in int8; a tied embedding is one."""
+    head = params.embedding.T if params.lm_head is None else params.lm_head
+    return head if isinstance(head, QuantizedWeight) else quantize(head, (0,), "int8")
 
 
 @jax.jit(static_argnames=("config",))
