@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -102,7 +103,7 @@ def blocked_decode(
         v = read(pages.v)
         v = jnp.where(is_used[..., None], v, jnp.zeros((), v.dtype))
         new = einsum("wkgs,wksh->wkgh", weights.astype(v.dtype), v), top, weights.sum(-1)
-        return tuple(lax.dynamic_update_slice_in_dim(into, x, number[0], 0) for into, x in zip(parts, new, strict=True))
+        return jax.tree.map(lambda into, x: lax.dynamic_update_slice_in_dim(into, x, number[0], 0), parts, new)
 
     rows = (num_requests * per_request + at_once, num_kv_heads, group)
     empty = jnp.zeros((*rows, head_dim), jnp.float32), jnp.full(rows, MASKED), jnp.zeros(rows, jnp.float32)
