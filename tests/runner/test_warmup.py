@@ -169,6 +169,9 @@ def test_size_that_fails_to_compile_is_skipped(monkeypatch, caplog):
         assert engine.num_sizes_left == 0 and "out of memory" in caplog.text
         left = len(engine._device.compiled.compiled("pack"))
         assert left == sum(kind == "pack" for kind, _ in engine._device.steps.first())
+        answers(engine)  # wants sizes without masses, which are not listed and fail, too
+        while engine.compile_one():
+            pass
         answers(engine)
         assert engine.num_sizes_left == 0
 
