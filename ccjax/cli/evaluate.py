@@ -92,7 +92,7 @@ def _run(args: EvaluateOptions) -> int:
         "dtype": args.dtype,
         "pasted": args.pasted,
     }
-    measured = measurement(args, ways, states) | {"pasted": args.pasted}
+    measured = measurement(args, ways, states, pasted=args.pasted)
     resume = ResultsFile(Path(args.resume), measured) if args.resume else None
     model = load_model(args.model, dtype=args.dtype, quantization=args.quantization, tokenizer=tokenizer)
     with bars() as progress:

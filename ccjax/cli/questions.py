@@ -102,10 +102,13 @@ def _of_file(args: AskOptions) -> tuple[QAQuestion, ...]:
     return tuple(dataclasses.replace(question, documents=question.documents[:count]) for question in found)
 
 
-def measurement(args: AskOptions, ways: Sequence[Way], states: Sequence[State]) -> dict[str, Any]:
+def measurement(
+    args: AskOptions, ways: Sequence[Way], states: Sequence[State], *, pasted: bool = False
+) -> dict[str, Any]:
     """All that results depend on besides the questions, as JSON types (`ccjax.evaluation.parts.ResultsFile`)."""
     names = ("model", "questions", "prompt", "max_tokens", "dtype", "quantization", "max_model_len")
-    return {name: getattr(args, name) for name in names} | {"cached": [*states], "ways": [str(way) for way in ways]}
+    asked = {"cached": [*states], "ways": [str(way) for way in ways], "pasted": pasted}
+    return {name: getattr(args, name) for name in names} | asked
 
 
 def run(

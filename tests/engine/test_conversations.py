@@ -104,7 +104,7 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
         assert again.token_ids == run(engine, messages, "off").token_ids
 
 
-@pytest.mark.parametrize("num_turns", [6, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_turns", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_mode_exact_equals_full_prefill_whatever_others_ask_at_the_same_time(tmp_path: Path, num_turns: int) -> None:
     """Four clients over the same passages, pasted or as documents: new conversations, more turns, edits, branches, the
     same question again, several answers, all modes; in so little space that much is evicted."""
