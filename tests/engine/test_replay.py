@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from ccjax import Document, Engine, Request, Response, SamplingParams
+from ccjax.runner.pack import Pack
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +37,9 @@ SAMPLING = SamplingParams(max_new_tokens=24, logprobs=2, ignore_eos=True)
 TIE = 2e-3
 TOLERANCE = 5e-3
 """Of an answer's log-probability, for the rounding of other builds and padded sizes."""
+CHOICE_TOLERANCE = 0.03
+"""The same, where rounding may also decide which of two tokens is recomputed: on two machines an answer of CacheBlend
+differed by 0.009, once by 0.018. Those of the least deviating tokens differ by 0.04 to 19."""
 
 STRATEGIES = (
     "full",
@@ -247,12 +251,31 @@ def test_answers_and_reuse_are_those_recorded(name: str, tmp_path: Path) -> None
         RECORDED["answers"] = {key: known[key] for key in SCENARIOS if key in known}
         FILE.write_text(as_text(RECORDED))
         return
+    assert not differing(name, found)
+
+
+def test_answers_differ_if_the_least_deviating_tokens_are_recomputed(monkeypatch, tmp_path: Path) -> None:
+    """Mutant for the larger tolerance."""
+    deviations = Pack.deviations
+    monkeypatch.setattr(Pack, "deviations", lambda pack: -deviations(pack))
+    told = differing("batches-cacheblend", answers("batches-cacheblend", tmp_path))
+    assert sum("log-probability" in difference for difference in told) >= 4
+
+
+def differing(name: str, found: Sequence[Response]) -> list[str]:
+    """What differs from the recorded answers of a scenario."""
     wanted = RECORDED["answers"][name]
-    got = [row_of(response, len(row) - 4) for response, row in zip(found, wanted, strict=True)]
-    for number, (mine, row) in enumerate(zip(got, wanted, strict=True)):
-        assert mine[4:] == row[4:], f"request {number}: tokens"
-        assert mine[:3] == row[:3], f"request {number}: computed, reused, recomputed"
-        assert abs(mine[3] - row[3]) < TOLERANCE, f"request {number}: log-probability"
+    tolerance = CHOICE_TOLERANCE if name == "batches-cacheblend" else TOLERANCE
+    told = []
+    for number, (response, row) in enumerate(zip(found, wanted, strict=True)):
+        mine = row_of(response, len(row) - 4)
+        if mine[4:] != row[4:]:
+            told.append(f"request {number}: wanted the tokens {row[4:]}, got {mine[4:]}")
+        if mine[:3] != row[:3]:
+            told.append(f"request {number}: wanted {row[:3]} computed, reused, recomputed, got {mine[:3]}")
+        if abs(mine[3] - row[3]) >= tolerance:
+            told.append(f"request {number}: wanted a log-probability of {row[3]}, got {mine[3]}")
+    return told
 
 
 def test_the_recording_is_large_enough() -> None:
