@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ccjax.engine import Engine
+from ccjax.loading.devices import with_dtype
 from ccjax.loading.model import DEMO_MODEL, load_model, read_model_files
 from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight
 
@@ -33,6 +34,20 @@ def test_kv_is_never_shared_between_weight_formats(tmp_path):
                 engine.generate("Who?", documents=documents, reuse="exact", max_new_tokens=1).reuse.reused_tokens > 0
             )
     assert reused == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "used", "told"),
+    [
+        ("auto", "float32", "float32, also for weights stored in bfloat16"),
+        ("bfloat16", "bfloat16", "slower than float32"),
+        ("float32", "float32", ""),
+    ],
+)
+def test_cpus_say_what_they_compute_bfloat16_in(caplog, dtype, used, told):
+    caplog.set_level("INFO", "ccjax.loading.devices")
+    assert with_dtype({"dtype": dtype})["dtype"] == used
+    assert len(caplog.messages) == bool(told) and told in caplog.text
 
 
 def test_fingerprints_of_unquantized_weights_are_stable():
