@@ -18,13 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_dtype(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `EngineConfig` with dtype "auto", the default, replaced by float32 on CPU, bfloat16 elsewhere; a line of
-    the log says what that means on CPUs."""
+    """Fields of `EngineConfig` with dtype "auto", the default, replaced by float32 on CPU, bfloat16 elsewhere."""
     wanted, is_cpu = {"dtype": "auto", **settings}, jax.default_backend() == "cpu"
     if wanted["dtype"] == "auto":
         wanted["dtype"] = "float32" if is_cpu else "bfloat16"
-        if is_cpu:
-            logger.info("dtype: float32, also for weights stored in bfloat16, which CPUs compute many times slower")
     elif is_cpu and wanted["dtype"] == "bfloat16":
         logger.warning("dtype: bfloat16, which CPUs compute many times slower than float32")
     return wanted

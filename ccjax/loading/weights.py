@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -14,12 +15,14 @@ import jax.numpy as jnp
 
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params
+from ccjax.models.llama3.convert import fingerprint, fingerprint_files, load_config, load_params, stored_dtype
 from ccjax.models.llama3.params import Params, ParamSpec, init_params
 from ccjax.models.llama3.presets import preset
 
 if TYPE_CHECKING:
     from ccjax.loading.gguf import GgufFile
+
+logger = logging.getLogger(__name__)
 
 RANDOM = "random:"
 """Prefix of the names of models with random weights."""
@@ -59,6 +62,11 @@ class HuggingFaceWeights:
     fingerprint: str
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
+        if dtype == "float32" and quantization is None and stored_dtype(self.directory) == "bfloat16":
+            logger.warning(
+                "%s: stored in bfloat16, runs in float32, which CPUs compute many times faster; int8 is faster still",
+                self.directory,
+            )
         return load_params(
             self.directory,
             self.config,

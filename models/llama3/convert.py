@@ -32,6 +32,17 @@ _FLOAT_TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _FINGERPRINT_FORMAT = b"ccjax-weights-2"
 
 
+def stored_dtype(directory: str | os.PathLike[str]) -> str | None:
+    """The dtype of the weights that `directory/config.json` names, as "bfloat16"; None if it names none.
+
+    Raises:
+      CheckpointError: as `load_config`.
+    """
+    raw = _read_json(Path(directory) / CONFIG_FILE)
+    named = raw.get("dtype", raw.get("torch_dtype"))
+    return named if isinstance(named, str) else None
+
+
 def load_config(directory: str | os.PathLike[str]) -> LlamaConfig:
     """The architecture in `directory/config.json`.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from ccjax.engine import Engine
@@ -36,18 +39,16 @@ def test_kv_is_never_shared_between_weight_formats(tmp_path):
     assert reused == [False, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "used", "told"),
-    [
-        ("auto", "float32", "float32, also for weights stored in bfloat16"),
-        ("bfloat16", "bfloat16", "slower than float32"),
-        ("float32", "float32", ""),
-    ],
-)
-def test_cpus_say_what_they_compute_bfloat16_in(caplog, dtype, used, told):
-    caplog.set_level("INFO", "ccjax.loading.devices")
-    assert with_dtype({"dtype": dtype})["dtype"] == used
-    assert len(caplog.messages) == bool(told) and told in caplog.text
+def test_cpus_say_what_they_compute_bfloat16_in(caplog, tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    for stored, is_told in (("bfloat16", True), ("float32", False)):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "torch_dtype": stored}))
+        caplog.clear()
+        load_model(tmp_path / "model", **with_dtype({}))
+        assert ("stored in bfloat16, runs in float32" in caplog.text) == is_told
+    assert not caplog.messages and with_dtype({"dtype": "bfloat16"})["dtype"] == "bfloat16"
+    assert "slower than float32" in caplog.text
 
 
 def test_fingerprints_of_unquantized_weights_are_stable():
