@@ -62,7 +62,8 @@ class HuggingFaceWeights:
     fingerprint: str
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        if dtype == "float32" and quantization is None and stored_dtype(self.directory) == "bfloat16":
+        is_plain = dtype == "float32" and quantization is None and jax.default_backend() == "cpu"
+        if is_plain and stored_dtype(self.directory) == "bfloat16":
             logger.warning(
                 "%s: stored in bfloat16, runs in float32, which CPUs compute many times faster; int8 is faster still",
                 self.directory,
