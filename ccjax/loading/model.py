@@ -68,7 +68,7 @@ class ModelFiles:
         tokenizer = self.tokenizer.fingerprint if self.tokenizer else ""
         identity = (self.weights.fingerprint, tokenizer, dtype)
         if quantization is not None:
-            identity += (f"{quantization}-{2 if quantization == 'int8' else 1}",)
+            identity += (f"{quantization}-1",)
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 

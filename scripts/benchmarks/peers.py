@@ -61,7 +61,7 @@ def prompt(number: int, num_tokens: int) -> list[int]:
 
 
 def converted(source: Path, target: Path, matrices: str = "F32") -> Path:
-    """Writes a GGUF file with the same weights in float32, or its matrices in another kind of llama.cpp (Q8_0)."""
+    """Writes a GGUF file with the same weights in float32, or its matrices in another type of GGML (Q8_0)."""
     import gguf
 
     reader = gguf.GGUFReader(source)
