@@ -196,7 +196,13 @@ class EngineCache:
         return restore_snapshot(self._indexed, where, max_bytes=max_bytes, progress=progress)
 
     def flush(self) -> None:
-        """Waits until all pending writes to the disk tier are complete."""
+        """Waits until what finished requests leave is stored, and all pending writes to the disk tier are complete.
+
+        Raises:
+          RuntimeError: the engine is closed.
+        """
+        with self._exclusive():
+            pass  # the loop keeps a prompt and its answer after it has given the answer
         self._store.flush()
         self.save_hints()
         self.tidy()

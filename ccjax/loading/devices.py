@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from ccjax.errors import ConfigError
 from ccjax.models.llama3.config import LlamaConfig
+from ccjax.models.llama3.fused import unfuse
 from ccjax.models.llama3.params import Params
 from ccjax.models.llama3.sharding import make_mesh, mesh_of, shard_params
 
@@ -61,4 +62,4 @@ def split_params(params: Params, config: LlamaConfig, tensor_parallel_size: int)
         raise ConfigError(f"tensor_parallel_size: wanted {size}, as the model was loaded, got {tensor_parallel_size}")
     mesh = mesh_for(config, tensor_parallel_size)
     assert mesh is not None
-    return shard_params(params, config, mesh)
+    return shard_params(unfuse(params), config, mesh)

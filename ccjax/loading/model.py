@@ -17,6 +17,7 @@ from ccjax.loading.named import PACKAGED, gguf_path
 from ccjax.loading.weights import RANDOM, Weights, gguf_weights, random_weights, weights_in
 from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.convert import load_config
+from ccjax.models.llama3.fused import fuse
 from ccjax.models.llama3.params import Params
 from ccjax.models.llama3.sharding import param_sharding
 from ccjax.text import BYTE_TEMPLATE, ByteTokenizer, ChatTemplate, PromptBuilder, Tokenizer, load_tokenizer
@@ -152,10 +153,11 @@ def load_model(
         eos_ids = words.eos_ids
     else:
         eos_ids = frozenset() if directory is None else _eos_ids(directory)
+    params = files.weights.load(dtype, quantization, sharding, on_load)
     return LoadedModel(
         name=files.name,
         config=files.config,
-        params=files.weights.load(dtype, quantization, sharding, on_load),
+        params=fuse(params) if mesh is None else params,
         tokenizer=words,
         template=files.template,
         eos_ids=eos_ids,

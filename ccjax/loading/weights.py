@@ -62,12 +62,8 @@ class HuggingFaceWeights:
     fingerprint: str
 
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
-        is_plain = dtype == "float32" and quantization is None and jax.default_backend() == "cpu"
-        if is_plain and stored_dtype(self.directory) == "bfloat16":
-            logger.warning(
-                "%s: stored in bfloat16, runs in float32, which CPUs compute many times faster; int8 is faster still",
-                self.directory,
-            )
+        if stored_dtype(self.directory) == "bfloat16":
+            _say_how_bfloat16_runs(self.directory, dtype, quantization)
         return load_params(
             self.directory,
             self.config,
@@ -91,6 +87,8 @@ class GgufWeights:
     def load(self, dtype: str, quantization: str | None, sharding: Placing | None, progress: OnLoad | None) -> Params:
         from ccjax.loading.gguf import load_gguf  # here, so that the gguf package is only imported if needed
 
+        if any(tensor.tensor_type.name == "BF16" for _, tensor in self.file.tensors.values()):
+            _say_how_bfloat16_runs(self.file.path, dtype, quantization)
         return load_gguf(
             self.file,
             self.config,
@@ -129,6 +127,13 @@ class RandomWeights:
             quantization=quantization,
             progress=progress,
             sharding=sharding or (lambda _: None),
+        )
+
+
+def _say_how_bfloat16_runs(path: Path, dtype: str, quantization: str | None) -> None:
+    if dtype == "float32" and quantization is None and jax.default_backend() == "cpu":
+        logger.warning(
+            "%s: stored in bfloat16, runs in float32, which CPUs compute many times faster; int8 is faster still", path
         )
 
 

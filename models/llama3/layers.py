@@ -40,9 +40,13 @@ def project_qkv(
 ) -> tuple[Float[Array, "*B N Q H"], Float[Array, "*B N K H"], Float[Array, "*B N K H"]]:
     """Queries, keys (both before RoPE, and normed if the model norms them) and values of the normed input."""
     normed = rms_norm(x, layer.attention_norm, eps)
-    q = _biased(project("...nd,dqh->...nqh", normed, layer.wq), layer.bq)
-    k = _biased(project("...nd,dkh->...nkh", normed, layer.wk), layer.bk)
-    v = _biased(project("...nd,dkh->...nkh", normed, layer.wv), layer.bv)
+    q = project("...nd,dqh->...nqh", normed, layer.wq)
+    if layer.wk is None or layer.wv is None:
+        num_heads = layer.wo.shape[0]
+        q, k, v = jnp.split(q, (num_heads, (num_heads + q.shape[-2]) // 2), axis=-2)
+    else:
+        k, v = (project("...nd,dkh->...nkh", normed, weight) for weight in (layer.wk, layer.wv))
+    q, k, v = _biased(q, layer.bq), _biased(k, layer.bk), _biased(v, layer.bv)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
     return q, k, v
@@ -74,7 +78,10 @@ def finish_layer(
     if isinstance(layer, RoutedLayerParams):
         return x + (plain_routed_mlp if is_plain else routed_mlp)(normed, layer)
     gate = project("...nd,df->...nf", normed, layer.w_gate)
-    up = project("...nd,df->...nf", normed, layer.w_up)
+    if layer.w_up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    else:
+        up = project("...nd,df->...nf", normed, layer.w_up)
     return x + project("...nf,fd->...nd", jax.nn.silu(gate) * up, layer.w_down)
 
 

@@ -81,16 +81,20 @@ class ParamSpec:
 @struct.dataclass
 class LayerParams:
     """Weights of one transformer layer; those of its matrix products may be in 8 bits, and those of options that the
-    model lacks are None."""
+    model lacks are None.
+
+    If `wk` and `wv` are None, their heads follow those of the queries in `wq`; if `w_up` is, its columns follow those
+    of `w_gate` (`ccjax.models.llama3.fused`).
+    """
 
     attention_norm: Float[Array, "D"]
     wq: Float[Array, "D Q H"] | QuantizedWeight
-    wk: Float[Array, "D K H"] | QuantizedWeight
-    wv: Float[Array, "D K H"] | QuantizedWeight
+    wk: Float[Array, "D K H"] | QuantizedWeight | None
+    wv: Float[Array, "D K H"] | QuantizedWeight | None
     wo: Float[Array, "Q H D"] | QuantizedWeight
     mlp_norm: Float[Array, "D"]
     w_gate: Float[Array, "D F"] | QuantizedWeight
-    w_up: Float[Array, "D F"] | QuantizedWeight
+    w_up: Float[Array, "D F"] | QuantizedWeight | None
     w_down: Float[Array, "F D"] | QuantizedWeight
     bq: Float[Array, "Q H"] | None = struct.field(default=None, kw_only=True)
     bk: Float[Array, "K H"] | None = struct.field(default=None, kw_only=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ccjax.cache.run_capture import RunCapture
 from ccjax.engine import Engine, Request
 from ccjax.requests import SamplingParams
 from ccjax.types import Document
@@ -207,3 +210,20 @@ def test_what_is_erased_during_an_answer_is_not_stored_behind_it(engine: Engine)
     engine.documents.erase("bob")
     assert list(deltas)[-1].response is not None
     assert run(engine, request.messages, documents=documents).reuse.per_document[-1].reused_tokens == 0
+
+
+def test_flush_waits_for_what_a_finished_request_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is complete before its KV is stored."""
+    keep = RunCapture.keep
+
+    def keep_late(*args: Any, **how: Any) -> None:
+        time.sleep(0.3)
+        keep(*args, **how)
+
+    monkeypatch.setattr(RunCapture, "keep", keep_late)
+    messages, settings = [user(words(random.Random(9), 40))], {"max_model_len": 512, "store": f"file://{tmp_path}"}
+    with Engine.from_pretrained("demo", **settings) as one, Engine.from_pretrained("demo", **settings) as other:
+        run(one, messages)
+        one.cache.flush()
+        other.cache.refresh()
+        assert run(other, messages).reuse.reused_tokens > 40

@@ -11,6 +11,7 @@ import pytest
 from ccjax.engine import Engine, EngineConfig, Request, SamplingParams
 from ccjax.errors import ConfigError
 from ccjax.loading.model import load_model
+from ccjax.models.llama3.fused import unfuse
 from ccjax.models.llama3.sharding import mesh_of
 from ccjax.runner.compilations import compilations
 from tests.engine.helpers import TOLERANCE, TinyModel, draw_segments, permuted
@@ -80,7 +81,7 @@ def test_weights_in_8_bits_are_split_with_their_scales():
 def test_weights_read_whole_are_split_without_changes(tmp_path):
     source = write(tmp_path / "files", MODEL.weights, MODEL.raw)
     settings = {"dtype": "float32", "quantization": "int8"}
-    wanted = load_model(source, **settings).params
+    wanted = unfuse(load_model(source, **settings).params)
     params = load_model(source, **settings, tensor_parallel_size=4).params
     assert mesh_of(params) is not None and mesh_of(wanted) is None
     for got, one in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):

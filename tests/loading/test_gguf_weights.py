@@ -15,6 +15,7 @@ from ccjax.loading.gguf import config_of, load_gguf, open_gguf
 from ccjax.loading.model import load_model
 from ccjax.models.llama3.config import LlamaConfig, RopeScaling
 from ccjax.models.llama3.convert import load_params
+from ccjax.models.llama3.fused import unfuse
 from ccjax.models.llama3.layers import rope_frequencies
 from ccjax.models.llama3.sharding import make_mesh, param_sharding
 from tests.loading.gguf_files import (
@@ -158,12 +159,18 @@ def test_rope_factors_of_one_mean_no_scaling(tmp_path):
     assert written_pair(tmp_path, rope_factors=np.ones(32))[2].rope_scaling is None
 
 
+@pytest.mark.parametrize(("kind", "is_told"), [(Kind.BF16, True), (Kind.F16, False)])
+def test_cpus_say_what_they_compute_bfloat16_in(tmp_path, caplog, kind, is_told):
+    load_model(written_pair(tmp_path, kind=kind)[0], dtype="float32")
+    assert ("stored in bfloat16, runs in float32" in caplog.text) == is_told
+
+
 def test_load_model_reads_weights_config_tokenizer_and_fingerprint(tmp_path):
     path, directory, config = written_pair(tmp_path, kind=Kind.Q5_1)
     model = load_model(path, dtype="float32")
     assert (model.name, model.config, model.directory) == ("model", config, None)
     assert model.eos_ids == {0, 2} and model.tokenizer is not None and model.template is not None
-    assert_same(model.params, load_params(directory, config, dtype=jnp.float32))
+    assert_same(unfuse(model.params), load_params(directory, config, dtype=jnp.float32))
     (tmp_path / "other.gguf").write_bytes(path.read_bytes())
     assert load_model(tmp_path / "other.gguf", dtype="float32").fingerprint == model.fingerprint
     changed = bytearray(path.read_bytes())

@@ -14,6 +14,7 @@ import pytest
 from ccjax.kernels.rope import apply_rope
 from ccjax.models.llama3 import LayerParams, LlamaConfig, families, forward, init_params, leaves
 from ccjax.models.llama3.convert import load_config, load_params, save_pretrained
+from ccjax.models.llama3.fused import fuse
 from ccjax.models.llama3.layers import project_qkv, rope_frequencies
 from ccjax.models.llama3.sharding import make_mesh, param_sharding
 from ccjax.models.llama3.steps import received_step
@@ -55,6 +56,14 @@ def model() -> TinyModel:
     params = dataclasses.replace(params, layers=each)
     tiny.loaded = dataclasses.replace(tiny.loaded, config=config, params=params, fingerprint="tiny-normed")
     return tiny
+
+
+def test_joined_matrices_keep_biases_and_norms(model):
+    tokens = jnp.arange(30)[None]
+    wanted = forward(model.loaded.params, model.config, tokens)
+    joined = fuse(jax.tree.map(jnp.copy, model.loaded.params))  # deletes what it is given
+    assert joined.layers[0].wk is None and joined.layers[0].bk is not None
+    np.testing.assert_allclose(forward(joined, model.config, tokens), wanted, atol=2e-5)
 
 
 def test_config_has_the_options_of_its_family():
