@@ -12,7 +12,7 @@ from ccjax.models.llama3.config import LlamaConfig
 from ccjax.models.llama3.inputs import StepSettings
 from ccjax.models.llama3.paged_steps import rotation_step
 from ccjax.models.llama3.params import Params
-from ccjax.models.llama3.quantized import QuantizedWeight, Weight
+from ccjax.models.llama3.quantized import Weight
 from ccjax.models.llama3.sharding import EVERYWHERE, KV_ROWS, mesh_of, placement
 from ccjax.models.llama3.steps import int8_head_step, rotate_step
 from ccjax.runner.compiled_sizes import CompiledSizes
@@ -61,7 +61,7 @@ class DeviceModel:
 
 
 def _head(params: Params) -> Weight | None:
-    weight = params.layers[0].wq
-    if jax.default_backend() != "cpu" or not isinstance(weight, QuantizedWeight) or weight.values.dtype != np.int8:
+    values = jax.tree.leaves(params.layers[0].wq)[0]
+    if jax.default_backend() != "cpu" or values.dtype != np.int8:
         return params.lm_head
     return int8_head_step(dataclasses.replace(params, layers=()))

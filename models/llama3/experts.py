@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from ccjax.models.llama3.params import RoutedLayerParams
 from ccjax.models.llama3.products import einsum, precision_of
-from ccjax.models.llama3.quantized import QuantizedWeight, Weight, project
+from ccjax.models.llama3.quantized import QuantizedWeight, project
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 128
 _FEW_TOKENS = 64
@@ -105,7 +105,7 @@ def ragged_experts(x: Float[Array, "N D"], routing: Routing, layer: RoutedLayerP
     taken = x[rows.token_of_row]
     precision = precision_of(x)
 
-    def product(x: Array, weight: Weight) -> Array:
+    def product(x: Array, weight: Array | QuantizedWeight) -> Array:
         if not isinstance(weight, QuantizedWeight):
             return jax.lax.ragged_dot(x, weight, num_pairs, precision=precision)
         values = weight.values.astype(x.dtype)
@@ -172,7 +172,7 @@ def batched_experts(
     return jax.lax.cond(num_pairs.max() <= capacity, at_once, lambda: blocked_experts(x, routing, layer, capacity // 2))
 
 
-def _of_each(subscripts: str, x: Array, weight: Weight) -> Float[Array, "E N M"]:
+def _of_each(subscripts: str, x: Array, weight: Array | QuantizedWeight) -> Float[Array, "E N M"]:
     """`project` for weights of all experts, stacked on a first axis."""
     if not isinstance(weight, QuantizedWeight):
         return einsum(subscripts, x, weight)

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Float
 
 from ccjax.models.llama3.config import LlamaConfig
-from ccjax.models.llama3.quantized import WEIGHT_FORMATS, QuantizedWeight, quantize
+from ccjax.models.llama3.quantized import WEIGHT_FORMATS, PackedWeight, QuantizedWeight, quantize
 
 _DRAWN_AT_ONCE = 1 << 23
 _KEEP_DTYPE = frozenset({"vocab", "router"})
@@ -83,19 +83,19 @@ class LayerParams:
     """Weights of one transformer layer; those of its matrix products may be in 8 bits, and those of options that the
     model lacks are None.
 
-    If `wk` and `wv` are None, their heads follow those of the queries in `wq`; if `w_up` is, its columns follow those
+    If `wk` and `wv` are None, their heads follow those of the queries in `wq`; if `w_up` is, its outputs follow those
     of `w_gate` (`ccjax.models.llama3.fused`).
     """
 
     attention_norm: Float[Array, "D"]
-    wq: Float[Array, "D Q H"] | QuantizedWeight
-    wk: Float[Array, "D K H"] | QuantizedWeight | None
-    wv: Float[Array, "D K H"] | QuantizedWeight | None
-    wo: Float[Array, "Q H D"] | QuantizedWeight
+    wq: Float[Array, "D Q H"] | PackedWeight
+    wk: Float[Array, "D K H"] | PackedWeight | None
+    wv: Float[Array, "D K H"] | PackedWeight | None
+    wo: Float[Array, "Q H D"] | PackedWeight
     mlp_norm: Float[Array, "D"]
-    w_gate: Float[Array, "D F"] | QuantizedWeight
-    w_up: Float[Array, "D F"] | QuantizedWeight | None
-    w_down: Float[Array, "F D"] | QuantizedWeight
+    w_gate: Float[Array, "D F"] | PackedWeight
+    w_up: Float[Array, "D F"] | PackedWeight | None
+    w_down: Float[Array, "F D"] | PackedWeight
     bq: Float[Array, "Q H"] | None = struct.field(default=None, kw_only=True)
     bk: Float[Array, "K H"] | None = struct.field(default=None, kw_only=True)
     bv: Float[Array, "K H"] | None = struct.field(default=None, kw_only=True)
@@ -122,7 +122,7 @@ class Params:
     embedding: Float[Array, "V D"]
     layers: tuple[LayerParams, ...]
     final_norm: Float[Array, "D"]
-    lm_head: Float[Array, "D V"] | QuantizedWeight | None
+    lm_head: Float[Array, "D V"] | PackedWeight | None
 
 
 def layer_table(config: LlamaConfig) -> dict[str, ParamSpec]:

@@ -20,7 +20,7 @@ from ccjax.models.llama3.layers import finish_layer, project_qkv, rope_frequenci
 from ccjax.models.llama3.pages import read_slots, write_rows
 from ccjax.models.llama3.params import LayerParams, Params
 from ccjax.models.llama3.products import einsum
-from ccjax.models.llama3.quantized import QuantizedWeight, quantize
+from ccjax.models.llama3.quantized import LinearWeight, QuantizedWeight, quantize
 from ccjax.models.llama3.sampling import SampleOutput, TokenScores, sample, score
 
 
@@ -106,10 +106,16 @@ def select_step(x: Float[Array, "N D"], rows: Int[Array, "M"]) -> Float[Array, "
 
 
 @jax.jit
-def int8_head_step(params: Params) -> QuantizedWeight:
+def int8_head_step(params: Params) -> LinearWeight:
     """The head in int8; a tied embedding is one."""
-    head = params.embedding.T if params.lm_head is None else params.lm_head
-    return head if isinstance(head, QuantizedWeight) else quantize(head, (0,), "int8")
+    head = params.lm_head
+    if head is None:
+        rows = params.embedding
+    else:
+        assert not isinstance(head, QuantizedWeight)
+        rows = head.rows if isinstance(head, LinearWeight) else head.T
+    rounded = quantize(rows, (1,), "int8")
+    return LinearWeight(rounded.values, rounded.scales, rows.shape[::-1])
 
 
 @jax.jit(static_argnames=("config",))

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from ccjax.models.llama3 import LlamaConfig, Params, forward, init_params
 from ccjax.models.llama3.config import RopeScaling
 from ccjax.models.llama3.convert import load_config, load_params, save_pretrained
+from ccjax.models.llama3.fused import fuse
 
 pytestmark = pytest.mark.peers
 
@@ -114,6 +115,7 @@ def test_logits_match_transformers(tmp_path, case):
     expected = peer_logits(model, tokens)
     assert np.abs(expected).max() > 1  # the scale fits the tolerance
     np.testing.assert_allclose(our_logits(params, config, tokens), expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(our_logits(fuse(params), config, tokens), expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
