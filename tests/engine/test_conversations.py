@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ccjax.cache.run_capture import RunCapture
 from ccjax.engine import Engine, Request
 from ccjax.requests import SamplingParams
 from ccjax.types import Document
+from tests.polling import wait_until
 
 WORDS = "harbour museum garden river bridge market castle library tower village festival orchard lantern window".split()
 
@@ -214,16 +215,21 @@ def test_what_is_erased_during_an_answer_is_not_stored_behind_it(engine: Engine)
 
 def test_flush_waits_for_what_a_finished_request_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is complete before its KV is stored."""
-    keep = RunCapture.keep
-
-    def keep_late(*args: Any, **how: Any) -> None:
-        time.sleep(0.3)
-        keep(*args, **how)
-
-    monkeypatch.setattr(RunCapture, "keep", keep_late)
+    keep, flushed, kept = RunCapture.keep, threading.Event(), threading.Event()
     messages, settings = [user(words(random.Random(9), 40))], {"max_model_len": 512, "store": f"file://{tmp_path}"}
     with Engine.from_pretrained("demo", **settings) as one, Engine.from_pretrained("demo", **settings) as other:
-        run(one, messages)
-        one.cache.flush()
+
+        def keep_late(*args: Any, **how: Any) -> None:
+            wait_until(lambda: one._loop._pauses.num_pausing or flushed.is_set())
+            keep(*args, **how)
+            kept.set()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RunCapture, "keep", keep_late)
+            run(one, messages)
+            one.cache.flush()
+            is_kept = kept.is_set()
+            flushed.set()
+        assert is_kept
         other.cache.refresh()
         assert run(other, messages).reuse.reused_tokens > 40
