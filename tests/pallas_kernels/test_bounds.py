@@ -90,6 +90,7 @@ CHIPS = [
 
 
 def test_chip_without_block_sizes_gets_xla_unless_a_kernel_is_named(monkeypatch, caplog):
+    dispatch._warn.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     choices = {"xla": print}, {"triton": (max, {"h100": None})}
     assert implementation(None, *choices) is implementation(None, *choices) is print
