@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ccjax import Document, Engine, Request, Response, SamplingParams
 from ccjax.runner.pack import Pack
+from ccjax.store.tickets import LoadTicket
+from ccjax.store.tiered import TieredStore
 
 pytestmark = pytest.mark.slow
 
@@ -235,11 +238,19 @@ def row_of(response: Response, num_tokens: int | None = None) -> list[float]:
 
 
 def answers(name: str, folder: Path) -> list[Response]:
-    """The answers of a scenario without late loads."""
-    for attempt in range(4):
-        found = list(SCENARIOS[name](f"file://{folder}/store{attempt}"))
-        if not any(one.reuse.failed_loads or one.reuse.given_up_loads for one in found):
-            break
+    """The answers of a scenario without late loads and late writes: what waits to be written is read from memory, where
+    it has not been rounded."""
+    prepare_load = TieredStore.prepare_load
+
+    def prepare_load_once_written(store: TieredStore, *args: Any, **kwargs: Any) -> LoadTicket:
+        store.flush()
+        return prepare_load(store, *args, **kwargs)
+
+    with mock.patch.object(TieredStore, "prepare_load", prepare_load_once_written):
+        for attempt in range(4):
+            found = list(SCENARIOS[name](f"file://{folder}/store{attempt}"))
+            if not any(one.reuse.failed_loads or one.reuse.given_up_loads for one in found):
+                break
     return found
 
 
