@@ -330,15 +330,14 @@ class DocumentRegistry:
         kind, _, key = name.partition("-")
         try:
             if kind == "link":
-                chunk_id = ChunkId(value["chunk_id"])
-                link = Link(value["document_id"], value["version"], chunk_id, value["passage_id"])
-                self._add_link(name, link, float(value["at"]))
+                chunk_id, passage_id = ChunkId(_text(value["chunk_id"])), _text(value["passage_id"], or_none=True)
+                self._add_link(name, Link(*_document(value), chunk_id, passage_id), float(value["at"]))
             elif kind == "pin":
-                self._pins[name] = Pin(value["document_id"], value["version"], float(value["until"]), value["host"])
+                self._pins[name] = Pin(*_document(value), float(value["until"]), bool(value["host"]))
             elif kind in ("erasing", "erased") and not (kind == "erasing" and key in self._erasures):
-                chunk_ids = frozenset(ChunkId(chunk) for chunk in value["chunk_ids"])
-                whole, at = bool(value["whole"]), float(value["at"])
-                self._erasures[key] = Erasure(key, chunk_ids, tuple(value["links"]), whole, at, kind == "erased")
+                chunk_ids = frozenset(ChunkId(_text(chunk)) for chunk in value["chunk_ids"])
+                links, whole, at = tuple(map(_text, value["links"])), bool(value["whole"]), float(value["at"])
+                self._erasures[key] = Erasure(key, chunk_ids, links, whole, at, kind == "erased")
         except (KeyError, TypeError, ValueError):  # damaged, or from a later release: ignored
             pass
 
@@ -366,6 +365,16 @@ def check_id(argument: str, value: Any) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST_ID:
         shown = f"{len(value)} characters" if isinstance(value, str) else repr(value)
         raise RequestError(argument, f"wanted a text of 1 to {LONGEST_ID} characters, got {shown}")
+
+
+def _document(note: Mapping[str, Any]) -> tuple[str, str | None]:
+    return _text(note["document_id"]), _text(note["version"], or_none=True)
+
+
+def _text(value: Any, *, or_none: bool = False) -> Any:
+    if not isinstance(value, str) and not (or_none and value is None):
+        raise TypeError(f"wanted a text, got {value!r}")
+    return value
 
 
 def _as_note(erasure: Erasure) -> dict[str, Any]:

@@ -329,6 +329,11 @@ def test_erasure_survives_a_crash_at_any_step_of_finishing(registry, start, root
         b'{"chunk_ids": ["a"], "links": 5, "whole": true, "at": 1}',
         b'{"document_id": "x", "version": null, "until": "late", "host": true}',
         b'{"document_id": "x", "version": null, "chunk_id": "a", "passage_id": null, "at": "soon"}',
+        b'{"document_id": "x", "version": null, "chunk_id": [], "passage_id": "p", "at": 1}',
+        b'{"document_id": ["x"], "version": null, "chunk_id": "a", "passage_id": null, "at": 1}',
+        b'{"document_id": "x", "version": {}, "chunk_id": "a", "passage_id": 5, "until": 1e20, "host": true, "at": 1}',
+        b'{"chunk_ids": ["a", 5], "links": [], "whole": true, "at": 1}',
+        b'{"chunk_ids": ["a"], "links": [["b"]], "whole": true, "at": 1}',
     ],
 )
 @pytest.mark.parametrize("kind", ["link", "pin", "erasing", "erased", "other"])
