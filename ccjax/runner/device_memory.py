@@ -86,8 +86,7 @@ def _plan(model: LlamaConfig, config: EngineConfig, sizes: BatchSizes) -> Memory
     """The plan for these sizes, with all that they leave as pool."""
     weight_bytes = plain(config.dtype)
     if config.quantization is not None:
-        with_head = config.quantization == "int8" and jax.default_backend() == "cpu"
-        weight_bytes = in_8_bits(config.dtype, with_head=with_head)
+        weight_bytes = in_8_bits(config.dtype, config.quantization)
     shapes = ServedShapes(model, config.dtype, sizes, weight_bytes, config.tensor_parallel_size)
     total, source = _device_bytes(config)
     return plan_memory(shapes, total, source=source, fraction=_share(config) or 1.0)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
@@ -42,9 +43,10 @@ def plain(dtype: str) -> WeightBytes:
     return lambda spec, size: size * jnp.dtype(dtype).itemsize
 
 
-def in_8_bits(dtype: str, *, with_head: bool = False) -> WeightBytes:
-    """Matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`; `with_head`: besides,
-    a copy in 8 bits of the head, which is as large as the embedding."""
+def in_8_bits(dtype: str, quantization: str = "int8") -> WeightBytes:
+    """Matrices of layers in 8 bits with a float32 scale per output channel, the rest in `dtype`; in int8 on CPUs
+    besides a copy in 8 bits of the head, which is as large as the embedding."""
+    with_head = quantization == "int8" and jax.default_backend() == "cpu"
 
     def num_bytes(spec: ParamSpec, size: int) -> float:
         if spec.scales is None:

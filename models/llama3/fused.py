@@ -19,7 +19,7 @@ from ccjax.models.llama3.quantized import LinearWeight, QuantizedWeight, Weight
 
 
 def fuse(params: Params) -> Params:
-    """The weights in this form. Those of `params` are deleted: in memory besides are some of one layer."""
+    """The weights in this form. Those of `params` are deleted: in memory besides are some of one layer, or the head."""
     head = params.lm_head
     layers = tuple(_fused(layer) for layer in params.layers)
     return dataclasses.replace(params, layers=layers, lm_head=None if head is None else _joined(1, head))

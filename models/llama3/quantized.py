@@ -1,7 +1,7 @@
 """Weights in 8 bits with a float32 scale per output channel, and a product for weights in every form.
 
 A quantised weight is `values * scales`; bfloat16 represents the values exactly, so activations keep their dtype and the
-rounding of the weight is the only loss.
+rounding of the weight is the only loss. CPUs round activations beside int8 as well, see `project`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -101,11 +102,8 @@ def _scaled_product(subscripts: str, x: Array, values: Array, scales: Array | No
     if scales is None:
         return _product(subscripts, x, values, dtype)
 
-    def widened(x: Array, values: Array) -> Array:
-        return _product(subscripts, x, values.astype(x.dtype), jnp.float32)
-
+    widened, in_int8 = (functools.partial(one, subscripts) for one in (_widened_product, _int8_product))
     if values.dtype == jnp.int8:
-        in_int8 = functools.partial(_int8_product, subscripts)
         sums = lax.platform_dependent(x, values, cpu=in_int8, default=widened)
     else:
         sums = widened(x, values)
@@ -113,9 +111,11 @@ def _scaled_product(subscripts: str, x: Array, values: Array, scales: Array | No
     return (sums * scales).astype(x.dtype if dtype is None else dtype)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _int8_product(subscripts: str, x: Array, values: Array) -> Array:
     """The product, float32, of values in int8 with `x` as two int8: each row rounded in steps of its largest value /
-    127, and what is left in steps of a 254th of these. CPUs multiply int8 four to five times as fast as float32."""
+    127, and what is left in steps of a 254th of these. CPUs multiply int8 four to five times as fast as float32. Its
+    derivative is that without the rounding of `x`."""
     num_summed = _num_summed(subscripts)
     rows = x.reshape(-1, *x.shape[-num_summed:]).astype(jnp.float32)
     steps = jnp.abs(rows).max(range(1, rows.ndim), keepdims=True)
@@ -125,6 +125,16 @@ def _int8_product(subscripts: str, x: Array, values: Array) -> Array:
     coarse, fine = jnp.split(_product(subscripts, parts, values, jnp.int32).astype(jnp.float32), 2)
     product = (coarse + fine / _FINE) * steps.reshape(-1, *(1 for _ in coarse.shape[1:]))
     return product.reshape(*x.shape[:-num_summed], *product.shape[1:])
+
+
+@_int8_product.defjvp
+def _(subscripts: str, primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    (x, values), (change, _) = primals, tangents
+    return _int8_product(subscripts, x, values), _widened_product(subscripts, change, values)
+
+
+def _widened_product(subscripts: str, x: Array, values: Array) -> Array:
+    return _product(subscripts, x, values.astype(x.dtype), jnp.float32)
 
 
 def _num_summed(subscripts: str) -> int:

@@ -107,7 +107,7 @@ def test_mixtral_8x7b_fits_two_80_gb_devices():
 
 
 def test_8_bit_weight_bytes_match_a_hand_calculation():
-    shapes = ServedShapes(CONFIG, "bfloat16", BatchSizes(1024), in_8_bits("bfloat16"))
+    shapes = ServedShapes(CONFIG, "bfloat16", BatchSizes(1024), in_8_bits("bfloat16", "fp8"))
     kept = 2 * 1000 * 1024 + 3 * 1024
     matrices = 2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 2816
     channels = 1024 + 2 * 256 + 1024 + 2 * 2816 + 1024
@@ -118,6 +118,17 @@ def test_8_bit_weight_bytes_match_a_hand_calculation():
     assert memory_plan(CONFIG, config).weights == weight_bytes(shapes)
     with_head = memory_plan(CONFIG, config.replace(quantization="int8"))  # on CPUs
     assert with_head.weights == weight_bytes(shapes) + 1000 * 1024 + 4 * 1000
+
+
+def test_no_way_is_told_that_lacks_the_memory_of_the_head_in_8_bits():
+    in_8_bits = EngineConfig(dtype="bfloat16", quantization="int8", device_memory_bytes=GB, max_model_len=1024)
+    plan = memory_plan(CONFIG, in_8_bits)
+    for quantization in (None, "int8"):
+        less = plan.besides_pool + plan.least_pool - 1000
+        config = in_8_bits.replace(quantization=quantization, device_memory_bytes=less)
+        with pytest.raises(ConfigError, match="what fits: tensor_parallel_size 2") as refused:
+            with_pool(CONFIG, config)
+        assert "tensor_parallel_size 1" not in str(refused.value)
 
 
 @pytest.mark.parametrize("model", [CONFIG, MIXTURE], ids=["dense", "mixture"])
