@@ -120,12 +120,12 @@ def test_8_bit_weight_bytes_match_a_hand_calculation():
     assert with_head.weights == weight_bytes(shapes) + 1000 * 1024 + 4 * 1000
 
 
-def test_no_way_is_told_that_lacks_the_memory_of_the_head_in_8_bits():
-    in_8_bits = EngineConfig(dtype="bfloat16", quantization="int8", device_memory_bytes=GB, max_model_len=1024)
-    plan = memory_plan(CONFIG, in_8_bits)
+def test_what_fits_counts_the_head_in_8_bits():
+    config = EngineConfig(dtype="bfloat16", quantization="int8", device_memory_bytes=GB, max_model_len=1024)
+    plan = memory_plan(CONFIG, config)
+    config = config.replace(device_memory_bytes=plan.besides_pool + plan.least_pool - 1000)
     for quantization in (None, "int8"):
-        less = plan.besides_pool + plan.least_pool - 1000
-        config = in_8_bits.replace(quantization=quantization, device_memory_bytes=less)
+        config = config.replace(quantization=quantization)
         with pytest.raises(ConfigError, match="what fits: tensor_parallel_size 2") as refused:
             with_pool(CONFIG, config)
         assert "tensor_parallel_size 1" not in str(refused.value)
