@@ -50,6 +50,7 @@ class EngineCache:
         self._store = chunks.store
         self._documents = chunks.documents
         self._updater = chunks.updater
+        self._unprepared = chunks.capture.unprepared
         self._warmer = warmer
         self._maintenance = maintenance
         self._shadow = shadow
@@ -78,6 +79,11 @@ class EngineCache:
     def num_variants(self) -> int:
         """Number of chunk variants that can be reused now."""
         return len(self._variants)
+
+    @property
+    def num_unprepared(self) -> int:
+        """Number of passages of requests that `repair_one` may still prepare."""
+        return len(self._unprepared)
 
     @property
     def maintenance_counts(self) -> MaintenanceCounts:

@@ -117,6 +117,10 @@ class ServerMetrics:
             "num_variants": ("Chunk variants that can be reused", lambda: engine.cache.num_variants),
             "cached_documents": ("Versions of documents in the cache", lambda: engine.documents.counts.documents),
             "sizes_to_compile": ("Sizes of steps that idle time still has to compile", lambda: engine.num_sizes_left),
+            "passages_to_prepare": (
+                "Passages of requests that idle time may still prepare",
+                lambda: engine.cache.num_unprepared,
+            ),
             "pins": ("Pins that have not expired", lambda: engine.documents.counts.pins),
             "unfinished_erasures": (
                 "Erasures that could not delete everything yet",

@@ -6,6 +6,7 @@ Searches, tokenization and calls of the engine run in threads, not on the event 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import hmac
@@ -362,16 +363,22 @@ class Service:
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation | None, repair: bool) -> IdleWork:
-    """Warm jobs first, since a client asked for them. Then what makes the next request faster: KV before compiled
-    sizes."""
-    return lambda is_wanted: (
-        jobs.step(is_wanted)
-        or (preparation is not None and preparation.step(is_wanted))
-        or engine.compile_one(is_cancelled=is_wanted)
-        or engine.profile_one(is_cancelled=is_wanted)
-        or engine.cache.check_one(is_cancelled=is_wanted)
-        or (repair and engine.cache.repair_one(is_cancelled=is_wanted))
-    )
+    """Warm jobs first, since a client asked for them, then the server's own documents; the others take turns, so that
+    none of them, hundreds of sizes or of passages, keeps the next from being done."""
+    others = collections.deque([engine.compile_one, engine.profile_one, engine.cache.check_one])
+    if repair:
+        others.append(engine.cache.repair_one)
+
+    def step(is_wanted: Callable[[], bool]) -> bool:
+        if jobs.step(is_wanted) or (preparation is not None and preparation.step(is_wanted)):
+            return True
+        for _ in range(len(others)):
+            others.rotate(-1)
+            if others[-1](is_cancelled=is_wanted):
+                return True
+        return False
+
+    return step
 
 
 def _what_is_left(request: Request, arrived_s: float) -> Request:

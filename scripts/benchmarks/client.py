@@ -31,6 +31,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _READY_S = 3600.0
 """Compiling every size for the first time takes minutes, on a busy machine many."""
 _END_S = 60.0
+_IDLE_WORK = ("ccjax_sizes_to_compile", "ccjax_passages_to_prepare")
 
 
 @contextlib.contextmanager
@@ -77,6 +78,13 @@ def scrape(url: str) -> Counters:
         for sample in family.samples:
             values[sample.name] += sample.value
     return dict(values)
+
+
+def wait_for_idle_time(url: str, longest_s: float) -> None:
+    """Waits until idle time has compiled all sizes and prepared the passages of all requests, `longest_s` at most."""
+    until = time.monotonic() + longest_s
+    while time.monotonic() < until and any(map(scrape(url).get, _IDLE_WORK)):
+        time.sleep(1.0)
 
 
 @dataclasses.dataclass

@@ -49,7 +49,7 @@ from typing import Any
 
 from ccjax.cli.values import positive_int
 from ccjax.evaluation.pages import show, text
-from scripts.benchmarks.client import RequestRecord, closed_loop, scrape, serving, ttft_s
+from scripts.benchmarks.client import RequestRecord, closed_loop, serving, ttft_s, wait_for_idle_time
 from scripts.benchmarks.client_packages import CLIENTS, missing
 from scripts.benchmarks.common import BenchmarkError, data_folder, environment, rows_of, stages
 from scripts.benchmarks.wrappers import Turn
@@ -58,8 +58,6 @@ QUICK = {"clients": ["langchain", "openwebui"], "turns": 2, "idle_s": 0.0, "max_
 NUM_PASSAGES, NUM_KNOWN = 5, 7
 """Passages of a request, and of all requests of a client."""
 DATES = ("Today is Friday, 27 November 2026.", "Today is Saturday, 28 November 2026.")
-QUIET_S = 10.0
-"""Idle time has prepared everything once its counters have not changed for so long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         say("start the server")
         with serving(flags) as url, Proxy(url, options.max_tokens, options.timeout_s) as proxy:
             say("what idle time compiles")
-            _wait(lambda: not scrape(url).get("ccjax_sizes_to_compile"), options.idle_s)
+            wait_for_idle_time(url, options.idle_s)
             model = _model_name(url)
             asked = []
             until = time.monotonic() + options.limit_s
@@ -118,7 +116,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     requests = [row for row in requests if row["client"] != name]
                     skipped.append(f"{name}: {error}")
             say("what idle time prepares")
-            _wait_until_quiet(url, options.idle_s)
+            wait_for_idle_time(url, options.idle_s)
             for name, after in asked if options.idle_s else ():
                 for way in WAYS:
                     requests += _ask_all(proxy, model, name, way, after)
@@ -322,25 +320,6 @@ def _model_name(url: str) -> str:
     with contextlib.closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=60.0)) as connection:
         connection.request("GET", "/v1/models")
         return json.loads(connection.getresponse().read())["data"][0]["id"]
-
-
-def _wait(is_over: Callable[[], bool], longest_s: float) -> None:
-    until = time.monotonic() + longest_s
-    while time.monotonic() < until and not is_over():
-        time.sleep(1.0)
-
-
-def _wait_until_quiet(url: str, longest_s: float) -> None:
-    """Waits until the counters of idle work have not changed for a while."""
-    seen: tuple[object, float] = (None, 0.0)
-
-    def is_quiet() -> bool:
-        nonlocal seen
-        now = {name: value for name, value in scrape(url).items() if name.startswith("ccjax_variants_")}
-        seen = seen if seen[0] == now else (now, time.monotonic())
-        return time.monotonic() - seen[1] > QUIET_S
-
-    _wait(is_quiet, longest_s)
 
 
 def _print(requests: Sequence[Mapping[str, Any]], cases: Sequence[dict[str, Any]], skipped: Sequence[str]) -> None:

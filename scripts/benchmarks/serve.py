@@ -4,7 +4,8 @@ Every strategy has its own process and store, one after the other, and answers t
 the OpenAI API; times are measured at the socket. Requests are questions with the passages of MuSiQue's retrieval trace
 (`--data` or $CCJAX_TEST_DATA), or, without it, of the shipped corpus, drawn by Zipf's law. Before the runs, earlier
 requests that share passages with theirs are sent one by one. Loads: `--concurrency` requests in progress; then Poisson
-arrivals at each of `--rates`, however fast the server is. A server first compiles in idle time, `--idle-s` at most.
+arrivals at each of `--rates`, however fast the server is. Before the runs a server compiles, and prepares the passages
+of these requests, in idle time, `--idle-s` at most.
 With `--mixed` the first strategy answers one short prompt every 5 s beside a stream of long ones, each alone and
 both at once, and /health beside a body of 9.9 MB.
 With `--sustained` all passages of the measured requests are known, each time in another order and selection, and only
@@ -33,7 +34,6 @@ from __future__ import annotations
 import argparse
 import random
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from scripts.benchmarks.client import (
     scrape,
     serving,
     ttft_s,
+    wait_for_idle_time,
 )
 from scripts.benchmarks.common import BenchmarkError, data_folder, environment, median, rows_of, stages
 
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rates", type=float, nargs="+", help="a second (default: 0.7, 1, 1.4 times the first one's closed loop)")
     add("--concurrency", type=positive_int, default=8, help="requests in progress in closed loop (%(default)s)")
     add("--slo-s", type=float, help="bound on TTFT (default: 5 times the first strategy's without load)")
-    add("--idle-s", type=float, default=300.0, help="most time to compile in before the runs (%(default)s)")
+    add("--idle-s", type=float, default=300.0, help="most time to compile and prepare in before the runs (%(default)s)")
     add("--timeout-s", type=float, default=600.0, help="seconds of silence until an answer is abandoned (%(default)s)")
 
 
@@ -120,8 +121,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 records = closed_loop(url, warm, 1, timeout_s)
                 check_answered(records)
                 options.slo_s = options.slo_s or SLO_MULTIPLE * median(map(ttft_s, records))
-                say(f"{strategy}: what idle time compiles")
-                _wait_for_compilations(url, options.idle_s)
+                say(f"{strategy}: what idle time compiles and prepares")
+                wait_for_idle_time(url, options.idle_s)
                 for number, window in enumerate(windows):
                     rate = options.rates[number - 1] if number else None
                     say(f"{strategy}: {rate:.3g} a second" if rate else f"{strategy}: {options.concurrency} at a time")
@@ -148,7 +149,7 @@ def _mixed(options: argparse.Namespace) -> dict[str, Any]:
         say(f"{strategy}: start the server")
         with serving(_flags(options, strategy)) as url:
             say(f"{strategy}: what idle time compiles")
-            _wait_for_compilations(url, options.idle_s)
+            wait_for_idle_time(url, options.idle_s)
             found = mixed.measure(url, options, say)
     about = {name: getattr(options, name) for name in ("model", "max_tokens", "serve_args", "mixed")}
     return {"benchmark": "serve", **environment(), **about, **found}
@@ -158,12 +159,6 @@ def _flags(options: argparse.Namespace, strategy: str) -> list[str]:
     flags = [] if options.model is None else ["--model", options.model]
     flags += [] if strategy == "default" else ["--strategy", strategy]
     return [*flags, *(["--no-warmup"] if options.quick else []), *shlex.split(options.serve_args)]
-
-
-def _wait_for_compilations(url: str, longest_s: float) -> None:
-    until = time.monotonic() + longest_s
-    while scrape(url).get("ccjax_sizes_to_compile") and time.monotonic() < until:
-        time.sleep(1.0)
 
 
 def load_questions(data: Path | None, num_passages: int) -> list[tuple[str, list[Body]]]:

@@ -13,6 +13,7 @@ from ccjax.policy.scheduling.sequence import ScheduledSequence
 from ccjax.policy.scheduling.victims import victims_for
 from ccjax.policy.scheduling.waiting import QueueLimit, WaitingQueue
 from ccjax.policy.scheduling.work import (
+    PACK_S,
     DecodeStep,
     ScheduledPack,
     ScheduledPiece,
@@ -48,6 +49,7 @@ class Scheduler:
         self._step: dict[str, ScheduledSequence] | None = None
         self._step_s = 0.0
         self._mark_s = 0.0
+        self._most_shared = math.inf
 
     def __contains__(self, sequence_id: object) -> bool:
         return sequence_id in self._sequences
@@ -232,6 +234,7 @@ class Scheduler:
             self._interrupted, self._pack, self._interrupted_s = self._pack, {}, now_s
         self._is_blocked = is_closed = False
         budget = self.settings.pack_tokens(costs.token_s)
+        self._most_shared = PACK_S / costs.token_s if costs.token_s else math.inf
         preempted: list[str] = []
         admitted: list[str] = []
         begun = collections.deque(
@@ -433,6 +436,8 @@ class Scheduler:
             if context + sequence.context_tokens > most:
                 return 0
         left = sequence.tokens_left
+        if self._pack and sum(piece.num_tokens for piece in self._pack.values()) + left > self._most_shared:
+            return 0
         if sequence.work.is_divisible:
             return min(budget, left)
         return left if left <= budget or not self._pack else 0
