@@ -72,6 +72,24 @@ class TestPieces:
         pack = start(scheduler, costs=StepCosts(token_s, 0.01))
         assert sum(piece.num_tokens for piece in pack.pieces) == expected
 
+    @pytest.mark.parametrize(
+        ("token_s", "expected"),
+        [
+            (0.0005, [["a", "b", "c", "long"]]),
+            (0.001, [["a", "b", "c"], ["long"], ["long"]]),
+            (0.002, [["a", "b"], ["c"], ["long"], ["long"]]),
+            (0.01, [["a"], ["b"], ["c"], ["long"], ["long"]]),
+        ],
+    )
+    def test_a_pack_of_several_takes_half_a_second_at_most(self, token_s, expected):
+        works = [SequenceWork(name, 100, 1, 5) for name in ("a", "b", "c")]
+        scheduler = build(*works, SequenceWork("long", 1200, 1, 5), max_num_batched_tokens=1000)
+        packs = []
+        for _ in expected:
+            pack = start(scheduler, costs=StepCosts(token_s, 0.01))
+            packs.append([piece.sequence_id for piece in pack.pieces])
+        assert packs == expected
+
     def test_a_removed_request_leaves_the_pack_that_runs(self):
         scheduler = build(SequenceWork("a", 5, 1, 5), SequenceWork("b", 5, 1, 5))
         scheduler.next_pack(0.0, 100, COSTS)

@@ -108,6 +108,22 @@ def test_idle_time_makes_approximate_variants_exact(start_server: StartServer, a
         assert report["exact"] and all(entry["computed_tokens"] == 0 for entry in report["per_document"])
 
 
+def test_no_kind_of_idle_work_keeps_the_others_waiting(
+    start_server: StartServer, at_rest: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_left = threading.Event()
+    for owner, name in ((Engine, "compile_one"), (Engine, "profile_one"), (EngineCache, "check_one")):
+        monkeypatch.setattr(owner, name, lambda *args, is_cancelled: is_left.is_set())
+    with start_server() as server:
+        wait_until(at_rest)
+        leave_approximate(server)
+        is_left.set()
+        assert metrics(server)[("ccjax_passages_to_prepare",)] > 0
+        assert post(server).status_code == 200  # after it, the worker finds itself idle
+        wait_until(lambda: metrics(server)[("ccjax_passages_to_prepare",)] == 0)
+        wait_until(lambda: not num_approximate(server))
+
+
 def test_idle_time_compares_answers_with_a_full_prefill(start_server: StartServer) -> None:
     with start_server(shadow_ratio=1.0, strategy="cachecraft", recompute_ratio=0.0) as server:
         for passages in (PASSAGES, PASSAGES[::-1]):

@@ -13,7 +13,6 @@ from ccjax.policy.scheduling.sequence import ScheduledSequence
 from ccjax.policy.scheduling.victims import victims_for
 from ccjax.policy.scheduling.waiting import QueueLimit, WaitingQueue
 from ccjax.policy.scheduling.work import (
-    PACK_S,
     DecodeStep,
     ScheduledPack,
     ScheduledPiece,
@@ -49,7 +48,7 @@ class Scheduler:
         self._step: dict[str, ScheduledSequence] | None = None
         self._step_s = 0.0
         self._mark_s = 0.0
-        self._most_shared = math.inf
+        self._most_together = math.inf
 
     def __contains__(self, sequence_id: object) -> bool:
         return sequence_id in self._sequences
@@ -212,10 +211,12 @@ class Scheduler:
         """Chooses what to prefill next, until `pack_done`.
 
         In order of priority, fairness and arrival, each sequence gets as many tokens as still fit into the pack, so
-        that a short prompt shares it with a piece of a long one. The head of the queue is admitted if a slot and enough
-        pages for its prompt and the reserve are free; less important priorities are preempted for it if that frees
-        enough. If not, nothing behind it is admitted, or small sequences could starve a large one. Nor is anything
-        admitted once an indivisible prompt does not fit into the rest of the pack, or its context exceeds the limit.
+        that a short prompt shares it with a piece of a long one; but a pack of several takes `work.PACK_S` at most,
+        since a slow device gains nothing from more, and all of them wait for the last. The head of the queue is
+        admitted if a slot and enough pages for its prompt and the reserve are free; less important priorities are
+        preempted for it if that frees enough. If not, nothing behind it is admitted, or small sequences could starve a
+        large one. Nor is anything admitted once a prompt does not fit into the rest of the pack, or its context exceeds
+        the limit.
 
         Args:
           free_pages: free pages of the pool, including those of chunks that no sequence reads.
@@ -234,7 +235,7 @@ class Scheduler:
             self._interrupted, self._pack, self._interrupted_s = self._pack, {}, now_s
         self._is_blocked = is_closed = False
         budget = self.settings.pack_tokens(costs.token_s)
-        self._most_shared = PACK_S / costs.token_s if costs.token_s else math.inf
+        self._most_together = self.settings.tokens_together(costs.token_s)
         preempted: list[str] = []
         admitted: list[str] = []
         begun = collections.deque(
@@ -435,12 +436,12 @@ class Scheduler:
             context = sum(self._sequences[name].context_tokens for name in self._pack)
             if context + sequence.context_tokens > most:
                 return 0
-        left = sequence.tokens_left
-        if self._pack and sum(piece.num_tokens for piece in self._pack.values()) + left > self._most_shared:
-            return 0
-        if sequence.work.is_divisible:
-            return min(budget, left)
-        return left if left <= budget or not self._pack else 0
+        num_tokens = min(budget, sequence.tokens_left) if sequence.work.is_divisible else sequence.tokens_left
+        if self._pack:
+            together = num_tokens + sum(piece.num_tokens for piece in self._pack.values())
+            if num_tokens > budget or together > self._most_together:
+                return 0
+        return num_tokens
 
     def _put_in_pack(self, sequence: ScheduledSequence, budget: int) -> int:
         num_tokens = self._piece_tokens(sequence, budget)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ccjax.policy._checks import check_count, check_mass
 
 USUAL_DECODE_GAP_S = 0.2
 """Default pause between two tokens: a steady pace for readers."""
 PACK_S, LEAST_PACK = 0.5, 1024
-"""Packs are halved while they would take longer than `PACK_S` seconds, though not below `LEAST_PACK` tokens: prompts
-that are not short wait until they end."""
+"""Packs are halved while they would take longer than `PACK_S` seconds, though those of a single prompt not below
+`LEAST_PACK` tokens: other prompts wait until they end."""
 SHORT_SHARE = 3
 """A prompt is short if any pack of a long prompt, halved ones too, has room for this many of it."""
 DECODE_SHARE = 1 / 3
@@ -150,6 +151,10 @@ class SchedulerSettings:
         while most >= 2 * LEAST_PACK and most * token_s > PACK_S:
             most //= 2
         return most
+
+    def tokens_together(self, token_s: float) -> float:
+        """Most computed tokens of a pack of several sequences while one takes `token_s` seconds."""
+        return PACK_S / token_s if token_s else math.inf
 
     def decode_gap_s(self, decode_step_s: float) -> float:
         """`max_decode_gap_s`, or its default for decode steps of this length."""
