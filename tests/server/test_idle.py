@@ -117,8 +117,8 @@ def test_no_kind_of_idle_work_keeps_the_others_waiting(
     with start_server() as server:
         wait_until(at_rest)
         leave_approximate(server)
-        is_left.set()
         assert metrics(server)[("ccjax_passages_to_prepare",)] > 0
+        is_left.set()
         assert post(server).status_code == 200  # after it, the worker finds itself idle
         wait_until(lambda: metrics(server)[("ccjax_passages_to_prepare",)] == 0)
         wait_until(lambda: not num_approximate(server))
