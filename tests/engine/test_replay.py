@@ -26,6 +26,7 @@ from unittest import mock
 import pytest
 
 from ccjax import Document, Engine, Request, Response, SamplingParams
+from ccjax.policy.scheduling import work
 from ccjax.runner.pack import Pack
 from ccjax.store.tickets import LoadTicket
 from ccjax.store.tiered import TieredStore
@@ -238,15 +239,16 @@ def row_of(response: Response, num_tokens: int | None = None) -> list[float]:
 
 
 def answers(name: str, folder: Path) -> list[Response]:
-    """The answers of a scenario without late loads and late writes: what waits to be written is read from memory, where
-    it has not been rounded."""
+    """The answers of a scenario as a fast machine gives them: no late loads, no late writes (what waits to be written is
+    read from memory, where it has not been rounded), no packs divided because they take long."""
     prepare_load = TieredStore.prepare_load
 
     def prepare_load_once_written(store: TieredStore, *args: Any, **kwargs: Any) -> LoadTicket:
         store.flush()
         return prepare_load(store, *args, **kwargs)
 
-    with mock.patch.object(TieredStore, "prepare_load", prepare_load_once_written):
+    written = mock.patch.object(TieredStore, "prepare_load", prepare_load_once_written)
+    with written, mock.patch.object(work, "PACK_S", math.inf):
         for attempt in range(4):
             found = list(SCENARIOS[name](f"file://{folder}/store{attempt}"))
             if not any(one.reuse.failed_loads or one.reuse.given_up_loads for one in found):
