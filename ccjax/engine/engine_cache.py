@@ -50,7 +50,6 @@ class EngineCache:
         self._store = chunks.store
         self._documents = chunks.documents
         self._updater = chunks.updater
-        self._unprepared = chunks.capture.unprepared
         self._warmer = warmer
         self._maintenance = maintenance
         self._shadow = shadow
@@ -76,14 +75,18 @@ class EngineCache:
         return 1.0 if used is None else used
 
     @property
+    def _is_nearly_full(self) -> bool:
+        return self.capacity_used > NEARLY_FULL
+
+    @property
     def num_variants(self) -> int:
         """Number of chunk variants that can be reused now."""
         return len(self._variants)
 
     @property
     def num_unprepared(self) -> int:
-        """Number of passages of requests that `repair_one` may still prepare."""
-        return len(self._unprepared)
+        """Number of passages of requests that `repair_one` still has to prepare, with the one in progress."""
+        return self._warmer.num_unprepared(only_reused=self._is_nearly_full)
 
     @property
     def maintenance_counts(self) -> MaintenanceCounts:
@@ -116,7 +119,7 @@ class EngineCache:
         """
         if not self._config.stores_chunks:
             return False
-        if self._warmer.prepare_one(is_cancelled, only_reused=self.capacity_used > NEARLY_FULL):
+        if self._warmer.prepare_one(is_cancelled, only_reused=self._is_nearly_full):
             self._maintenance.count(prepared=1)
             return True
         return self._maintenance.repair_one(is_cancelled)

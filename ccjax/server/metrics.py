@@ -109,18 +109,16 @@ class ServerMetrics:
         engine: Engine,
         retriever: Retriever | None,
         preparation: DocumentPreparation | None = None,
+        prepares_passages: bool = True,
     ) -> None:
-        """Adds metrics that are read at scrape time; once per server."""
+        """Adds metrics that are read at scrape time; once per server. `prepares_passages`: whether idle time prepares
+        those of requests."""
         self._info.labels(version, model).set(1)
         self._bytes_per_token = kv_spec_of(engine.model_config, engine.config.dtype).num_bytes(1)
         readers: dict[str, tuple[str, Callable[[], float]]] = {
             "num_variants": ("Chunk variants that can be reused", lambda: engine.cache.num_variants),
             "cached_documents": ("Versions of documents in the cache", lambda: engine.documents.counts.documents),
             "sizes_to_compile": ("Sizes of steps that idle time still has to compile", lambda: engine.num_sizes_left),
-            "passages_to_prepare": (
-                "Passages of requests that idle time may still prepare",
-                lambda: engine.cache.num_unprepared,
-            ),
             "pins": ("Pins that have not expired", lambda: engine.documents.counts.pins),
             "unfinished_erasures": (
                 "Erasures that could not delete everything yet",
@@ -133,6 +131,9 @@ class ServerMetrics:
             text = "Passages found by words alone, since their vectors are still computed"
             readers["vectors_pending"] = (text, lambda: retriever.num_pending)
             self._registry.register(_Scraped(functools.partial(_skipped, retriever)))
+        if prepares_passages:
+            text = "Passages of requests that idle time still has to prepare"
+            readers["passages_to_prepare"] = (text, lambda: engine.cache.num_unprepared)
         if preparation is not None:
             text = "Documents with passages that idle time still has to prepare"
             readers["documents_to_prepare"] = (text, lambda: preparation.num_documents_left)

@@ -104,7 +104,12 @@ class Service:
                 drop = functools.partial(own_documents.drop_old_versions, retriever, engine, worker, retriever.report)
                 threading.Thread(target=drop, name="ccjax-drop", daemon=True).start()
             self.metrics.attach(
-                version=ccjax.__version__, model=model, engine=engine, retriever=retriever, preparation=preparation
+                version=ccjax.__version__,
+                model=model,
+                engine=engine,
+                retriever=retriever,
+                preparation=preparation,
+                prepares_passages=self.settings.repair,
             )
 
     def drain(self) -> None:
@@ -363,9 +368,10 @@ class Service:
 
 
 def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation | None, repair: bool) -> IdleWork:
-    """Warm jobs first, since a client asked for them, then the server's own documents; the others take turns, so that
-    none of them, hundreds of sizes or of passages, keeps the next from being done."""
-    others = collections.deque([engine.compile_one, engine.profile_one, engine.cache.check_one])
+    """Warm jobs first, since a client asked for them, then the server's own documents; most others take turns, so that
+    none of them, hundreds of sizes or of passages, keeps the next from being done. Last comes what measures how long
+    prefills take, which needs all sizes and no compilation beside it."""
+    others = collections.deque([engine.compile_one, engine.cache.check_one])
     if repair:
         others.append(engine.cache.repair_one)
 
@@ -373,10 +379,12 @@ def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation 
         if jobs.step(is_wanted) or (preparation is not None and preparation.step(is_wanted)):
             return True
         for _ in range(len(others)):
+            if is_wanted():  # what was interrupted also returns False, and compiling could not be stopped
+                return True
             others.rotate(-1)
             if others[-1](is_cancelled=is_wanted):
                 return True
-        return False
+        return engine.profile_one(is_cancelled=is_wanted)
 
     return step
 

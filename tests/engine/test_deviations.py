@@ -192,6 +192,27 @@ def test_passages_reused_with_unknown_deviations_are_noted_as_reused(demo):
         assert reused == {chunk.chunk_id for chunk in engine.documents.passage_chunks([passages[1], passages[3]])}
 
 
+def test_a_passage_is_unprepared_until_it_is_prepared(demo, monkeypatch):
+    with Engine(demo, EngineConfig(unprepared="compute")) as engine:
+        engine.generate("Who sings?", documents(2), max_new_tokens=1)
+        warmer, counts = engine.cache._warmer, []
+        run = warmer._run_prefill
+
+        def counted(*args, **kwargs):
+            counts.append(engine.cache.num_unprepared)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(warmer, "_run_prefill", counted)
+        assert engine.cache.num_unprepared == 2
+        with monkeypatch.context() as full:
+            full.setattr(EngineCache, "capacity_used", 0.9)  # then those that were only computed are left out
+            assert engine.cache.num_unprepared == 0
+        while engine.cache.repair_one():
+            pass
+        assert set(counts) == {2, 1} and counts == sorted(counts, reverse=True)
+        assert engine.cache.num_unprepared == 0
+
+
 @pytest.mark.parametrize("erased", ["never", "before", "meanwhile"])
 def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
     anna, bob = documents(2)
@@ -200,7 +221,7 @@ def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
             engine.generate("Who sings?", asked, max_new_tokens=1)
         noted, run = engine._chunks.capture.unprepared, engine._background.run
         (chunk,) = engine.documents.passage_chunks([bob])
-        assert len(noted) == 2
+        assert noted.count(only_reused=False) == 2
 
         def erase_first(*args, **kwargs):
             monkeypatch.undo()
@@ -209,7 +230,7 @@ def test_erased_passages_are_not_prepared(demo, erased, monkeypatch):
 
         if erased == "before":
             engine.documents.erase("1")
-            assert len(noted) == 1
+            assert noted.count(only_reused=False) == 1
         elif erased == "meanwhile":
             monkeypatch.setattr(engine.documents._warmer, "_run_prefill", erase_first)
         while engine.cache.repair_one():

@@ -239,8 +239,8 @@ def row_of(response: Response, num_tokens: int | None = None) -> list[float]:
 
 
 def answers(name: str, folder: Path) -> list[Response]:
-    """The answers of a scenario as a fast machine gives them: no late loads, no late writes (what waits to be written is
-    read from memory, where it has not been rounded), no packs divided because they take long."""
+    """The answers of a scenario as a fast machine gives them: no late loads, no late writes (what waits to be written
+    is read from memory, where it has not been rounded), no packs divided because they take long."""
     prepare_load = TieredStore.prepare_load
 
     def prepare_load_once_written(store: TieredStore, *args: Any, **kwargs: Any) -> LoadTicket:

@@ -6,6 +6,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from ccjax.engine.engine_cache import EngineCache
 from ccjax.models.llama3.paged_steps import paged_layer_step
 from ccjax.runner import pack as pack_module
 from ccjax.server import ServerSettings
+from ccjax.server.service import _idle_work
 from ccjax.types import Document
 from tests.polling import wait_until
 from tests.server import patience
@@ -124,6 +126,29 @@ def test_no_kind_of_idle_work_keeps_the_others_waiting(
         wait_until(lambda: not num_approximate(server))
 
 
+def test_nothing_else_begins_once_idle_work_is_interrupted() -> None:
+    begun: list[str] = []
+    arrived = threading.Event()
+
+    def piece(name: str) -> Callable[..., bool]:
+        def work(is_cancelled: Callable[[], bool]) -> bool:
+            begun.append(name)
+            if len(begun) == 2:
+                arrived.set()
+            return False
+
+        return work
+
+    cache = SimpleNamespace(check_one=piece("check"), repair_one=piece("repair"))
+    engine = SimpleNamespace(compile_one=piece("compile"), profile_one=piece("profile"), cache=cache)
+    step = _idle_work(engine, SimpleNamespace(step=lambda is_wanted: False), None, repair=True)
+    assert step(arrived.is_set) and len(begun) == 2
+    assert step(arrived.is_set) and len(begun) == 2
+    arrived.clear()
+    begun.append("a request")
+    assert not step(arrived.is_set) and set(begun[3:]) == {"check", "repair", "compile", "profile"}
+
+
 def test_idle_time_compares_answers_with_a_full_prefill(start_server: StartServer) -> None:
     with start_server(shadow_ratio=1.0, strategy="cachecraft", recompute_ratio=0.0) as server:
         for passages in (PASSAGES, PASSAGES[::-1]):
@@ -188,6 +213,7 @@ def test_repairs_can_be_switched_off(start_server: StartServer) -> None:
     with start_server(ServerSettings(repair=False)) as server:
         leave_approximate(server)
         assert post(server).status_code == 200
+        assert not any("passages_to_prepare" in name for name, *_ in metrics(server))
         warming = server.engine.documents.begin_warming([{"text": "Carla sings, too."}])
         backend = server.service.backend
         assert backend.warm_jobs.add(warming, backend.worker, at_once=False)

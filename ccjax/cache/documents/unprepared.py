@@ -23,8 +23,9 @@ class UnpreparedPassages:
         self._reused: collections.OrderedDict[ChunkId, Prompt] = collections.OrderedDict()
         self._computed: collections.OrderedDict[ChunkId, Prompt] = collections.OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._reused) + len(self._computed)
+    def count(self, *, only_reused: bool) -> int:
+        """How many `pop` still returns."""
+        return len(self._reused) + (0 if only_reused else len(self._computed))
 
     def note(self, alone: Prompt, *, was_reused: bool) -> None:
         """Adds a passage, or makes it the next of its kind.

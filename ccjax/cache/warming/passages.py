@@ -130,6 +130,7 @@ class PassageWarmer:
         self._run_prefill = run_prefill
         self._variants = variants
         self._exclusive = exclusive
+        self._is_preparing = False
 
     def warm_one(self, warming: Warming, is_cancelled: IsCancelled | None) -> None:
         """Computes and stores the next variant of a warming, unless it is stored.
@@ -199,6 +200,10 @@ class PassageWarmer:
                 return meta.variant_id
         return None
 
+    def num_unprepared(self, *, only_reused: bool) -> int:
+        """How many passages `prepare_one` still has to prepare, with the one in progress."""
+        return self._capture.unprepared.count(only_reused=only_reused) + self._is_preparing
+
     def prepare_one(self, is_cancelled: IsCancelled | None, *, only_reused: bool) -> bool:
         """Computes the next of `PrefillCapture.unprepared` as `Engine.documents.warm` does; False if there is none, the
         engine is in use, or `is_cancelled` returned True first. A passage that fails is logged and not tried again.
@@ -208,6 +213,7 @@ class PassageWarmer:
         """
         with self._exclusive(wait=False) as is_ours:
             found = self._next_to_prepare(only_reused) if is_ours else None
+            self._is_preparing = found is not None
         if found is None:
             return False
         alone, was_reused, warming = found
@@ -223,6 +229,8 @@ class PassageWarmer:
             return False
         except Exception:  # one passage must not keep the others from being prepared
             logger.exception("passage %s: could not be prepared", alone.chunks[-1].chunk_id)
+        finally:
+            self._is_preparing = False
         return True
 
     def _next_to_prepare(self, only_reused: bool) -> tuple[Prompt, bool, Warming] | None:
