@@ -379,12 +379,12 @@ def _idle_work(engine: Engine, jobs: WarmJobs, preparation: DocumentPreparation 
         if jobs.step(is_wanted) or (preparation is not None and preparation.step(is_wanted)):
             return True
         for _ in range(len(others)):
-            if is_wanted():  # what was interrupted also returns False, and compiling could not be stopped
+            if is_wanted():  # what was interrupted returns False, too, and a compilation could not be stopped
                 return True
             others.rotate(-1)
             if others[-1](is_cancelled=is_wanted):
                 return True
-        return engine.profile_one(is_cancelled=is_wanted)
+        return is_wanted() or engine.profile_one(is_cancelled=is_wanted) or is_wanted()
 
     return step
 

@@ -213,11 +213,10 @@ class Scheduler:
         In order of priority, fairness and arrival, each sequence gets as many tokens as still fit into the pack, so
         that a short prompt shares it with a piece of a long one. But none joins others whose pack would then take
         longer than `work.PACK_S` by the time per computed token, since a slow device gains nothing from that, and all
-        of a pack wait for the last. The head of the queue is
-        admitted if a slot and enough pages for its prompt and the reserve are free; less important priorities are
-        preempted for it if that frees enough. If not, nothing behind it is admitted, or small sequences could starve a
-        large one. Nor is anything admitted once a prompt does not fit into the rest of the pack, or its context exceeds
-        the limit.
+        of a pack wait for the last. The head of the queue is admitted if a slot and enough pages for its prompt and the
+        reserve are free; less important priorities are preempted for it if that frees enough. If not, nothing behind it
+        is admitted, or small sequences could starve a large one. Nor is anything admitted once a prompt does not fit
+        into the rest of the pack, or its context exceeds the limit.
 
         Args:
           free_pages: free pages of the pool, including those of chunks that no sequence reads.
