@@ -96,6 +96,7 @@ class DevicePreloader:
         elif copy.filling.result() and self._variants.add_to_device(copy.variant_id, copy.shard):
             self.num_bytes += copy.shard.num_bytes
             return copy.variant_id
+        copy.shard.free()  # even if a traceback in a log still refers to it
         return None
 
     def give_back(self) -> None:
@@ -107,8 +108,10 @@ class DevicePreloader:
 
     def forget(self) -> None:
         """Drops a copy that was not collected; its pages are free once its thread has done with them."""
-        self._copy = None
+        copy, self._copy = self._copy, None
         self._tried.clear()
+        if copy is not None:
+            copy.filling.add_done_callback(lambda _: copy.shard.free())
 
     def close(self) -> None:
         """Ends the thread. May be called twice."""

@@ -33,6 +33,8 @@ from ccjax.store.usage import DEVICE
 PAGE_TOKENS = 16
 _LAYERS_AHEAD = 2
 """Layers whose copies to the host are under way at a time."""
+_LOST = (RuntimeError, ValueError)
+"""What JAX raises for deleted arrays: ValueError, its INVALID_ARGUMENT, if they are deleted as a step begins."""
 
 
 class Paged(Protocol):
@@ -184,7 +186,7 @@ class DevicePool(MemoryTier[PagedShard]):
         with self._pages_lock:
             try:
                 jax.block_until_ready(self._layers)
-            except RuntimeError:  # deleted, or the output of a failed step
+            except _LOST:  # deleted, or the output of a failed step
                 return True
             return not self._layers  # `renew` found no memory
 
@@ -286,7 +288,7 @@ class DevicePool(MemoryTier[PagedShard]):
         padded[:, :, :num_tokens] = kv
         try:
             self._write(padded, shard.slots)
-        except RuntimeError as error:  # the pages are lost, or memory is too short for the KV to write
+        except _LOST as error:  # or memory is too short for the KV to write
             raise TierFullError(f"device tier: {num_tokens} tokens could not be written: {error}") from error
         self._sizes.note("write", (size,))
 

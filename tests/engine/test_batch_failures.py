@@ -522,3 +522,17 @@ def test_write_to_a_lost_pool_fails_and_frees_its_pages():
     assert pool.num_free == 4
     pool.renew()
     pool._hold(np.zeros(SPEC.shape(20), SPEC.np_dtype))
+
+
+def test_write_whose_pages_are_lost_as_it_begins_fails_in_the_same_way(monkeypatch):
+    """JAX raises another error if they are deleted after it has looked at them."""
+    pool = DevicePool(SPEC, 4 * PAGE)
+
+    def deleted_meanwhile(*_, **__):
+        lose(pool)
+        raise ValueError("INVALID_ARGUMENT: Buffer has been deleted or donated.")
+
+    monkeypatch.setattr("ccjax.runner.pool.write_pages_step", deleted_meanwhile)
+    with pytest.raises(TierFullError, match="20 tokens could not be written"):
+        pool._hold(np.zeros(SPEC.shape(20), SPEC.np_dtype))
+    assert pool.num_free == 4 and pool.is_lost()

@@ -358,6 +358,31 @@ def test_pages_for_the_growth_of_answers_are_not_taken_by_copies():
             assert pool.num_free == num_spare
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_pages_of_a_failed_copy_are_free_even_if_a_log_keeps_its_traceback(caplog, monkeypatch, is_forgotten):
+    with MODEL.engine(max_model_len=512, device_cache_bytes=ALL) as engine:
+        engine.run(Request(segments=SEGMENTS, sampling=SamplingParams(4, logprobs=0)))
+        engine.cache.flush()
+        preloader, pool, store = engine._chunks.device_preloader, engine._device.pool, engine._chunks.store
+
+        def fails(*_, **__):
+            raise KeyError("a damaged index")
+
+        with engine._loop.exclusive():
+            (variant_id, *_) = engine._chunks.variants.ids()
+            assert store.evict("device", [variant_id])
+            engine._chunks.variants._placement.apply_changes(variant_id)
+            num_free = pool.num_free
+            monkeypatch.setattr(pool, "fill", fails)
+            preloader.want([variant_id], num_spare=0)
+            assert pool.num_free < num_free
+            if is_forgotten:
+                preloader.forget()
+            wait_until(lambda: preloader.collect() is None and preloader._copy is None, timeout_s=120)
+            wait_until(lambda: pool.num_free == num_free, timeout_s=120)
+        assert caplog.records[-1].exc_info is not None and "damaged index" in caplog.text
+
+
 def to_host(engine, segments):
     """The variants of these segments, which from now on are in host memory alone."""
     store, variants = engine._chunks.store, engine._chunks.variants
