@@ -4,6 +4,7 @@ used or leaves, and chooses the victims when space is needed.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -68,6 +69,7 @@ class Placement:
 
     Attributes:
       pins: variants that eviction leaves alone whatever their use; None for none.
+      awaited: variants that requests wait for: none is evicted for what others store, stored yet or not.
     """
 
     def __init__(
@@ -89,10 +91,15 @@ class Placement:
         self._num_requests = 0
         self._prefill = (0, 0)
         self.pins: Pinned | None = None
+        self.awaited: collections.Counter[VariantId] = collections.Counter()
 
     def pinned_ids(self, tier: str | None) -> Collection[VariantId]:
         """The variants that `pins` keeps in `tier`, or (None) in any tier."""
         return () if self.pins is None else self.pins.pinned_ids(tier)
+
+    def spared_ids(self, tier: str | None) -> set[str]:
+        """`pinned_ids` and `awaited`."""
+        return {*self.pinned_ids(tier), *self.awaited}
 
     def next_request(self) -> None:
         """The following uses belong to another request."""
@@ -300,7 +307,7 @@ class Placement:
         if policy.is_tree and info.parent is not None and info.parent not in policy:
             return False
         policy.on_insert(variant_id, info, self._num_requests)
-        kept: set[str] = {*pinned, *self.pinned_ids(tier)}  # later also those that turn out to be in use
+        kept: set[str] = {*pinned, *self.spared_ids(tier)}  # later also those that turn out to be in use
         self._evict_unused(tier, shortfall, kept)
         while short := shortfall():
             victims = policy.victims(short, pinned=kept, new_key=variant_id, is_only_copy=info.below_load_s is None)

@@ -189,6 +189,19 @@ class VariantIndex:
         """Excludes the variants that `pins` names from eviction from now on."""
         self._placement.pins = pins
 
+    def wait_for(self, variant_ids: Collection[VariantId]) -> Callable[[], None]:
+        """Keeps variants, stored yet or not, from being evicted for what others store; returns what ends that."""
+        awaited = self._placement.awaited
+        awaited.update(variant_ids)
+
+        def end() -> None:
+            for variant_id in variant_ids:
+                awaited[variant_id] -= 1
+                if not awaited[variant_id]:
+                    del awaited[variant_id]
+
+        return end
+
     def describe_prefill(self, cached_tokens: int, new_tokens: int) -> None:
         """The following uses and variants belong to a prefill that computed `new_tokens` behind `cached_tokens`."""
         self._placement.describe_prefill(cached_tokens, new_tokens)
@@ -240,7 +253,7 @@ class VariantIndex:
             meta = dataclasses.replace(meta, frequency_reuse=meta.frequency_reuse + known.frequency_reuse)
         if self._max_variants is not None:
             excess = max(0, len(self._by_id) + (known is None) - self._max_variants)
-            protected = {*pinned, *self._placement.pinned_ids(None)}
+            protected = {*pinned, *self._placement.spared_ids(None)}
             victims = choose_victims(self._by_id.values(), excess, pinned=protected)
             if victims is None:
                 self.evicted.note(meta.chunk_id)

@@ -61,6 +61,10 @@ class PreparedPassages:
         # The others then reuse what the first one computes of the frame.
         return prompts[:1] if prompts and not self.has_frame(prompts[0]) else prompts
 
+    def framed(self, prompt: Prompt) -> frozenset[VariantId]:
+        """The variants of a prompt's passages behind the frame, stored or not."""
+        return self._frame.variant_ids(prompt)
+
     def has_frame(self, around: Prompt) -> bool:
         """True if all that stands before the passage of a prompt that `unprepared` returned is stored."""
         return self._is_stored(Prompt.of_chunks(around.cached[:-1]))

@@ -102,6 +102,8 @@ class TokenSequence:
                 new.append(TokenSequence(uuid.uuid4().hex, running[key], seed=0))
                 self.prefill.prepared.add(prompt.chunks[-1].chunk_id)
             self._awaited.append(running[key])
+        if self._awaited:
+            self.prefill.wait()
         return new
 
     @property
