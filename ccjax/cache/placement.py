@@ -223,15 +223,18 @@ class Placement:
         return True
 
     def make_room(self, tier: str, num_bytes: int) -> bool:
-        """Evicts until a tier has room for `num_bytes`; False if too little can be evicted."""
-        kept: set[str] = set(self.pinned_ids(tier))
-        self._evict_unused(tier, lambda: self._store.shortfall_bytes(tier, num_bytes), kept)
-        while short := self._store.shortfall_bytes(tier, num_bytes):
-            victims = self._policies[tier].victims(short, pinned=kept)
-            if not victims:
-                return False
-            kept |= self._evict(tier, victims)
-        return True
+        """Evicts until a tier has room for `num_bytes`, what requests wait for last; False if too little can be
+        evicted."""
+        for kept in (self.spared_ids(tier), set[str](self.pinned_ids(tier))):
+            self._evict_unused(tier, lambda: self._store.shortfall_bytes(tier, num_bytes), kept)
+            while short := self._store.shortfall_bytes(tier, num_bytes):
+                victims = self._policies[tier].victims(short, pinned=kept)
+                if not victims:
+                    break
+                kept |= self._evict(tier, victims)
+            else:
+                return True
+        return False
 
     def shrink(self, most_bytes: int) -> int:
         """Evicts about `most_bytes` of what a tier holds beyond its limit, because it was opened with more or other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import tempfile
@@ -307,6 +308,32 @@ def test_variants_held_by_a_load_are_not_evicted():
         one.placement.complete_load(ticket, {})
         one.put("d")
         assert one.held("host") == {"c", "d"}
+
+
+def test_variants_that_requests_wait_for_are_stored_and_not_evicted_for_others():
+    with Placed(host_bytes=2 * ONE) as one:
+        one.put("a", "b")
+        one.use("a", "b")
+        one.placement.awaited.update("c")
+        assert one.put("c", cfo=1.0) == [True], "however little it is worth"
+        (kept,) = one.held("host") - {"c"}
+        for name in "de":
+            one.put(name)
+            one.use(name)
+        assert "c" in one.held("host") and kept in one.gone
+        one.placement.awaited.subtract("c")
+        one.placement.awaited += collections.Counter()  # drops what nobody waits for
+        one.put("f")
+        assert "c" in one.gone
+
+
+def test_room_for_requests_that_run_is_made_from_variants_that_others_wait_for_last():
+    with Placed(host_bytes=2 * ONE) as one:
+        one.put("a", "b")
+        one.use("b")
+        one.placement.awaited.update("a")
+        assert one.placement.make_room("host", ONE) and one.gone == ["b"]
+        assert one.placement.make_room("host", 2 * ONE) and one.gone == ["b", "a"]
 
 
 def test_failed_background_write_is_noticed_when_room_is_needed(tmp_path, monkeypatch):

@@ -69,4 +69,5 @@ def test_passages_of_both_lists_are_prepared_once(start, tmp_path, monkeypatch, 
     assert prepared == [anna, bob, carla, dino]  # none again for the second list
     assert {anna, carla, dino} <= {*kept} and bob not in kept
     monkeypatch.undo()
+    assert not engine._chunks.variants._placement.awaited
     assert events[-1].response.token_ids == other.run(request_of(wanted)).token_ids

@@ -128,3 +128,17 @@ def test_passages_of_a_request_are_prepared_in_idle_time(start_server, frame) ->
         first, *others = parts = ask(server, PASSAGES[2::-1])
         assert first["exact"] and not first["framed"] and share(parts, "computed") == 0.0
         assert all(part["framed"] and not part["exact"] for part in others)
+
+
+def test_passages_prepared_for_a_request_stay_until_it_runs_where_memory_is_full(start_server, frame) -> None:
+    """Memory holds little more than one request's passages, and all of them are new."""
+    sentences = [part for text in DOCUMENTS.values() for part in text.splitlines()[-1].split(". ")]
+    passages = [
+        [{"text": ". ".join((*sentences[first : first + 4], sentences[last]))} for first in range(4)]
+        for last in range(10)
+    ]
+    with start_server(ServerSettings(repair=False), frame=str(frame), host_cache_bytes=100_000) as server:
+        for own in passages:
+            parts = ask(server, own)
+            assert all(part["framed"] for part in parts), parts
+        assert server.engine.cache.usage()["host"].evicted > 0
