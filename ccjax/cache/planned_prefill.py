@@ -180,9 +180,10 @@ class PlannedPrefill:
 
     def wait(self) -> None:
         """Until `pin` or `close`, nothing that the plan reuses, and no passage that is prepared for it, is evicted for
-        what others store. May be repeated."""
-        if self._end_wait is None and self.plan is not None:
-            self._end_wait = self._planner.wait_for(self.prompt, self.plan)
+        what others store. May be repeated, for another plan."""
+        assert self.plan is not None
+        self._stop_waiting()
+        self._end_wait = self._planner.wait_for(self.prompt, self.plan)
 
     def pin(self) -> PrefillPlan:
         """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns

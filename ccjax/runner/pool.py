@@ -289,6 +289,8 @@ class DevicePool(MemoryTier[PagedShard]):
         try:
             self._write(padded, shard.slots)
         except _LOST as error:  # or memory is too short for the KV to write
+            if isinstance(error, ValueError) and not self.is_lost():
+                raise
             raise TierFullError(f"device tier: {num_tokens} tokens could not be written: {error}") from error
         self._sizes.note("write", (size,))
 

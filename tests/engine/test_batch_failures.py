@@ -536,3 +536,7 @@ def test_write_whose_pages_are_lost_as_it_begins_fails_in_the_same_way(monkeypat
     with pytest.raises(TierFullError, match="20 tokens could not be written"):
         pool._hold(np.zeros(SPEC.shape(20), SPEC.np_dtype))
     assert pool.num_free == 4 and pool.is_lost()
+    pool.renew()
+    monkeypatch.setattr("ccjax.runner.pool.write_pages_step", lambda *_, **__: int("no number"))
+    with pytest.raises(ValueError, match="no number"):  # no loss, but a fault of ours
+        pool._hold(np.zeros(SPEC.shape(20), SPEC.np_dtype))

@@ -209,6 +209,8 @@ class TokenSequence:
         """Pins the variants it reuses."""
         if not self.reads_prompt:
             self.prefill.pin()
+        else:
+            self.prefill.close(ok=False)  # it may have waited for passages that another one then prepared
 
     @property
     def num_own_pages(self) -> int:
