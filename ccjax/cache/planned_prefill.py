@@ -102,7 +102,7 @@ class PlannedPrefill:
         is_claimed = is_shared and contract.mode != "off" and self.keeps_chunks
         self._shared = planner.shared() if is_claimed else None
         self._ticket: LoadTicket | None = None
-        self._end_wait: Callable[[], None] | None = None
+        self._end_protection: Callable[[], None] | None = None
         self._loader: LayerLoader | None = None
         self._failed: set[VariantId] = set()
         self._failed_chunks: set[ChunkId] = set()
@@ -178,12 +178,12 @@ class PlannedPrefill:
         new = [prompt for prompt in found if prompt.chunks[-1].chunk_id not in self.prepared]
         return {prompt.chunks[-1 if prepared.has_frame(prompt) else -2].chunk_id: prompt for prompt in new}
 
-    def wait(self) -> None:
+    def protect(self) -> None:
         """Until `pin` or `close`, nothing that the plan reuses, and no passage that is prepared for it, is evicted for
         what others store. May be repeated, for another plan."""
         assert self.plan is not None
-        self._stop_waiting()
-        self._end_wait = self._planner.wait_for(self.prompt, self.plan)
+        self._unprotect()
+        self._end_protection = self._planner.protect(self.prompt, self.plan)
 
     def pin(self) -> PrefillPlan:
         """Pins what the plan reuses, after `claim`. Plans again if a variant is no longer available as planned; returns
@@ -201,7 +201,7 @@ class PlannedPrefill:
             self._lossy.update(self._ticket.lossy)
             missing = {VariantId(key): ShardNotFoundError("no tier holds it any more") for key in self._ticket.missing}
             self.replan_without(LoadFailedError(missing))
-        self._stop_waiting()
+        self._unprotect()
         return self.plan
 
     def start_loading(self, shared: frozenset[int]) -> LayerLoader | None:
@@ -274,7 +274,7 @@ class PlannedPrefill:
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
             self._planner.unpin(ticket, ok=ok)
-        self._stop_waiting()
+        self._unprotect()
 
     def release_claims(self) -> None:
         """Releases the claims of this process on what it computes. May be repeated."""
@@ -282,10 +282,10 @@ class PlannedPrefill:
             self._shared.release()
             self._shared = None
 
-    def _stop_waiting(self) -> None:
-        if self._end_wait is not None:
-            self._end_wait()
-            self._end_wait = None
+    def _unprotect(self) -> None:
+        if self._end_protection is not None:
+            self._end_protection()
+            self._end_protection = None
 
     def _usable(self, without: frozenset[VariantId] = frozenset()) -> dict[ChunkId, tuple[VariantMeta, ...]]:
         return self._planner.usable(

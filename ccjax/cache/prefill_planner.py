@@ -160,9 +160,9 @@ class PrefillPlanner:
         ]  # a new list, since `is_reading` may iterate over the old one in another thread
         return loader
 
-    def wait_for(self, prompt: Prompt, plan: PrefillPlan) -> Callable[[], None]:
-        """See `VariantIndex.wait_for`: what a plan reuses, and the passages of its prompt behind the frame."""
-        return self._variants.wait_for({*map(VariantId, plan.pin), *self.prepared.framed(prompt)})
+    def protect(self, prompt: Prompt, plan: PrefillPlan) -> Callable[[], None]:
+        """See `VariantIndex.protect`: what a plan reuses, and the passages of its prompt behind the frame."""
+        return self._variants.protect({*map(VariantId, plan.pin), *self.prepared.framed(prompt)})
 
     def pin(self, plan: PrefillPlan) -> LoadTicket:
         """Pins the variants that a plan reuses."""

@@ -189,8 +189,9 @@ class VariantIndex:
         """Excludes the variants that `pins` names from eviction from now on."""
         self._placement.pins = pins
 
-    def wait_for(self, variant_ids: Collection[VariantId]) -> Callable[[], None]:
-        """Keeps variants, stored yet or not, from being evicted for what others store; returns what ends that."""
+    def protect(self, variant_ids: Collection[VariantId]) -> Callable[[], None]:
+        """Keeps variants that a request waits for, stored yet or not, from being evicted for what others store; returns
+        the function that ends that."""
         awaited = self._placement.awaited
         awaited.update(variant_ids)
 

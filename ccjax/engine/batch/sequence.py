@@ -103,7 +103,7 @@ class TokenSequence:
                 self.prefill.prepared.add(prompt.chunks[-1].chunk_id)
             self._awaited.append(running[key])
         if self._awaited:
-            self.prefill.wait()
+            self.prefill.protect()
         return new
 
     @property
@@ -209,8 +209,6 @@ class TokenSequence:
         """Pins the variants it reuses."""
         if not self.reads_prompt:
             self.prefill.pin()
-        else:
-            self.prefill.close(ok=False)  # it may have waited for passages that another one then prepared
 
     @property
     def num_own_pages(self) -> int:
